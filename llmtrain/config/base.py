@@ -1,0 +1,120 @@
+"""What every section of the YAML is made of: strict sections, problems with a path, and durations.
+
+Nothing under `llmtrain.config` (nor `llmtrain.models.config`) imports torch, so that
+`llmtrain check` answers in well under a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config, in the user's terms.
+
+    path: dotted path of the setting, relative to the section that reports it.
+    found: the value as the user wrote it.
+    message: what is allowed or what to change, as a sentence fragment.
+    """
+
+    path: str
+    found: Any
+    message: str
+
+
+class Section(BaseModel):
+    """A mapping in the YAML. Unknown keys and coercions ("3" for 3) are errors.
+
+    Rules between fields go into `problems()`, which yields every violation; it runs once
+    the section's own fields have decoded.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _report_problems(self):
+        found = list(self.problems())
+        if found:
+            message = "; ".join(f"{p.path}: {p.message}" for p in found)
+            # The full list travels in the context: one validator can raise only once.
+            raise PydanticCustomError("rules", "{message}", {"message": message, "problems": found})
+        return self
+
+
+def free(default: Any = ..., **kwargs: Any) -> Any:
+    """A field that may change between a run and its resumption: it does not alter what is learned."""
+    extra = {"resume": "free"}
+    if isinstance(default, type) or (callable(default) and default is not ...):
+        return Field(default_factory=default, json_schema_extra=extra, **kwargs)
+    return Field(default, json_schema_extra=extra, **kwargs)
+
+
+Unit = Literal["steps", "tokens", "epochs", "fraction"]
+_DURATION = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(steps?|tokens?|epochs?|%)\s*$")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: `300 steps`, `26e9 tokens`, `2 epochs` or `5 %` of the run."""
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: Any) -> Duration:
+        if isinstance(text, Duration):
+            return text
+        match = _DURATION.match(text) if isinstance(text, str) else None
+        if not match:
+            raise PydanticCustomError(
+                "duration", "expected a number and a unit: '300 steps', '26e9 tokens', '2 epochs' or '5 %'"
+            )
+        number = float(match[1].replace("_", ""))
+        if match[2] == "%":
+            if number > 100:
+                raise PydanticCustomError("duration", "a percentage lies between 0 and 100")
+            return cls(number / 100, "fraction")
+        unit = match[2].rstrip("s") + "s"
+        if unit in ("steps", "tokens") and number != int(number):
+            raise PydanticCustomError("duration", "expected a whole number of {unit}", {"unit": unit})
+        return cls(number, unit)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        if self.unit == "fraction":
+            return f"{self.value * 100:g} %"
+        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
+
+    def steps(self, *, tokens_per_step: int, steps_per_epoch: int | None, total_steps: int | None) -> int:
+        """This duration in optimizer steps (at least 0), rounded up for tokens, to nearest for fractions."""
+        if self.unit == "steps":
+            return int(self.value)
+        if self.unit == "tokens":
+            return -(-int(self.value) // tokens_per_step)
+        if self.unit == "epochs":
+            if steps_per_epoch is None:
+                raise ValueError(f"'{self}' needs the length of an epoch, which is not known here; give steps or tokens")
+            return round(self.value * steps_per_epoch)
+        if total_steps is None:
+            raise ValueError(f"'{self}' needs the length of the run, which is not known here; give steps or tokens")
+        return round(self.value * total_steps)
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(Duration.parse),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "pattern": _DURATION.pattern, "examples": ["300 steps", "26e9 tokens", "5 %"]}),
+]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]

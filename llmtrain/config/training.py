@@ -1,0 +1,160 @@
+"""How the model is trained: the `train`, `optimizer`, `schedule`, `eval`, `checkpoint` and `logging` sections. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmtrain.config.base import Duration, DurationField, PositiveInt, Problem, Section, free
+from llmtrain.models.config import LossConfig
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
+
+
+class ActivationCheckpointing(Section):
+    """Recompute activations in the backward pass rather than keep them."""
+
+    type: Literal["none", "full", "every_k", "selective"] = free("none")
+    """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every second matmul."""
+    k: PositiveInt | None = free(None)
+    """For every_k."""
+
+    def problems(self) -> Iterator[Problem]:
+        if (self.type == "every_k") != (self.k is not None):
+            yield Problem("k", self.k, "must be given with type: every_k, and only then")
+
+
+class Sharding(Section):
+    """FSDP2 over the data-parallel ranks."""
+
+    strategy: Literal["full", "grad_op", "hybrid"] = free("full")
+    """full: parameters, gradients and optimizer state, gathered again in the backward pass. grad_op: parameters stay gathered
+    between forward and backward. hybrid: shard within groups of `shard_size` ranks, replicate between them."""
+    shard_size: PositiveInt | None = free(None)
+    """For hybrid: ranks per sharding group. Default: the ranks of one node."""
+    sync_every_microbatch: bool = free(True)
+    """Reduce gradients after every microbatch (least memory). false: once a step, at the cost of unsharded gradients."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.shard_size is not None and self.strategy != "hybrid":
+            yield Problem("shard_size", self.shard_size, "has no effect unless strategy: hybrid")
+
+
+class TrainConfig(Section):
+    """Length, batch, precision and parallelism."""
+
+    duration: DurationField = free()
+    """`300 steps`, `26e9 tokens` or `2 epochs`."""
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all ranks."""
+    microbatch_size: PositiveInt = free()
+    """Sequences per forward pass on one rank."""
+    precision: Literal["fp32", "amp_bf16"] = "fp32"
+    """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and dt_bias stay fp32."""
+    loss: LossConfig = LossConfig()
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or a gradient is not finite: end the run, or drop that step. Either way the step and its samples are named."""
+    max_skipped_steps: PositiveInt = free(10)
+    """With nonfinite: skip, give up after this many steps in a row."""
+    activation_checkpointing: ActivationCheckpointing = free(ActivationCheckpointing())
+    compile: Literal["auto", "on", "off"] = free("auto")
+    """torch.compile(fullgraph=True) of every block. auto: on GPUs."""
+    sharding: Sharding = free(Sharding())
+    deterministic: bool = free(False)
+    """Ask PyTorch for deterministic kernels; slower."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.duration.unit == "fraction" or self.duration.value <= 0:
+            yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
+        if self.global_batch_size % self.microbatch_size:
+            yield Problem(
+                "microbatch_size", self.microbatch_size, f"must divide global_batch_size ({self.global_batch_size})"
+            )
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101), decoupled decay scaled by the learning rate as in torch.
+
+    Norms, biases, A_log, D and dt_bias are never decayed.
+    """
+
+    type: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)]
+    betas: tuple[UnitInterval, UnitInterval] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    decay_embeddings: bool = True
+
+    def problems(self) -> Iterator[Problem]:
+        for i, beta in enumerate(self.betas):
+            if beta >= 1:
+                yield Problem(f"betas.{i}", beta, "must be below 1")
+
+
+class ScheduleConfig(Section):
+    """Learning rate over the run: linear warmup from 0, then the named shape down to final_lr_fraction * lr."""
+
+    type: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
+    warmup: DurationField = Duration(0, "steps")
+    decay: DurationField | None = None
+    """For wsd (warmup, stable, decay): length of the final linear decay."""
+    final_lr_fraction: UnitInterval | None = None
+    """Default: 0.1 for cosine and linear, 0 for wsd. Constant and inverse_sqrt take none."""
+
+    def problems(self) -> Iterator[Problem]:
+        if (self.type == "wsd") != (self.decay is not None):
+            yield Problem("decay", self.decay and str(self.decay), "must be given with type: wsd, and only then")
+        if self.type in ("constant", "inverse_sqrt") and self.final_lr_fraction is not None:
+            yield Problem("final_lr_fraction", self.final_lr_fraction, f"has no effect with type: {self.type}")
+        if self.type == "inverse_sqrt" and self.warmup.value == 0:
+            yield Problem("warmup", str(self.warmup), "inverse_sqrt needs a warmup: the rate is lr * sqrt(warmup / step)")
+
+
+class EvalConfig(Section):
+    """Validation loss during training."""
+
+    interval: DurationField = free(Duration(500, "steps"))
+    max_samples: PositiveInt | None = free(None)
+    """Validate on the first samples only."""
+    microbatch_size: PositiveInt | None = free(None)
+    """Default: train.microbatch_size."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.interval.value <= 0:
+            yield Problem("interval", str(self.interval), "must be positive")
+
+
+class CheckpointConfig(Section):
+    """What is saved, when, and how many are kept. The last step is always saved."""
+
+    interval: DurationField = free(Duration(1000, "steps"))
+    keep_last: PositiveInt | None = free(3)
+    """Delete older checkpoints beyond this many; null keeps all."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.interval.value <= 0:
+            yield Problem("interval", str(self.interval), "must be positive")
+
+
+class WandbConfig(Section):
+    """Weights & Biases; runs offline, into the run's folder, when there is no API key."""
+
+    project: str = free("llmtrain")
+    entity: str | None = free(None)
+    group: str | None = free(None)
+    tags: list[str] = free(list)
+
+
+class LoggingConfig(Section):
+    """Metrics always go to RUN/metrics.jsonl and the terminal."""
+
+    interval: PositiveInt = free(1)
+    """Steps between two lines of metrics."""
+    tensorboard: bool = free(True)
+    wandb: WandbConfig | None = free(None)
+    progress_bar: bool = free(True)
+    """A bar on a terminal; plain lines otherwise."""
