@@ -36,7 +36,9 @@ class Section(BaseModel):
     the section's own fields have decoded.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def problems(self) -> Iterator[Problem]:
         yield from ()
@@ -53,7 +55,7 @@ class Section(BaseModel):
 
 def free(default: Any = ..., **kwargs: Any) -> Any:
     """A field that may change between a run and its resumption: it does not alter what is learned."""
-    extra = {"resume": "free"}
+    extra: dict[str, Any] = {"resume": "free"}
     if isinstance(default, type) or (callable(default) and default is not ...):
         return Field(default_factory=default, json_schema_extra=extra, **kwargs)
     return Field(default, json_schema_extra=extra, **kwargs)

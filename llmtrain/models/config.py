@@ -117,8 +117,8 @@ class Mamba2Block(Section):
     dt_min: Annotated[float, Field(gt=0)] = 1e-3
     dt_max: Annotated[float, Field(gt=0)] = 1e-1
     """Initial time steps are log-uniform between dt_min and dt_max."""
-    dt_limit: tuple[float, float] | None = None
-    """Clamp softplus(dt + dt_bias) to this range."""
+    dt_limit: tuple[float, float | None] | None = None
+    """Clamp softplus(dt + dt_bias) to this range; [low, null] has no upper limit."""
     a_init_range: tuple[float, float] = (1.0, 16.0)
     """-A is drawn uniformly from this range."""
     conv_bias: bool = True
@@ -133,8 +133,8 @@ class Mamba2Block(Section):
     def problems(self) -> Iterator[Problem]:
         if self.dt_min > self.dt_max:
             yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
-        if self.dt_limit and not 0 <= self.dt_limit[0] < self.dt_limit[1]:
-            yield Problem("dt_limit", list(self.dt_limit), "must be [low, high] with 0 <= low < high")
+        if self.dt_limit and not 0 <= self.dt_limit[0] < (self.dt_limit[1] or float("inf")):
+            yield Problem("dt_limit", list(self.dt_limit), "must be [low, high] with 0 <= low < high, or [low, null]")
         if not 0 < self.a_init_range[0] <= self.a_init_range[1]:
             yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with 0 < low <= high")
 

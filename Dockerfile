@@ -1,0 +1,90 @@
+# docker build --target cuda -t llmtrain:cuda .
+# docker build --target rocm -t llmtrain:rocm .
+# docker run --gpus all --ipc=host -v "$PWD:/workspace" llmtrain:cuda train yamls/pretrain/mpt-1b.yaml
+# docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render --ipc=host \
+#     -v "$PWD:/workspace" llmtrain:rocm train yamls/pretrain/mpt-1b.yaml
+# --ipc=host: StreamingDataset and NCCL share memory between the ranks. The shipped YAMLs lie in /opt/llmtrain/yamls.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA: torch's wheels bring CUDA, cuDNN and NCCL; the host brings the driver. Triton needs a C compiler to run.
+FROM python:3.12-slim-bookworm AS cuda
+
+# Versions are Debian's, fixed by the release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc g++ libc6-dev git \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 trainer
+
+ENV PIP_NO_CACHE_DIR=1 \
+    UV_NO_CACHE=1 \
+    UV_LINK_MODE=copy \
+    UV_PYTHON_DOWNLOADS=never \
+    PYTHONUNBUFFERED=1
+RUN pip install 'uv==0.13.*'
+
+WORKDIR /opt/llmtrain
+# Dependencies first: this layer, most of the image, changes only with pyproject.toml.
+COPY pyproject.toml README.md ./
+RUN uv sync --no-dev --no-install-project
+COPY llmtrain llmtrain
+COPY scripts scripts
+COPY yamls yamls
+RUN uv sync --no-dev --no-editable
+
+ENV PATH=/opt/llmtrain/.venv/bin:$PATH
+USER 1000
+WORKDIR /workspace
+ENTRYPOINT ["llmtrain"]
+CMD ["--help"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ROCm: AMD builds torch and Triton for the image's ROCm, and the package index has only CUDA builds under the same
+# names. So we install into the image's own environment with overrides that require torch, torchvision and triton
+# nowhere (scripts/keep_torch.py), and fail the build if any of them changed.
+FROM rocm/pytorch:rocm7.14_ubuntu24.04_py3.12_pytorch_release_2.11.0 AS rocm
+
+# What AMD's own training launcher sets.
+ENV HSA_ENABLE_SDMA=1 \
+    HSA_NO_SCRATCH_RECLAIM=1 \
+    GPU_MAX_HW_QUEUES=2 \
+    NCCL_CHECKS_DISABLE=1 \
+    NCCL_IB_GID_INDEX=3 \
+    NCCL_CROSS_NIC=0 \
+    NCCL_PXN_DISABLE=1 \
+    NCCL_P2P_NET_CHUNKSIZE=524288 \
+    RCCL_MSCCL_ENABLE=0 \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 \
+    TORCH_NCCL_HIGH_PRIORITY=1
+
+ENV PIP_NO_CACHE_DIR=1 \
+    UV_NO_CACHE=1 \
+    UV_LINK_MODE=copy \
+    UV_PYTHON_DOWNLOADS=never \
+    PYTHONUNBUFFERED=1
+
+# Root until everything is installed: the image's environment belongs to root.
+# hadolint ignore=DL3002
+USER 0
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+WORKDIR /opt/llmtrain
+COPY pyproject.toml README.md ./
+COPY scripts scripts
+COPY llmtrain llmtrain
+COPY yamls yamls
+# --no-config: the overrides of pyproject.toml name a torch; those on the command line take their place.
+RUN python3 -m pip install 'uv==0.13.*' \
+    && python3 scripts/keep_torch.py versions > /tmp/before \
+    && python3 scripts/keep_torch.py overrides > /tmp/overrides.txt \
+    && python3 -m uv pip install --no-config --exclude-newer "$(python3 scripts/keep_torch.py cutoff)" \
+        --python "$(command -v python3)" --break-system-packages --override /tmp/overrides.txt . \
+    && python3 scripts/keep_torch.py versions | diff /tmp/before - \
+    && python3 -c "import torch, llmtrain.cli; assert torch.version.hip, 'torch is no longer the ROCm build'" \
+    && rm /tmp/before /tmp/overrides.txt \
+    # Ubuntu's images have a user of uid 1000 already.
+    && useradd --create-home --uid 1001 --groups video trainer
+
+USER 1001
+WORKDIR /workspace
+ENTRYPOINT ["llmtrain"]
+CMD ["--help"]

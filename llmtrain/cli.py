@@ -1,0 +1,41 @@
+"""The `llmtrain` command. Each subcommand is declared beside the code that it runs; none imports torch to parse."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llmtrain import __version__
+from llmtrain.config.commands import add_check, add_schema
+from llmtrain.data.commands import add_prepare
+from llmtrain.flops.commands import add_describe, add_mfu
+from llmtrain.generate.commands import add_generate
+from llmtrain.train.commands import add_train
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="llmtrain", description="Pretrain language models from a YAML.")
+    root.add_argument("--version", action="version", version=f"llmtrain {__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (add_train, add_prepare, add_check, add_describe, add_generate, add_mfu, add_schema):
+        add(commands)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 failed on the way, 2 the request was wrong."""
+    args = parser().parse_args(argv)
+    try:
+        return args.func(args)
+    except ValueError as error:
+        # By the rules of the house a ValueError is addressed to the user: its text is the whole story.
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""A YAML file -> Config, or one report of everything that is wrong with it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmtrain.config.base import Problem
+from llmtrain.config.decode import decode, readable
+from llmtrain.config.differences import differences
+from llmtrain.config.interpolation import resolve
+from llmtrain.config.overrides import apply_override
+from llmtrain.config.report import ConfigError
+from llmtrain.config.schema import Config
+from llmtrain.config.source import read_file
+from llmtrain.models.specs import backend_problems
+
+__all__ = ["ConfigError", "check_for_world", "differences", "load_config"]
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, check_data: bool = False
+) -> Config:
+    """Reads and checks a config.
+
+    overrides: `a.b=c`, applied in order; c is YAML and takes the place of what the file says.
+    world_size: ranks of the run, where known; adds `check_for_world`.
+    check_data: look at the data folders too.
+
+    Raises ConfigError, which holds every problem and prints as the whole report.
+    """
+    source = read_file(path)
+    for override in overrides:
+        apply_override(source, override, Config)
+    resolve(source, Config)
+    config, problems = decode(Config, source.data, source.unreadable)
+    problems = [*source.problems, *problems]
+    if config is not None:
+        wrong = {problem.path for problem in problems}
+        problems += readable(_backend_problems(config, wrong))
+        if world_size is not None:
+            problems += readable(check_for_world(config, world_size))
+        if check_data and not any(path.startswith("data") for path in wrong):
+            problems += readable(_data_problems(config))
+    if problems or config is None:
+        raise ConfigError(source.title, problems, source.origins)
+    return config
+
+
+def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
+    """What keeps a config from running on so many ranks (data-parallel processes, one per GPU)."""
+    if world_size < 1:
+        yield Problem("", None, f"cannot run on {world_size} ranks")
+        return
+    train = config.train
+    unit = world_size * train.microbatch_size
+    if train.global_batch_size % unit:
+        below = train.global_batch_size // unit * unit
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be a multiple of {unit} ({world_size} ranks x microbatch_size {train.microbatch_size}); use {near}",
+        )
+    size = train.sharding.shard_size
+    if size is not None and world_size % size:
+        yield Problem("train.sharding.shard_size", size, f"must divide the number of ranks ({world_size})")
+
+
+def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
+    """Named backends that no machine could use for their block; nothing on blocks that are wrong already."""
+    sound = {
+        name: block
+        for name, block in config.model.blocks.items()
+        if not any(path.startswith(f"model.blocks.{name}.") for path in wrong)
+    }
+    for problem in backend_problems(config.model.model_copy(update={"blocks": sound})):
+        yield Problem(f"model.{problem.path}", problem.found, problem.message)
+
+
+def _data_problems(config: Config) -> Iterator[Problem]:
+    from llmtrain.data.shards import check_streams
+
+    yield from check_streams(config.data, config.train.global_batch_size)

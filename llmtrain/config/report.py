@@ -1,0 +1,87 @@
+"""Errors in a config as the user reads them: one aligned line each. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llmtrain.config.base import Problem
+
+_LONGEST_VALUE = 60
+_WIDEST_PATH = 48
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. `problems` holds every reason; `str()` is the whole report.
+
+    title: what was read, usually the file as the user named it.
+    origins: dotted path -> line number in the file, or 'override'.
+    """
+
+    def __init__(self, title: str, problems: Sequence[Problem], origins: Mapping[str, int | str] | None = None):
+        self.title, self.origins = title, dict(origins or {})
+        self.problems = sorted(problems, key=lambda problem: self._position(problem.path))
+        super().__init__(self._report())
+
+    def _position(self, path: str) -> float:
+        where = origin(path, self.origins)
+        return where if isinstance(where, int) else float("inf")
+
+    def _report(self) -> str:
+        if len(self.problems) == 1 and not self.problems[0].path:
+            return f"{self.title}: {_sentence(self.problems[0])}"
+        rows = [(p.path, _place(p.path, self.origins), _sentence(p)) for p in self.problems]
+        width = min(max(len(path) for path, _, _ in rows), _WIDEST_PATH)
+        place_width = max(len(place) for _, place, _ in rows)
+        count = f"{len(rows)} error" + "s" * (len(rows) > 1)
+        lines = [f"{path:{width}}  {place:{place_width}}  {text}" for path, place, text in rows]
+        return "\n  ".join([f"{self.title}: {count}", *lines])
+
+
+def origin(path: str, origins: Mapping[str, int | str]) -> int | str | None:
+    """Where a setting was written; for one that is absent, where the nearest section around it was."""
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    return origins.get(path)
+
+
+def _place(path: str, origins: Mapping[str, int | str]) -> str:
+    where = origin(path, origins)
+    return f"line {where}" if isinstance(where, int) else where or ""
+
+
+def _sentence(problem: Problem) -> str:
+    """The message, led by the value unless the line already shows it."""
+    value = show(problem.found)
+    shown = problem.found is None or problem.found == problem.path.rpartition(".")[2] or value in problem.message
+    return problem.message if shown else f"{value}: {problem.message}"
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML, cut to a readable length."""
+    text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..." + text[-1]
+
+
+def kind(value: Any) -> str:
+    """What a value is, in words."""
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
+    return names.get(type(value), "a mapping" if isinstance(value, Mapping) else "empty")
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The one or two names that `name` may have been meant as; empty when none is near."""
+    plain = {candidate.lower().replace("-", "_"): candidate for candidate in names}
+    wanted = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(wanted, plain, n=2, cutoff=0.65)
+    ratios = [difflib.SequenceMatcher(None, wanted, candidate).ratio() for candidate in near]
+    return [plain[candidate] for candidate, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.1]
+
+
+def suggest(name: str, names: Iterable[str], allowed: str = "allowed") -> str:
+    """`did you mean x?`, or the list of valid names when none is near."""
+    names = list(names)
+    near = nearest(name, names)
+    return f"did you mean {' or '.join(near)}?" if near else f"{allowed}: {', '.join(sorted(names)) or 'nothing'}"

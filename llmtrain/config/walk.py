@@ -1,0 +1,160 @@
+"""The schema seen as a tree: which setting a dotted path names, and what may stand there. No torch here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from llmtrain.config.base import Duration, Section
+
+
+def members(annotation: Any) -> list[Any]:
+    """The alternatives of a type, without null and without Annotated wrappers."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for part in get_args(annotation) for member in members(part)]
+    return [] if annotation in (None, type(None)) else [annotation]
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def by_type(annotation: Any) -> dict[str, type[Section]]:
+    """For a choice of sections told apart by their `type`: name -> section. Empty for everything else."""
+    sections = [member for member in members(annotation) if is_section(member)]
+    if len(sections) < 2:
+        return {}
+    return {name: section for section in sections for name in get_args(section.model_fields["type"].annotation)}
+
+
+def choose(annotation: Any, value: Any) -> Any:
+    """The alternative that `value` is written for; None when its `type` does not say."""
+    options = by_type(annotation)
+    if options:
+        tag = value.get("type") if isinstance(value, Mapping) else None
+        return options.get(tag) if isinstance(tag, str) else None
+    alternatives = members(annotation)
+    return alternatives[0] if alternatives else None
+
+
+def typed(field: FieldInfo) -> Any:
+    """A field's type together with its constraints."""
+    metadata = tuple(field.metadata)
+    return Annotated[(field.annotation, *metadata)] if metadata else field.annotation
+
+
+def child(annotation: Any, key: str | int) -> Any:
+    """The type of one entry of a section, mapping, list or tuple; None where there is no such entry."""
+    arguments = get_args(annotation)
+    if is_section(annotation):
+        field = annotation.model_fields.get(str(key))
+        return typed(field) if field else None
+    if get_origin(annotation) is dict:
+        return arguments[1]
+    if get_origin(annotation) is tuple and isinstance(key, int):
+        return arguments[key] if key < len(arguments) else None
+    return arguments[0] if get_origin(annotation) is list else None
+
+
+def default(field: FieldInfo) -> Any:
+    """A field's default as it would be written in YAML; PydanticUndefined when it is required."""
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return value
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    return str(value) if isinstance(value, Duration) else to_jsonable_python(value)
+
+
+def with_defaults(annotation: Any, value: Any) -> Any:
+    """`value` with every absent setting at its default, so that interpolations may refer to it."""
+    kind = choose(annotation, value)
+    if is_section(kind) and isinstance(value, Mapping):
+        filled = {key: with_defaults(child(kind, key), item) for key, item in value.items()}
+        for name, field in kind.model_fields.items():
+            if name not in filled and (absent := default(field)) is not PydanticUndefined:
+                filled[name] = absent
+        return filled
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return {key: with_defaults(child(kind, key), item) for key, item in value.items()}
+    return value
+
+
+def homes(name: str, section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of the settings called `name`, outside of named entries and lists."""
+    for key, field in section.model_fields.items():
+        if key == name:
+            yield prefix + key
+        for member in members(field.annotation):
+            if is_section(member):
+                yield from homes(name, member, f"{prefix}{key}.")
+
+
+def describe(annotation: Any) -> str:
+    """What may stand here, in words: 'an integer above 0', "one of 'none', 'alibi'", ..."""
+    if options := by_type(annotation):
+        return "a mapping with type: " + " or ".join(options)
+    texts = [_describe_one(member, _bounds(annotation)) for member in members(annotation)]
+    optional = type(None) in _arguments(annotation)
+    return " or ".join(dict.fromkeys([*texts, *(["null"] if optional else [])]))
+
+
+def _describe_one(kind: Any, bounds: str) -> str:
+    if kind in (int, float):
+        return ("an integer" if kind is int else "a number") + bounds
+    names = {
+        bool: "true or false",
+        str: "a string",
+        Duration: "a number with a unit, such as '300 steps' or '26e9 tokens'",
+    }
+    if kind in names:
+        return names[kind]
+    origin = get_origin(kind)
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+    if origin is tuple:
+        return f"a list of {len(get_args(kind))} numbers"
+    if origin is list:
+        return "a list" + bounds
+    if origin is dict:
+        return "a mapping" + bounds
+    required = [name for name, field in kind.model_fields.items() if field.is_required()] if is_section(kind) else []
+    return "a mapping" + (f" with {', '.join(required)}" if required else "")
+
+
+def _arguments(annotation: Any) -> Sequence[Any]:
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _bounds(annotation: Any) -> str:
+    """' above 0', ' from 0 to 1': the constraints that Annotated carries, here or in an alternative."""
+    words = {
+        "gt": "above {}",
+        "ge": "at least {}",
+        "lt": "below {}",
+        "le": "at most {}",
+        "min_length": "with at least {} entry",
+    }
+    found: list[str] = []
+    for part in (annotation, *_arguments(annotation)):
+        for constraint in _constraints(part):
+            found += [
+                text.format(getattr(constraint, name)) for name, text in words.items() if hasattr(constraint, name)
+            ]
+    return " " + " and ".join(dict.fromkeys(found)) if found else ""
+
+
+def _constraints(annotation: Any) -> Iterator[Any]:
+    while get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+        for constraint in metadata:
+            yield from constraint.metadata if isinstance(constraint, FieldInfo) else [constraint]

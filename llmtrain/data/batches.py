@@ -1,0 +1,38 @@
+"""Samples -> batches of tensors: what the model is given."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+IGNORED = -100
+"""Label of positions that do not count."""
+
+
+class Batch(TypedDict):
+    """input_ids, labels: int64 [batch, seq_len]; labels[t] = input_ids[t + 1], IGNORED at the end and in fillers.
+    sample_ids: int64 [batch], -1 for fillers. text_bytes: int64 [batch], UTF-8 bytes of text behind the labels,
+    -1 where the shards do not say."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    sample_ids: torch.Tensor
+    text_bytes: torch.Tensor
+
+
+def filler(seq_len: int) -> dict[str, Any]:
+    """A sample that counts for nothing."""
+    return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0}
+
+
+def collate(samples: list[dict[str, Any]]) -> Batch:
+    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them."""
+    input_ids = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+    sample_ids = torch.tensor([sample["sample_id"] for sample in samples], dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED)
+    labels[:, :-1] = input_ids[:, 1:]
+    labels[sample_ids < 0] = IGNORED
+    text_bytes = torch.tensor([sample["text_bytes"] for sample in samples], dtype=torch.int64)
+    return Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)

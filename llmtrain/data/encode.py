@@ -1,0 +1,134 @@
+"""What a worker process does with a unit: documents -> split -> token ids. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from llmtrain.data.packing import bytes_per_token, is_held_out, token_dtype
+from llmtrain.data.records import BadRecord, Piece, Unit, read_pieces
+from llmtrain.data.sources import PrepareError
+
+TRAIN, VALIDATION = 0, 1
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """What every worker knows. `tokenizer` is the text of a tokenizer.json."""
+
+    tokenizer: str
+    eod_id: int
+    text_key: str
+    seed: int
+    validation_fraction: float
+
+
+@dataclass(frozen=True)
+class EncodedUnit:
+    """The pieces of one unit, in order; all arrays over pieces have the same length [p].
+
+    ids: [n] tokens of all pieces, one after the other, documents closed by the end-of-document token.
+    held_bytes: [m] UTF-8 bytes of text per token, for the tokens of held-out pieces only.
+    held_text: per held-out piece its text.
+    """
+
+    held_out: NDArray[np.bool_]
+    ends: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+    text_bytes: NDArray[np.int64]
+    ids: NDArray
+    held_bytes: NDArray[np.int64]
+    held_text: list[bytes]
+    bad: list[BadRecord]
+    stored_bytes: int
+    """How much of the sources this unit was, for the progress bar."""
+
+
+_worker: tuple[EncodeSettings, Tokenizer, str] | None = None
+
+
+def _start_worker(settings: EncodeSettings) -> None:
+    global _worker
+    # The processes are the parallelism; threads below them would only get in each other's way.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_str(settings.tokenizer)
+    tokenizer.encode_special_tokens = True
+    vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    _worker = settings, tokenizer, token_dtype(vocabulary)
+
+
+def _encode_unit(unit: Unit) -> EncodedUnit:
+    assert _worker is not None
+    settings, tokenizer, dtype = _worker
+    pieces: list[Piece] = []
+    bad: list[BadRecord] = []
+    for span in unit:
+        for item in read_pieces(span, settings.text_key):
+            (pieces if isinstance(item, Piece) else bad).append(item)  # type: ignore[arg-type]
+    held = [is_held_out(piece.name, settings.seed, settings.validation_fraction) for piece in pieces]
+    train_ids = iter(_encode([piece.text for piece, out in zip(pieces, held, strict=True) if not out], tokenizer))
+    ids: list[list[int]] = []
+    held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    held_text: list[bytes] = []
+    for piece, out in zip(pieces, held, strict=True):
+        if out:
+            encoding = tokenizer.encode(piece.text, add_special_tokens=False)
+            sizes = bytes_per_token(piece.text, encoding.offsets)
+            # What no token covers goes to the end-of-document token, or to the piece's last token.
+            if not piece.ends and len(sizes) > 1:
+                sizes[-2] += sizes[-1]
+                sizes = sizes[:-1]
+            held_bytes.append(sizes)
+            held_text.append(piece.text.encode())
+            tokens = encoding.ids
+        else:
+            tokens = next(train_ids)
+        ids.append([*tokens, settings.eod_id] if piece.ends else tokens)
+    return EncodedUnit(
+        held_out=np.array(held, dtype=bool),
+        ends=np.array([piece.ends for piece in pieces], dtype=bool),
+        tokens=np.array([len(tokens) for tokens in ids], dtype=np.int64),
+        text_bytes=np.array([len(piece.text.encode()) for piece in pieces], dtype=np.int64),
+        ids=np.array([token for tokens in ids for token in tokens], dtype=dtype),
+        held_bytes=np.concatenate(held_bytes),
+        held_text=held_text,
+        bad=bad,
+        stored_bytes=sum(span.end - span.begin for span in unit),
+    )
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encode_units(units: Iterator[Unit], settings: EncodeSettings, workers: int) -> Iterator[EncodedUnit]:
+    """Encode in `workers` processes; results come in the order of the units, at most a few of them in flight."""
+    if workers == 1:
+        _start_worker(settings)
+        for unit in units:
+            yield _encode_unit(unit)
+        return
+    # Not fork: the parent may hold threads (tokenizers, CUDA).
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (settings,)) as pool:
+        waiting: list[Future[EncodedUnit]] = [pool.submit(_encode_unit, unit) for unit in islice(units, 2 * workers)]
+        try:
+            while waiting:
+                result = waiting.pop(0).result()
+                waiting += [pool.submit(_encode_unit, unit) for unit in islice(units, 1)]
+                yield result
+        except BrokenProcessPool as error:
+            raise PrepareError(
+                "a worker process died (out of memory?); try fewer with data.prepare.workers or --workers"
+            ) from error
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,42 @@
+"""The progress bar of `prepare`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+class ByteBar:
+    """Bytes done of `total`, on standard error; silent when not `shown`. `total` may be an estimate."""
+
+    def __init__(self, shown: bool, total: int) -> None:
+        self._bar = Progress(
+            TextColumn("prepare: {task.description:<10}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not shown,
+        )
+        self._task = self._bar.add_task("", total=total)
+        self._done = 0
+
+    def __enter__(self) -> ByteBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, stage: str) -> None:
+        self._bar.update(self._task, description=stage)
+
+    def advance(self, size: int) -> None:
+        self._done += size
+        total = self._bar.tasks[0].total or 0
+        self._bar.update(self._task, completed=self._done, total=max(total, self._done))

@@ -1,0 +1,191 @@
+"""Load or train a tokenizer. Needs only `tokenizers`; transformers is a fallback for old, slow formats."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+EOD = "<|endoftext|>"
+"""End-of-document token of the tokenizers trained here."""
+
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be had, or that cannot serve."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and its end-of-document token.
+
+    `backend` is the `tokenizers.Tokenizer`; text that spells a special token is encoded as plain text.
+    """
+
+    backend: Tokenizer
+    eod_token: str
+    eod_id: int
+    config: dict[str, Any]
+    """What goes into tokenizer_config.json."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and tokenizer_config.json, as `transformers` and `tokenizers` read them."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
+        (path / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+
+
+def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -> TextTokenizer:
+    """Raises TokenizerError when `eod_token` is not in the vocabulary."""
+    eod_id = backend.token_to_id(eod_token)
+    if eod_id is None:
+        raise TokenizerError(f"the end-of-document token {eod_token!r} is not in the tokenizer's vocabulary")
+    backend.no_padding()
+    backend.no_truncation()
+    # A document that happens to contain "<|endoftext|>" must not end there.
+    backend.encode_special_tokens = True
+    return TextTokenizer(backend, eod_token, eod_id, config)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """A byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
+
+    Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text is too small for it.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    made = backend.get_vocab_size()
+    if made < vocab_size:
+        raise TokenizerError(
+            f"the training text yields only {made} of the {vocab_size} tokens asked for; lower vocab_size or add text"
+        )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+    return make_tokenizer(backend, EOD, config)
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
+    """A tokenizer from a folder, a tokenizer.json, or the Hugging Face hub.
+
+    Raises TokenizerError that says what is missing, and for the hub what to do without it.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return _load_file(path)
+    if path.is_dir():
+        return _load_folder(path)
+    if text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1:
+        raise TokenizerError(f"there is no tokenizer at {text}: no such file or folder")
+    return _load_hub(text)
+
+
+def _load_folder(folder: Path) -> TextTokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return _load_file(folder / "tokenizer.json")
+    if not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        raise TokenizerError(f"{folder} holds no tokenizer (no tokenizer.json)")
+    return _load_slow(str(folder))
+
+
+def _load_file(file: Path) -> TextTokenizer:
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+    config = _read_config(file.parent)
+    return make_tokenizer(backend, _eod_token(backend, config, str(file)), config)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name in reversed(_CONFIG_FILES):
+        file = folder / name
+        if file.is_file():
+            try:
+                config |= json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{file} is not JSON: {error}") from error
+    return config
+
+
+def _eod_token(backend: Tokenizer, config: dict[str, Any], where: str) -> str:
+    token = config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token:
+        return token
+    if backend.token_to_id(EOD) is not None:
+        return EOD
+    raise TokenizerError(f"{where}: no end-of-document token; set eos_token in the tokenizer_config.json beside it")
+
+
+def _load_hub(name: str) -> TextTokenizer:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = snapshot_download(
+            name, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*"]
+        )
+    except HFValidationError as error:
+        raise TokenizerError(f"'{name}' is neither a folder, nor a file, nor a name on the Hugging Face hub") from error
+    except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
+        raise TokenizerError(
+            f"tokenizer '{name}' is not a local path, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}). Check the name; for a gated model run `hf auth login`; on a machine without "
+            f"internet, run `hf download {name} --include 'tokenizer*' --local-dir DIR` elsewhere, copy DIR here and name it."
+        ) from error
+    return _load_folder(Path(folder))
+
+
+def _load_slow(folder: str) -> TextTokenizer:
+    """Formats older than tokenizer.json, which transformers can convert."""
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise TokenizerError(f"{folder}: transformers cannot load a tokenizer from it: {error}") from error
+    backend = getattr(slow, "backend_tokenizer", None)
+    if backend is None:
+        raise TokenizerError(f"{folder}: this tokenizer has no fast version, which prepare needs")
+    if not slow.eos_token:
+        raise TokenizerError(f"{folder}: the tokenizer has no eos_token to end documents with")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(slow.eos_token)}
+    return make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)
+
+
+def tokenizer_versions() -> dict[str, str]:
+    return {"tokenizers": tokenizers.__version__}

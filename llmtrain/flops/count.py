@@ -1,0 +1,79 @@
+"""FLOP counts: what modules say they cost, summed, and the two conventions that turn them into MFU.
+
+One multiply-add is 2 FLOP. Matrix products, attention, scan and convolution count; elementwise work and
+embedding look-ups do not. The backward pass costs twice the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmtrain.models.hybrid import HybridLM
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward FLOP of one sequence, by kind of work."""
+
+    projection: int = 0
+    attention: int = 0
+    scan: int = 0
+    convolution: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:
+    """FLOP of forward and backward per token, by convention.
+
+    `foundry`: LLM Foundry's MFU formula, 6 N + 12 * n_layers * d_attn * T, where N counts every parameter
+    (embeddings too, look-ups included) and attention is a full T x T square. For hybrids: N counts a shared
+    block once per use, the attention term runs over the layers that attend (d_attn = n_heads * head_dim),
+    and Mamba-2's scan enters likewise, with whole chunk-by-chunk squares.
+    `causal`: the sum over modules of what the mathematics needs: half squares, no padding, look-ups free.
+    """
+    full, causal = model.flops(seq_len), model.flops(seq_len, causal=True)
+    return {
+        "foundry": 6 * count_parameters(model).active + 3 * (full.attention + full.scan) / seq_len,
+        "causal": 3 * causal.total / seq_len,
+    }
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    total: int
+    active: int
+    """Parameters a token passes through: those of a shared block count once per use."""
+    by_component: dict[str, int]
+    """embedding, mixers, mlps, norms, shared (blocks), shared_input (adapters and linears per use), head."""
+
+
+def count_parameters(model: HybridLM) -> ParameterCount:
+    """Counts on any device, `meta` too. Tied weights count once, under embedding."""
+    component_of = {
+        "embed": "embedding",
+        "positions": "embedding",
+        "norm": "norms",
+        "mlp_norm": "norms",
+        "mixer": "mixers",
+        "mlp": "mlps",
+        "shared": "shared",
+        "shared_input": "shared_input",
+        "head": "head",
+    }
+    by_component = dict.fromkeys(component_of.values(), 0)
+    for name, parameter in model.named_parameters():
+        # blocks.3.mixer.wo.weight -> mixer
+        parts = name.split(".")
+        by_component[component_of[parts[2] if parts[0] == "blocks" else parts[0]]] += parameter.numel()
+    total = sum(by_component.values())
+    sizes = [sum(p.numel() for p in shared.parameters()) for shared in model.shared_uses()]
+    return ParameterCount(total, total - by_component["shared"] + sum(sizes), by_component)

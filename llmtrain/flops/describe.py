@@ -1,0 +1,197 @@
+"""The facts behind `llmtrain describe`: parameters, FLOPs, memory and expected speed, on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.config.schema import Config
+from llmtrain.flops.count import Flops, count_parameters, training_flops_per_token
+from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, shard_ranks
+from llmtrain.flops.mfu import tokens_per_second_at
+from llmtrain.flops.peaks import Device
+from llmtrain.kernels.platform import cpu
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Component:
+    """Parameters of one part of the model. uses: times a token passes through each copy of it, over all layers."""
+
+    name: str
+    parameters: int
+    copies: int
+    uses: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a run costs at an assumed MFU (LLM Foundry's convention). Rates are per second."""
+
+    gpu: str
+    peak_flops: float
+    mfu: float
+    tokens_per_second_per_gpu: float
+    seconds_per_step: float
+    days: float | None
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything `describe` says. Parameters are counts, FLOPs are per token, memory is in bytes per GPU."""
+
+    name: str
+    layers: str
+    n_layers: int
+    total_parameters: int
+    active_parameters: int
+    components: list[Component]
+    forward_full: dict[str, float]
+    forward_causal: dict[str, float]
+    training_foundry: float
+    training_causal: float
+    world_size: int
+    shard_ranks: int
+    memory: Memory
+    memory_total: int
+    gpu_memory: float | None
+    tokens_per_step: int
+    steps: int | None
+    tokens: int | None
+    speed: Speed | None
+
+
+def describe(config: Config, world_size: int = 1, device: Device | None = None, mfu: float = 0.5) -> Description:
+    """Describes a config without allocating its weights.
+
+    device: the GPU whose speed and memory to compare with. mfu: share of its peak that the run is assumed to reach.
+    Raises ValueError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
+    peak for train.precision.
+    """
+    grad_accum = config.grad_accum(world_size)
+    with torch.device("meta"):
+        model = HybridLM(_on_reference_backends(config.model), config.train.loss, cpu())
+    seq_len = config.data.seq_len
+    training = training_flops_per_token(model, seq_len)
+    memory = estimate_memory(config, parameter_sizes(model), world_size)
+    steps = _steps(config)
+    tokens = steps * config.tokens_per_step if steps is not None else None
+    speed = None
+    if device is not None:
+        speed = _speed(config, device, mfu, training["foundry"], world_size, grad_accum, tokens)
+    counts = count_parameters(model)
+    return Description(
+        name=config.name,
+        layers=config.model.layers,
+        n_layers=len(model.blocks),
+        total_parameters=counts.total,
+        active_parameters=counts.active,
+        components=components(model),
+        forward_full=_per_token(model.flops(seq_len), seq_len),
+        forward_causal=_per_token(model.flops(seq_len, causal=True), seq_len),
+        training_foundry=training["foundry"],
+        training_causal=training["causal"],
+        world_size=world_size,
+        shard_ranks=shard_ranks(config, world_size),
+        memory=memory,
+        memory_total=memory.total,
+        gpu_memory=device.memory_gb * 1e9 if device else None,
+        tokens_per_step=config.tokens_per_step,
+        steps=steps,
+        tokens=tokens,
+        speed=speed,
+    )
+
+
+def components(model: HybridLM) -> list[Component]:
+    """Parameters by part of the model, in the order of the forward pass. They add up to the total."""
+    layers = model.config.layer_list()
+    sizes: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            layer = layers[int(parts[1])]
+            owner = layer.shared if parts[2] == "shared_input" else layer.block
+            sizes[f"{owner}: {_PARTS[parts[2]]}"] += parameter.numel()
+        elif parts[0] == "shared":
+            sizes[f"{parts[1]}: shared block"] += parameter.numel()
+        else:
+            sizes[_PARTS_OUTSIDE[parts[0]]] += parameter.numel()
+    block_uses = Counter(layer.block for layer in layers)
+    shared_uses = Counter(layer.shared for layer in layers if layer.shared)
+    rows = []
+    for name, parameters in sizes.items():
+        owner, _, part = name.partition(": ")
+        if part == "shared block":
+            copies, uses = len(model.shared[owner]), shared_uses[owner]  # type: ignore[arg-type]
+        else:
+            copies = uses = shared_uses[owner] or block_uses[owner] or 1
+        rows.append(Component(name, parameters, copies, uses))
+    first = [row for row in rows if row.name in ("embedding", "positions")]
+    last = [row for row in rows if row.name in ("final norm", "head")]
+    return first + [row for row in rows if row not in first and row not in last] + last
+
+
+_PARTS = {
+    "mixer": "mixer",
+    "mlp": "MLP",
+    "norm": "norms",
+    "mlp_norm": "norms",
+    "shared_input": "per-use adapters",
+}
+_PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
+
+
+def parameter_sizes(model: HybridLM) -> ParameterSizes:
+    """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py)."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+    return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers))
+
+
+def _on_reference_backends(model: ModelConfig) -> ModelConfig:
+    """A backend changes no count, but one made for a GPU could not be built on this machine."""
+    blocks = {name: block.model_copy(update={"backend": "reference"}) for name, block in model.blocks.items()}
+    return model.model_copy(update={"blocks": blocks})
+
+
+def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
+    kinds = ("projection", "attention", "scan", "convolution", "head")
+    return {kind: getattr(flops, kind) / seq_len for kind in kinds}
+
+
+def _steps(config: Config) -> int | None:
+    """Optimizer steps of the whole run; None when that depends on the length of an epoch."""
+    duration = config.train.duration
+    if duration.unit == "epochs":
+        return None
+    return duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
+
+
+def _speed(
+    config: Config,
+    device: Device,
+    mfu: float,
+    flops_per_token: float,
+    world_size: int,
+    grad_accum: int,
+    tokens: int | None,
+) -> Speed:
+    peak = device.peak(config.train.precision)
+    if peak is None:
+        raise ValueError(f"no peak is known for {device.title} at train.precision {config.train.precision}")
+    rate = tokens_per_second_at(mfu, flops_per_token, peak)
+    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len
+    return Speed(
+        gpu=device.title,
+        peak_flops=peak,
+        mfu=mfu,
+        tokens_per_second_per_gpu=rate,
+        seconds_per_step=tokens_per_gpu / rate,
+        days=tokens / (rate * world_size) / SECONDS_PER_DAY if tokens is not None else None,
+    )

@@ -1,0 +1,140 @@
+"""`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
+
+from __future__ import annotations
+
+import shutil
+from typing import assert_never
+
+from rich.console import Console
+from rich.table import Table
+
+from llmtrain.config.schema import Config
+from llmtrain.flops.describe import Description, Speed
+from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, SharedAttentionBlock
+
+GIB = 2**30
+
+
+def print_description(description: Description, config: Config, console: Console | None = None) -> None:
+    """Prints every part; what is estimated or assumed says so."""
+    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    d, model = description, config.model
+    console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
+    for name, block in model.blocks.items():
+        console.print(f"  {name} = {_in_words(block, model.d_model)}")
+    width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
+    console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}\n")
+    console.print(_parameters(d))
+    _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
+    console.print(_flops(d))
+    _note(
+        console,
+        "training: three times forward. foundry: 6 N + 12 L d T as in LLM Foundry, with N = active parameters "
+        "(embeddings too) and whole T x T squares. causal: what the mathematics needs: half squares, free look-ups.",
+    )
+    console.print(_memory(d, config))
+    _note(
+        console,
+        "Activations are an estimate for compiled layers with fused attention; compare with the peak that training "
+        "logs (memory/peak_allocated_gib). The formulas are in llmtrain/flops/memory.py.",
+    )
+    console.print(_run(d, config))
+    if d.speed is None:
+        _note(console, "For expected tokens/s and days: --gpu h200 [--mfu 0.5] [--world-size N]")
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text + "\n", style="dim", markup=False)
+
+
+def _parameters(d: Description) -> Table:
+    table = _table("Parameters", "", "", "")
+    for row in d.components:
+        times = f" x {row.copies}" if row.copies > 1 else ""
+        used = f", used {row.uses} times" if row.uses != row.copies else ""
+        table.add_row(f"{row.name}{times}{used}", f"{row.parameters:,}", f"{row.parameters / d.total_parameters:.1%}")
+    table.add_section()
+    table.add_row("total", f"{d.total_parameters:,}", "")
+    table.add_row("active", f"{d.active_parameters:,}", "")
+    return table
+
+
+def _flops(d: Description) -> Table:
+    table = _table("GFLOP per token", "", "full squares", "causal")
+    for kind, full in d.forward_full.items():
+        if full:
+            table.add_row(kind, f"{full / 1e9:,.3f}", f"{d.forward_causal[kind] / 1e9:,.3f}")
+    table.add_section()
+    full, causal = sum(d.forward_full.values()), sum(d.forward_causal.values())
+    table.add_row("forward", f"{full / 1e9:,.3f}", f"{causal / 1e9:,.3f}")
+    table.add_row("training (foundry | causal)", f"{d.training_foundry / 1e9:,.3f}", f"{d.training_causal / 1e9:,.3f}")
+    return table
+
+
+def _memory(d: Description, config: Config) -> Table:
+    train = config.train
+    ranks = f"{d.world_size} GPU" + ("s" if d.world_size > 1 else "")
+    table = _table(f"Memory per GPU, {ranks}", "", "GiB", "of GPU" if d.gpu_memory else "")
+    checkpointing = train.activation_checkpointing.type
+    rows = {
+        f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks})": d.memory.weights,
+        "gradients": d.memory.gradients,
+        "optimizer (AdamW)": d.memory.optimizer,
+        f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}, "
+        f"checkpointing {checkpointing})": d.memory.activations,
+        f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
+    }
+    for name, size in rows.items():
+        table.add_row(name, f"{size / GIB:,.2f}", f"{size / d.gpu_memory:.0%}" if d.gpu_memory else "")
+    table.add_section()
+    share = f"{d.memory_total / d.gpu_memory:.0%}" if d.gpu_memory else ""
+    table.add_row("together", f"{d.memory_total / GIB:,.2f}", share)
+    if d.gpu_memory and d.memory_total > d.gpu_memory:
+        table.add_row("[red]more than the GPU has[/]", f"{d.gpu_memory / GIB:,.0f}", "")
+    return table
+
+
+def _run(d: Description, config: Config) -> Table:
+    table = _table("Run", "", "")
+    length = f"{d.steps:,}" if d.steps is not None else f"{config.train.duration}; steps depend on the data"
+    table.add_row("steps", length)
+    table.add_row("tokens per step", f"{d.tokens_per_step:,}")
+    if d.tokens is not None:
+        table.add_row("tokens", f"{d.tokens:,} ({d.tokens / d.total_parameters:.1f} per parameter)")
+    if d.speed is not None:
+        _add_speed(table, d.speed, d.world_size)
+    return table
+
+
+def _add_speed(table: Table, speed: Speed, world_size: int) -> None:
+    table.add_section()
+    table.add_row("assumed", f"{speed.mfu:.0%} MFU (foundry) of {speed.peak_flops / 1e12:,.1f} TFLOP/s, {speed.gpu}")
+    table.add_row("tokens/s/GPU", f"{speed.tokens_per_second_per_gpu:,.0f}")
+    table.add_row("seconds per step", f"{speed.seconds_per_step:,.2f}")
+    if speed.days is not None:
+        table.add_row(f"days on {world_size} GPU{'s' if world_size > 1 else ''}", f"{speed.days:,.2f}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    table.show_header = any(columns)  # a row of blanks says nothing
+    return table
+
+
+def _in_words(block: Block, d_model: int) -> str:
+    """One line for a block: its mixer, then its MLP."""
+    if isinstance(block, Mamba2Block):
+        heads = block.expand * d_model // block.head_dim
+        text = f"mamba2: {heads} heads x {block.head_dim}, d_state {block.d_state}, groups {block.n_groups}"
+    elif isinstance(block, AttentionBlock | SharedAttentionBlock):
+        shared = isinstance(block, SharedAttentionBlock)
+        head_dim = block.head_dim or (2 if shared else 1) * d_model // block.n_heads
+        kv = "" if block.kv_heads == block.n_heads else f" ({block.kv_heads} key/value heads)"
+        text = f"{block.type}: {block.n_heads} heads x {head_dim}{kv}"
+        if block.position.type != "none":
+            text += f", {block.position.type}"
+    else:
+        assert_never(block)
+    return text + (f"; {block.mlp.type} MLP {block.mlp.d_ff}" if block.mlp else "")

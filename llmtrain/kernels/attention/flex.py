@@ -1,0 +1,66 @@
+"""PyTorch's FlexAttention (arXiv:2412.05496): masked tiles are skipped, changes of score are fused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> FlexAttention:
+    return FlexAttention(spec)
+
+
+@dataclass
+class FlexContext:
+    mask: BlockMask
+    slopes: Tensor
+    """ALiBi slopes [n_heads] in fp32; zeros without ALiBi."""
+
+
+class FlexAttention:
+    """Causal attention by a generated Triton kernel. Compiled by itself when the block around it is not."""
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+        self.kernel = torch.compile(flex_attention, dynamic=False)
+
+    def prepare(self, seq_len: int, device: torch.device) -> FlexContext:
+        window = self.spec.sliding_window or seq_len
+
+        def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) & (i - j < window)
+
+        slopes = [0.0] * self.spec.n_heads
+        if self.spec.alibi_max_bias is not None:
+            slopes = list(alibi_slopes(self.spec.n_heads, self.spec.alibi_max_bias))
+        mask = create_block_mask(visible, None, None, seq_len, seq_len, device=str(device))
+        return FlexContext(mask, torch.tensor(slopes, device=device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: FlexContext) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        spec, slopes = self.spec, context.slopes
+
+        def change(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if spec.softcap is not None:
+                score = spec.softcap * torch.tanh(score / spec.softcap)
+            if spec.alibi_max_bias is not None:
+                score = score - slopes[head] * (i - j)
+            return score
+
+        out = self.kernel(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=None if spec.softcap is None and spec.alibi_max_bias is None else change,
+            block_mask=context.mask,
+            scale=spec.scale,
+            enable_gqa=spec.n_heads != spec.n_kv_heads,
+        )
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)

@@ -1,0 +1,49 @@
+"""Causal attention in plain PyTorch, written to be read. Stores the T x T scores of every head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> ReferenceAttention:
+    return ReferenceAttention(spec)
+
+
+class ReferenceAttention:
+    """softmax(softcap(scale * q k^T) + bias) v, with the softmax in fp32 or wider."""
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+
+    def prepare(self, seq_len: int, device: torch.device) -> Tensor:
+        """The additive bias [n_heads or 1, T, T] in fp32: ALiBi, and -inf where a query must not look."""
+        return score_bias(self.spec, seq_len, device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        spec = self.spec
+        groups = spec.n_heads // spec.n_kv_heads
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = (q @ k.transpose(-1, -2)).to(wide) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        weights = torch.softmax(scores + context.to(wide), dim=-1).to(v.dtype)
+        return (weights @ v).transpose(1, 2)
+
+
+def score_bias(spec: AttentionSpec, seq_len: int, device: torch.device) -> Tensor:
+    """[n_heads or 1, T, T] in fp32: -slope * (i - j) under ALiBi (else 0) where i may see j, -inf elsewhere."""
+    at = torch.arange(seq_len, device=device)
+    distance = at[:, None] - at[None, :]
+    hidden = distance < 0
+    if spec.sliding_window is not None:
+        hidden = hidden | (distance >= spec.sliding_window)
+    slopes = [0.0] if spec.alibi_max_bias is None else alibi_slopes(spec.n_heads, spec.alibi_max_bias)
+    bias = -torch.tensor(slopes, device=device)[:, None, None] * distance
+    return bias.masked_fill(hidden, float("-inf"))

@@ -1,0 +1,73 @@
+"""PyTorch's scaled dot product attention, one named kernel each.
+
+The GPU variants call the kernel's own operator: F.scaled_dot_product_attention would fall back to another
+kernel without a word, and the operator traces under torch.compile(fullgraph=True).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels.attention.reference import score_bias
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+
+# (q, k, v [batch, heads, T, head_dim], bias or None, scale) -> [batch, heads, T, head_dim]
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> SDPA:
+    return SDPA(spec, variant)
+
+
+class SDPA:
+    """Causal attention by the kernel that `variant` names: flash, cudnn, efficient or cpu."""
+
+    def __init__(self, spec: AttentionSpec, variant: str):
+        self.spec = spec
+        self.kernel: _Kernel = {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "cpu": _cpu}[variant]
+        self.needs_bias = not spec.plain
+        # The efficient kernel wants as many key as query heads; the others share them without a copy.
+        self.repeat = spec.n_heads // spec.n_kv_heads if variant == "efficient" else 1
+
+    def prepare(self, seq_len: int, device: torch.device) -> Tensor | None:
+        """ALiBi and the window as a bias [1, n_heads, T, T], of the inputs' dtype; None for plain attention."""
+        if not self.needs_bias:
+            return None
+        dtype = getattr(torch, self.spec.dtype)
+        bias = score_bias(self.spec, seq_len, device).to(dtype)
+        # The efficient kernel reads rows aligned to 16 bytes: pad each row and show it without the padding.
+        return F.pad(bias, (0, -seq_len % 8))[None, :, :, :seq_len].expand(1, self.spec.n_heads, -1, -1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.repeat > 1:
+            k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)
+        if context is not None:
+            context = context.to(q.dtype).expand(q.shape[0], -1, -1, -1)
+        return self.kernel(q, k, v, context, self.spec.scale).transpose(1, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return op(q, k, v, None, compute_log_sumexp=True, is_causal=True, scale=scale)[0]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    return op(q, k, v, bias, compute_log_sumexp=True, is_causal=bias is None, scale=scale)[0]
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -1,0 +1,35 @@
+"""What the short causal convolution in front of Mamba-2's scan is, and which backend runs it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+
+
+@dataclass(frozen=True)
+class Conv1dSpec:
+    """Depthwise causal convolution along the sequence, followed by SiLU."""
+
+    channels: int
+    width: int
+    """Taps per channel: a token sees itself and the width - 1 before it."""
+    dtype: str = "bfloat16"
+
+    def flops(self, seq_len: int) -> int:
+        """Forward FLOP of one sequence: a multiply and an add per tap."""
+        return 2 * seq_len * self.channels * self.width
+
+
+def refuse_nothing(spec: Conv1dSpec, platform: Platform | None) -> str | None:
+    return None
+
+
+def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`.
+
+    On a GPU the reference compiles into one kernel with its SiLU, where a depthwise F.conv1d needs two
+    transposes around cuDNN or MIOpen. Run eagerly on a CPU, oneDNN's convolution takes 0.6 x the time of the
+    reference (15 against 26 ms forward and backward, 2048 tokens x 640 channels, one core).
+    """
+    return ("aten", "reference") if platform.vendor == "cpu" else ("reference", "aten")

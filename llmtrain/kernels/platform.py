@@ -1,0 +1,56 @@
+"""Which vendor, which architecture: the only file that asks. Importing it does not import torch."""
+
+from __future__ import annotations
+
+import os
+import platform as host
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Vendor = Literal["nvidia", "amd", "cpu"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One device that runs kernels.
+
+    arch: `sm90` (NVIDIA compute capability), `gfx942` (AMD), or `cpu`.
+    memory_bytes: of the device.
+    """
+
+    vendor: Vendor
+    arch: str
+    device_name: str
+    memory_bytes: int
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls it; ROCm builds say `cuda` too."""
+        return "cpu" if self.vendor == "cpu" else "cuda"
+
+
+def cpu() -> Platform:
+    """The host's processor."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Platform("cpu", "cpu", host.processor() or host.machine(), memory)
+
+
+def detect(device: torch.device | str | None = None) -> Platform:
+    """The platform of `device`; by default of this process's GPU, or of the CPU where there is none."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return cpu()
+    if device.type != "cuda":
+        raise ValueError(f"device '{device}' is neither a CPU nor a CUDA or ROCm GPU")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        # gcnArchName reads 'gfx942:sramecc+:xnack-'
+        return Platform("amd", properties.gcnArchName.split(":")[0], properties.name, properties.total_memory)
+    return Platform("nvidia", f"sm{properties.major}{properties.minor}", properties.name, properties.total_memory)

@@ -1,0 +1,115 @@
+"""Operation -> backends. A backend is chosen once, when the model is built; the choice needs no torch.
+
+To add a backend: a file with `build(spec, platform, variant)` beside the reference, a refusal in the
+operation's spec.py, a line in the table below, and its place in the operation's `preference`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmtrain.kernels.attention import spec as attention
+from llmtrain.kernels.conv1d import spec as conv1d
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import spec as ssd
+
+Operation = Literal["attention", "ssd", "conv1d"]
+Spec = Any  # AttentionSpec, SSDSpec or Conv1dSpec, by operation
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation.
+
+    name: `family` or `family:variant`.
+    module: imported only when the backend is built.
+    refusal: (spec, platform) -> why it cannot serve and what to change, or None. platform=None asks only for
+        reasons that hold on every machine.
+    """
+
+    name: str
+    module: str
+    refusal: Callable[[Spec, Platform | None], str | None]
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(":")[0]
+
+    def build(self, spec: Spec, platform: Platform) -> Any:
+        """The kernel: a callable with the operation's signature; for attention also `prepare(seq_len, device)`."""
+        return importlib.import_module(self.module).build(spec, platform, self.name.partition(":")[2])
+
+
+_SDPA = "llmtrain.kernels.attention.sdpa"
+_BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "attention": (
+        Backend("reference", "llmtrain.kernels.attention.reference", attention.refuse_reference),
+        Backend("sdpa:flash", _SDPA, attention.refuse_sdpa_flash),
+        Backend("sdpa:cudnn", _SDPA, attention.refuse_sdpa_cudnn),
+        Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient),
+        Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu),
+        Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex),
+    ),
+    "ssd": (Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),),
+    "conv1d": (
+        Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
+        Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
+    ),
+}
+_PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
+    "attention": attention.preference,
+    "ssd": ssd.preference,
+    "conv1d": conv1d.preference,
+}
+OPERATIONS: tuple[Operation, ...] = ("attention", "ssd", "conv1d")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the support table: `reason` is None when the backend can serve."""
+
+    operation: str
+    backend: str
+    reason: str | None
+
+
+def table(operation: Operation, spec: Spec, platform: Platform | None) -> list[Row]:
+    """Every backend of an operation with its reason to refuse, if any."""
+    return [Row(operation, b.name, b.refusal(spec, platform)) for b in _BACKENDS[operation]]
+
+
+def refusal(operation: Operation, name: str, spec: Spec, platform: Platform | None = None) -> str | None:
+    """Why `name` (a backend, a family such as `sdpa`, or `auto`) cannot serve, with what can; None if it can."""
+    reasons = {b.name: b.refusal(spec, platform) for b in _candidates(operation, name)}
+    if None in reasons.values():
+        return None
+    # Of a family, the part that comes closest to serving speaks for all.
+    order = _PREFERENCE[operation](spec, platform) if platform else ()
+    closest = next((b for b in order if b in reasons), next(iter(reasons)))
+    others = [row.backend for row in table(operation, spec, platform) if row.reason is None]
+    able = ", ".join(["auto", *others])
+    return f"{operation} backend '{name}' cannot serve here: {reasons[closest]} (can serve: {able})"
+
+
+def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
+    """The backend that `name` means on this platform: itself, or the fastest of a family or of all (`auto`).
+
+    Raises ValueError when it cannot serve, saying why and what can.
+    """
+    if reason := refusal(operation, name, spec, platform):
+        raise ValueError(reason)
+    able = {b.name: b for b in _candidates(operation, name) if b.refusal(spec, platform) is None}
+    ranked = [able[b] for b in _PREFERENCE[operation](spec, platform) if b in able]
+    return (ranked or list(able.values()))[0]
+
+
+def _candidates(operation: Operation, name: str) -> list[Backend]:
+    backends = _BACKENDS[operation]
+    found = [b for b in backends if name in ("auto", b.name, b.family)]
+    if not found:
+        names = sorted({"auto", *(b.name for b in backends), *(b.family for b in backends)})
+        raise ValueError(f"no {operation} backend named '{name}'; there is {', '.join(names)}")
+    return found

@@ -1,0 +1,104 @@
+"""Mamba-2's state-space duality in chunked matrix form: the "minimal SSD" of arXiv:2405.21060, section 6.
+
+Within a chunk the scan is masked attention; between chunks only states travel. Matrix products run in the
+dtype of x; time steps, decays and states in fp32 or wider.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+
+
+def build(spec: SSDSpec, platform: Platform, variant: str) -> ReferenceSSD:
+    return ReferenceSSD(spec)
+
+
+class ReferenceSSD:
+    def __init__(self, spec: SSDSpec):
+        self.spec = spec
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        initial_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: [batch, T, heads, head_dim]; dt: [batch, T, heads], before bias and softplus; A, D, dt_bias: [heads],
+        A negative; B, C: [batch, T, groups, d_state]; initial_state: [batch, heads, head_dim, d_state].
+
+        Returns y like x, and the state after the last token like initial_state, in fp32 or wider.
+        """
+        spec = self.spec
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(dt.to(wide) + dt_bias.to(wide))
+        if spec.dt_limit is not None:
+            dt = dt.clamp(*spec.dt_limit)
+
+        batch, seq_len, heads, head_dim = x.shape
+        groups, d_state = spec.n_groups, spec.d_state
+        count, size = spec.chunks(seq_len)
+        # A padded token has dt = 0: it neither decays the state nor adds to it.
+        padding = count * size - seq_len
+        x_in = x
+        if padding:
+            x, B, C = (F.pad(t, (0, 0, 0, 0, 0, padding)) for t in (x, B, C))
+            dt = F.pad(dt, (0, 0, 0, padding))
+
+        # Heads of one group share B and C: [batch, chunks, groups, heads of the group, size, ...]
+        x = (x * dt[..., None]).to(x.dtype).view(batch, count, size, groups, heads // groups, head_dim)
+        x = x.permute(0, 1, 3, 4, 2, 5)
+        B = B.view(batch, count, size, groups, d_state).transpose(2, 3)
+        C = C.view(batch, count, size, groups, d_state).transpose(2, 3)
+        dt = dt.view(batch, count, size, groups, heads // groups).permute(0, 1, 3, 4, 2)
+        # log of the decay from the start of the chunk up to and including each token, <= 0
+        log_decay = torch.cumsum(dt * A.to(wide).view(groups, -1, 1), dim=-1)
+
+        # From here on x is dt * x.
+
+        # 1. Within chunks: y_i = sum over j <= i of (C_i . B_j) exp(log_decay_i - log_decay_j) x_j.
+        # Masked before exp: above the diagonal the exponent is positive and may overflow to inf * 0.
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+        between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(later, float("-inf"))
+        scores = (C @ B.transpose(-1, -2))[:, :, :, None] * between.exp()
+        y = scores.to(x.dtype) @ x
+
+        # 2. What each chunk adds to the state at its end, [batch, chunks, groups, heads, head_dim, d_state].
+        to_end = (log_decay[..., -1:] - log_decay).exp()
+        weighted = (x * to_end[..., None]).to(x.dtype).transpose(-1, -2)
+        added = (weighted.flatten(3, 4) @ B).unflatten(3, (-1, head_dim)).to(wide)
+
+        # 3. Between chunks: state before chunk c = sum over b < c of the decay in between times what b added.
+        start = torch.zeros_like(added[:, :1])
+        if initial_state is not None:
+            start = initial_state.to(wide).view_as(start)
+        states = _pass_states(torch.cat([start, added], dim=1), log_decay[..., -1])
+        before, final = states[:, :-1], states[:, -1]
+
+        # 4. What the state before the chunk contributes: y_i += exp(log_decay_i) C_i . state.
+        carried = C @ before.to(x.dtype).flatten(3, 4).transpose(-1, -2)
+        carried = carried.unflatten(-1, (-1, head_dim)).transpose(-2, -3) * log_decay.exp()[..., None]
+        y = (y + carried).permute(0, 1, 4, 2, 3, 5).reshape(batch, count * size, heads, head_dim)[:, :seq_len]
+        return (y + x_in * D.to(wide)[:, None]).to(x.dtype), final.reshape(batch, heads, head_dim, d_state)
+
+
+def _pass_states(added: Tensor, log_decay: Tensor) -> Tensor:
+    """States before every chunk and after the last.
+
+    added: [batch, chunks + 1, groups, heads, head_dim, d_state], the initial state first.
+    log_decay: [batch, chunks, groups, heads], of whole chunks. Returns a tensor like added.
+    """
+    total = F.pad(torch.cumsum(log_decay, dim=1), (0, 0, 0, 0, 1, 0)).permute(0, 2, 3, 1)
+    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    flat = added.permute(0, 2, 3, 1, 4, 5)
+    return (decay @ flat.flatten(-2)).view_as(flat).permute(0, 3, 1, 2, 4, 5)

@@ -1,0 +1,55 @@
+"""What a state-space-duality (Mamba-2) kernel is asked to do, and which backend can do it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+
+
+@dataclass(frozen=True)
+class SSDSpec:
+    """The selective scan of one Mamba-2 layer (Dao & Gu, arXiv:2405.21060).
+
+    h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T,  y_t = h_t C_t + D x_t, per head, with
+    dt = clamp(softplus(raw + dt_bias), dt_limit).
+    """
+
+    n_heads: int
+    head_dim: int
+    d_state: int
+    n_groups: int
+    chunk_size: int
+    dt_limit: tuple[float, float | None] | None = None
+    dtype: str = "bfloat16"
+    """Of x, B and C. Decays are always fp32 or wider."""
+
+    def chunks(self, seq_len: int) -> tuple[int, int]:
+        """(number of chunks, tokens per chunk) that cover seq_len."""
+        size = min(self.chunk_size, seq_len)
+        return -(-seq_len // size), size
+
+    def flops(self, seq_len: int, causal: bool) -> int:
+        """Forward FLOP of one sequence: C B^T, its product with x, chunk states in, passed on, and out.
+
+        Without `causal`: what the reference executes (whole chunk-by-chunk blocks, padding, and states passed
+        on as a matrix product). With `causal`: the lower triangle of each chunk, and no padding.
+        """
+        per_pair = 2 * (self.n_groups * self.d_state + self.n_heads * self.head_dim)
+        state = self.n_heads * self.head_dim * self.d_state
+        count, size = self.chunks(seq_len)
+        if not causal:
+            tokens = count * size
+            return tokens * size * per_pair + 4 * tokens * state + 2 * (count + 1) ** 2 * state
+        last = seq_len - (count - 1) * size
+        pairs = (count - 1) * size * (size + 1) // 2 + last * (last + 1) // 2
+        return pairs * per_pair + 4 * seq_len * state + 2 * count * state
+
+
+def refuse_reference(spec: SSDSpec, platform: Platform | None) -> str | None:
+    return None
+
+
+def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`."""
+    return ("reference",)

@@ -1,0 +1,100 @@
+"""The residual wiring of one layer, and the per-length contexts that layers share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import Block as AnyBlock
+from llmtrain.models.config import Mamba2Block, ModelConfig, SharedAttentionBlock
+from llmtrain.models.layers import MLP, Norm
+from llmtrain.models.mixers.attention import Attention
+from llmtrain.models.mixers.mamba2 import Mamba2
+from llmtrain.models.mixers.shared_attention import SharedInput
+
+
+@dataclass
+class BlockContext:
+    """What a layer's kernels need besides activations. Not a tuple: see AttentionContext."""
+
+    mixer: Any
+    shared: Any
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x + shared_input(x, embedding))), then x + mlp(mlp_norm(x)); either extra part may be absent.
+
+    x, embedding: [batch, T, d_model] -> like x. The shared block's output steers the mixer but does not enter
+    the residual stream itself.
+    """
+
+    def __init__(
+        self,
+        block: AnyBlock,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        shared_input: SharedInput | None = None,
+    ):
+        super().__init__()
+        assert not isinstance(block, SharedAttentionBlock), "a shared block feeds a layer; it is none"
+        norm = block.norm or config.norm
+        self.dropout = config.dropout
+        self.shared_input = shared_input
+        self.norm = Norm(config.d_model, norm)
+        if isinstance(block, Mamba2Block):
+            self.mixer = Mamba2(block, config, platform, dtype)
+        else:
+            self.mixer = Attention(block, config, platform, dtype)
+        self.mlp_norm = Norm(config.d_model, norm) if block.mlp else None
+        self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
+
+    def forward(self, x: Tensor, embedding: Tensor, context: BlockContext) -> Tensor:
+        u = x
+        if self.shared_input is not None:
+            u = x + self.shared_input(x, embedding, context.shared)
+        x = x + F.dropout(self.mixer(self.norm(u), context.mixer), self.dropout, self.training)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+        return x
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        total = self.mixer.flops(seq_len, causal)
+        if self.shared_input is not None:
+            total += self.shared_input.flops(seq_len, causal)
+        return total if self.mlp is None else total + self.mlp.flops(seq_len)
+
+
+class ContextCache:
+    """Contexts by (mixer's context key, sequence length, device); the longest unused sequence length goes first."""
+
+    def __init__(self, lengths: int = 4):
+        self.lengths = lengths
+        self._by_length: OrderedDict[tuple[int, torch.device], dict[Any, Any]] = OrderedDict()
+
+    def __call__(self, blocks: Iterable[Any], seq_len: int, device: torch.device) -> list[BlockContext]:
+        """One context per block; equal keys share one object."""
+        contexts = self._by_length.setdefault((seq_len, device), {})
+        self._by_length.move_to_end((seq_len, device))
+        while len(self._by_length) > self.lengths:
+            self._by_length.popitem(last=False)
+
+        def of(mixer: Attention | Mamba2) -> Any:
+            if mixer.context_key not in contexts:
+                # A tensor made in inference mode could not take part in a later backward pass.
+                with torch.inference_mode(False), torch.no_grad():
+                    contexts[mixer.context_key] = mixer.prepare(seq_len, device)
+            return contexts[mixer.context_key]
+
+        return [
+            BlockContext(of(b.mixer), of(b.shared_input.shared.mixer) if b.shared_input is not None else None)
+            for b in blocks
+        ]

@@ -1,0 +1,100 @@
+"""HybridLM: embedding -> blocks -> norm -> head."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.kernels.platform import Platform, detect
+from llmtrain.models.blocks import Block, ContextCache
+from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
+from llmtrain.models.init import InitScale, init_weights
+from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
+from llmtrain.models.loss import LossOutput, build_loss, soft_cap
+from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
+
+
+class HybridLM(nn.Module):
+    """A causal language model whose layers are any interleaving of named blocks.
+
+    platform: where it will run, which picks the kernels; default: this process's GPU, or its CPU.
+    dtype: of activations in the kernels; default: bf16 on a GPU, fp32 on a CPU.
+    Raises ValueError when a named backend cannot serve its block here. Memory is allocated, not initialised.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
+        platform: Platform | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        platform = platform or detect()
+        dtype = dtype or (torch.float32 if platform.vendor == "cpu" else torch.bfloat16)
+
+        self.embed = Embedding(config.vocab_size, config.d_model)
+        self.positions = LearnedPositions(config.max_seq_len, config.d_model) if config.positions == "learned" else None
+        shared = {
+            name: [SharedAttention(block, config, platform, dtype) for _ in range(block.n_shared)]
+            for name, block in config.blocks.items()
+            if isinstance(block, SharedAttentionBlock)
+        }
+        self.shared = nn.ModuleDict({name: nn.ModuleList(copies) for name, copies in shared.items()})
+        self.blocks = nn.ModuleList()
+        in_turn = {name: itertools.cycle(copies) for name, copies in shared.items()}
+        for layer in config.layer_list():
+            shared_input = SharedInput(next(in_turn[layer.shared]), config) if layer.shared else None
+            self.blocks.append(Block(config.blocks[layer.block], config, platform, dtype, shared_input))
+        self.norm = Norm(config.d_model, config.norm)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
+        self.loss = build_loss(loss, config.logit_softcap, platform)
+        self._contexts = ContextCache()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | LossOutput:
+        """input_ids: [batch, T]. Without labels: logits [batch, T, vocab_size].
+
+        labels: [batch, T], already shifted, -100 where there is none. Then the loss, averaged over labels.
+        Raises ValueError for a sequence longer than the learned positions.
+        """
+        seq_len = input_ids.shape[1]
+        x = self.embed(input_ids)
+        if self.positions is not None:
+            if seq_len > self.config.max_seq_len:
+                raise ValueError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
+            x = x + self.positions(seq_len)
+        x = embedding = F.dropout(x, self.config.dropout, self.training)
+        for block, context in zip(self.blocks, self._contexts(self.blocks, seq_len, x.device), strict=True):
+            x = block(x, embedding, context)
+        x = self.norm(x)
+        if labels is None:
+            return soft_cap(F.linear(x, self.head_weight), self.config.logit_softcap)
+        return self.loss(x, self.head_weight, labels)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab_size, d_model]; the embedding's when tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def init_weights(self, seed: int) -> None:
+        """Fills all parameters; the same values for any sharding and device (see models/init.py)."""
+        init = self.config.init
+        depth = 2 * len(self.blocks) if init.scale_residual else 1
+        init_weights(self, InitScale(init.std, init.std * depth**-0.5), seed)
+
+    def shared_uses(self) -> list[SharedAttention]:
+        """The shared block of each use, in order."""
+        blocks = cast("Iterable[Any]", self.blocks)
+        return [block.shared_input.shared for block in blocks if block.shared_input is not None]
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
+        head = Flops(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
+        return sum((block.flops(seq_len, causal) for block in cast("Iterable[Any]", self.blocks)), head)

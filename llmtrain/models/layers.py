@@ -1,0 +1,156 @@
+"""The small parts of blocks: linear, norm, MLP, low-rank adapter, rotary positions.
+
+Constructors allocate and never initialise, so a model builds on the meta device; `init_rules` says what the
+parameters start as. Norms compute in fp32 whatever their input's dtype, and return that dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.models.config import MLPConfig, NormConfig
+from llmtrain.models.init import InitScale, Rule, constant, normal
+
+
+class Linear(nn.Linear):
+    """nn.Linear that leaves its memory as it is.
+
+    residual: the output is added to the residual stream, so its initial scale shrinks with depth.
+    """
+
+    def __init__(self, d_in: int, d_out: int, bias: bool = False, residual: bool = False):
+        super().__init__(d_in, d_out, bias=bias)
+        self.residual = residual
+
+    def reset_parameters(self) -> None:
+        """Called by nn.Linear's constructor; init_weights does it instead."""
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        rules = {"weight": normal(scale.residual_std if self.residual else scale.std)}
+        return rules if self.bias is None else rules | {"bias": constant(0.0)}
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return Flops(projection=2 * seq_len * self.in_features * self.out_features)
+
+
+class Embedding(nn.Module):
+    """Rows of a table [n, d]. tokens: [batch, T] -> [batch, T, d]."""
+
+    def __init__(self, n: int, d: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, d))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {"weight": normal(scale.std)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class LearnedPositions(Embedding):
+    """One vector per position. seq_len -> [seq_len, d]."""
+
+    def forward(self, seq_len: int) -> Tensor:
+        return self.weight[:seq_len]
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension."""
+
+    def __init__(self, dim: int, config: NormConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim)) if config.bias else None
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {"weight": constant(1.0)} | ({} if self.bias is None else {"bias": constant(0.0)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Both functions accumulate in fp32 for lower-precision inputs.
+        if self.config.type == "layernorm":
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.config.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.config.eps)
+
+
+class GatedRMSNorm(nn.Module):
+    """Mamba-2's output norm: rms(x * silu(z)), or rms(x) * silu(z), per group of channels; in fp32.
+
+    x, z: [..., dim] -> like x.
+    """
+
+    def __init__(self, dim: int, n_groups: int, eps: float, norm_before_gate: bool):
+        super().__init__()
+        self.n_groups, self.eps, self.norm_before_gate = n_groups, eps, norm_before_gate
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {"weight": constant(1.0)}
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, gate = x.to(wide), F.silu(z.to(wide))
+        if not self.norm_before_gate:
+            y = y * gate
+        grouped = y.unflatten(-1, (self.n_groups, -1))
+        y = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+
+
+class LowRank(nn.Module):
+    """x -> up(down(x)): a low-rank addition to another projection, without bias or scale."""
+
+    def __init__(self, d_in: int, rank: int, d_out: int):
+        super().__init__()
+        self.down = Linear(d_in, rank)
+        self.up = Linear(rank, d_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return self.down.flops(seq_len) + self.up.flops(seq_len)
+
+
+class MLP(nn.Module):
+    """w_out(gelu(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
+
+    act is SiLU (swiglu) or the exact GELU (gelu, geglu); Shazeer, arXiv:2002.05202.
+    """
+
+    def __init__(self, d_model: int, config: MLPConfig, residual: bool = True):
+        super().__init__()
+        self.activation = config.type
+        self.d_in = config.d_ff if config.type == "gelu" else 2 * config.d_ff
+        self.w_in = Linear(d_model, self.d_in, config.bias)
+        self.w_out = Linear(config.d_ff, d_model, config.bias, residual=residual)
+
+    def forward(self, x: Tensor, adapter: LowRank | None = None) -> Tensor:
+        """adapter: adds to w_in's output, [..., d_in]."""
+        h = self.w_in(x)
+        if adapter is not None:
+            h = h + adapter(x)
+        if self.activation == "gelu":
+            return self.w_out(F.gelu(h))
+        gate, up = h.chunk(2, dim=-1)
+        return self.w_out((F.silu(gate) if self.activation == "swiglu" else F.gelu(gate)) * up)
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
+
+
+def rotary_tables(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of t * theta^(-2 i / head_dim) (arXiv:2104.09864), each [T, 1, head_dim / 2] in fp32."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None, None] * inverse
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates pairs (i, i + head_dim / 2) of each head, in fp32. x: [batch, T, heads, head_dim] -> like x."""
+    cos, sin = tables
+    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

@@ -1,0 +1,174 @@
+"""Cross entropy over the vocabulary, averaged over tokens with a label, plus a z-loss.
+
+`plain` keeps all logits for the backward pass. `chunked` never holds more than a chunk of them: the gradient of
+a cross entropy is known as soon as the logits are, so it is computed, and pushed through the head, at once.
+Three matrix products in all, as in the plain form, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import LossConfig
+
+IGNORE = -100
+
+
+@dataclass
+class LossOutput:
+    """Scalars on the model's device, in fp32 or wider. Without any label all are 0."""
+
+    loss: Tensor
+    """ce + z: what to differentiate."""
+    ce: Tensor
+    """Mean cross entropy per label, in nats; detached."""
+    z: Tensor
+    """The weighted z-loss; detached."""
+    n_tokens: Tensor
+    """Tokens with a label."""
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), or the logits as they are."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def build_loss(config: LossConfig, softcap: float | None, platform: Platform) -> PlainLoss | ChunkedLoss:
+    kind = config.type
+    if kind == "auto":
+        # A CPU gains no memory worth having and loses the overlap of one large matrix product.
+        kind = "plain" if platform.vendor == "cpu" else "chunked"
+    return PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap)
+
+
+class PlainLoss:
+    """The readable form, and the reference of the other."""
+
+    def __init__(self, config: LossConfig, softcap: float | None):
+        self.config, self.softcap = config, softcap
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> LossOutput:
+        """hidden: [batch, T, d_model]; weight: [vocab, d_model]; labels: [batch, T]."""
+        logits = F.linear(hidden, weight).flatten(0, -2)
+        logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.softcap)
+        labels = labels.flatten()
+        n_tokens = (labels != IGNORE).sum()
+        count = n_tokens.clamp(min=1)
+        ce = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / count
+        z = torch.zeros_like(ce)
+        if self.config.z_loss:
+            log_z = torch.logsumexp(logits, dim=-1).masked_fill(labels == IGNORE, 0.0)
+            z = self.config.z_loss * log_z.square().sum() / count
+        return LossOutput(ce + z, ce.detach(), z.detach(), n_tokens)
+
+
+class ChunkedLoss:
+    """Holds logits of at most `chunk_tokens` tokens at a time."""
+
+    def __init__(self, config: LossConfig, softcap: float | None):
+        self.config, self.softcap = config, softcap
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> LossOutput:
+        """hidden: [batch, T, d_model]; weight: [vocab, d_model]; labels: [batch, T]."""
+        labels = labels.flatten()
+        n_tokens = (labels != IGNORE).sum()
+        loss, ce, z = _ChunkedCrossEntropy.apply(
+            hidden.flatten(0, -2), weight, labels, n_tokens, self.config.chunk_tokens, self.config.z_loss, self.softcap
+        )
+        return LossOutput(loss, ce, z, n_tokens)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        n_tokens: Tensor,
+        chunk_tokens: int,
+        z_loss: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden: [N, d]; weight: [V, d]; labels: [N]. Returns loss, ce and z; gradients wait in ctx."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scale = 1.0 / n_tokens.clamp(min=1).to(wide)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        gradient = _compiled_logit_gradient() if hidden.is_cuda else _logit_gradient
+        sums = []
+        for h, y, at in _chunks(hidden, labels, chunk_tokens):
+            ce, z, d_logits = gradient(h @ weight.t(), y, scale, z_loss, softcap)
+            sums.append(torch.stack((ce, z)))
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[at : at + len(h)])
+            if d_weight is not None:
+                _accumulate(d_weight, d_logits.t(), h)
+        ce, z = torch.stack(sums).sum(0).unbind()
+        ctx.gradients = (d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        ce, z = ce.clone(), z.clone()
+        ctx.mark_non_differentiable(ce, z)
+        return ce + z, ce, z
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, d_ce: Tensor, d_z: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.gradients
+        ctx.gradients = None
+        d_hidden = None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype)
+        d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int):
+    """(hidden, labels, first token) of near-equal chunks: equal shapes spare a recompilation."""
+    n = hidden.shape[0]
+    count = -(-n // chunk_tokens)
+    size = -(-n // count)
+    for at in range(0, n, size):
+        yield hidden[at : at + size], labels[at : at + size], at
+
+
+def _logit_gradient(
+    logits: Tensor, labels: Tensor, scale: Tensor, z_loss: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Elementwise part of one chunk: summed and scaled ce and z, and d loss / d logits in the logits' dtype.
+
+    logits: [n, V]; labels: [n]; scale: 1 / number of labels of the batch.
+    With p = softmax(l): d ce / d l = p - onehot(label), d z / d l = 2 * z_loss * logsumexp(l) * p.
+    """
+    raw = logits.to(scale.dtype)
+    capped = soft_cap(raw, softcap)
+    valid = labels != IGNORE
+    log_z = torch.logsumexp(capped, dim=-1)
+    picked = capped.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    row_scale = torch.where(valid, scale, 0.0)
+    ce = ((log_z - picked) * row_scale).sum()
+    z = z_loss * (log_z.square() * row_scale).sum()
+    p = torch.exp(capped - log_z[:, None])
+    d = p * (1 + 2 * z_loss * log_z)[:, None]
+    d = torch.where(torch.arange(logits.shape[1], device=logits.device) == labels[:, None], d - 1, d)
+    if softcap is not None:
+        d = d * (1 - (capped / softcap).square())
+    return ce, z, (d * row_scale[:, None]).to(logits.dtype)
+
+
+@functools.cache
+def _compiled_logit_gradient():
+    return torch.compile(_logit_gradient, dynamic=False)
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with the sum in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)

@@ -1,0 +1,92 @@
+"""Causal self-attention: MHA, GQA and MQA, with the options of the `attention` block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.kernels import registry
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
+from llmtrain.models.layers import Linear, Norm, rotary_tables, rotate
+from llmtrain.models.specs import attention_spec
+
+
+@dataclass
+class AttentionContext:
+    """What depends on the sequence length and device alone.
+
+    Not a tuple or dict on purpose: FSDP2 casts every tensor that it finds in those to bf16.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None
+    kernel: Any
+
+
+class Attention(nn.Module):
+    """x: [batch, T, d_in] -> [batch, T, d_out].
+
+    residual: the output goes straight to the residual stream (a shared block's does not).
+    """
+
+    def __init__(
+        self,
+        block: AttentionBlock | SharedAttentionBlock,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        *,
+        d_in: int | None = None,
+        residual: bool = True,
+    ):
+        super().__init__()
+        self.block = block
+        self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."))
+        self.backend = registry.resolve("attention", block.backend, self.spec, platform)
+        self.kernel = self.backend.build(self.spec, platform)
+        self.rotary_theta = block.position.theta if block.position.type == "rotary" else None
+
+        d_head = self.spec.head_dim
+        self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
+        self.wqkv = Linear(d_in or config.d_model, sum(self.widths), block.qkv_bias)
+        self.wo = Linear(self.widths[0], config.d_model, block.out_bias, residual=residual)
+        norm = block.norm or config.norm
+        full = block.qk_norm == "full"
+        self.q_norm = Norm(self.widths[0] if full else d_head, norm) if block.qk_norm != "none" else None
+        self.k_norm = Norm(self.widths[1] if full else d_head, norm) if block.qk_norm != "none" else None
+
+    @property
+    def context_key(self) -> tuple:
+        """Mixers with equal keys share one context."""
+        return (self.backend.name, self.spec, self.rotary_theta)
+
+    def prepare(self, seq_len: int, device: torch.device) -> AttentionContext:
+        rotary = None
+        if self.rotary_theta is not None:
+            rotary = rotary_tables(seq_len, self.spec.head_dim, self.rotary_theta, device)
+        return AttentionContext(rotary, self.kernel.prepare(seq_len, device))
+
+    def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
+        """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
+        qkv = self.wqkv(x)
+        if adapter is not None:
+            qkv = qkv + adapter(x)
+        if self.block.clip_qkv is not None:
+            qkv = qkv.clamp(-self.block.clip_qkv, self.block.clip_qkv)
+        q, k, v = qkv.split(self.widths, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.rotary is not None:
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        return self.wo(self.kernel(q, k, v, context.kernel).flatten(-2))
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        kernel = Flops(attention=self.spec.flops(seq_len, causal))
+        return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)

@@ -1,0 +1,107 @@
+"""The Mamba-2 mixer (Dao & Gu, arXiv:2405.21060): project, convolve, scan, norm by a gate, project back."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.kernels import registry
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import Mamba2Block, ModelConfig
+from llmtrain.models.init import (
+    InitScale,
+    Rule,
+    constant,
+    inverse_softplus_of_log_uniform,
+    log_of_uniform,
+    uniform,
+)
+from llmtrain.models.layers import GatedRMSNorm, Linear
+from llmtrain.models.specs import ssd_spec
+
+
+class SSMParameters(nn.Module):
+    """The recurrence's own parameters, one per head. Apart, so that they can stay fp32 when all else is bf16.
+
+    Read as attributes; there is no forward.
+    """
+
+    def __init__(self, block: Mamba2Block, n_heads: int):
+        super().__init__()
+        self.block = block
+        self.A_log = nn.Parameter(torch.empty(n_heads))
+        self.D = nn.Parameter(torch.empty(n_heads))
+        self.dt_bias = nn.Parameter(torch.empty(n_heads))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {
+            "A_log": log_of_uniform(*self.block.a_init_range),
+            "D": constant(1.0),
+            "dt_bias": inverse_softplus_of_log_uniform(self.block.dt_min, self.block.dt_max),
+        }
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise causal convolution and SiLU. x: [batch, T, channels] -> like x."""
+
+    def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform):
+        super().__init__()
+        self.spec = spec
+        self.kernel = registry.resolve("conv1d", "auto", spec, platform).build(spec, platform)
+        self.weight = nn.Parameter(torch.empty(spec.channels, spec.width))
+        self.bias = nn.Parameter(torch.empty(spec.channels)) if bias else None
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        # What nn.Conv1d does for a fan-in of `width`.
+        bound = 1 / math.sqrt(self.spec.width)
+        rule = uniform(-bound, bound)
+        return {"weight": rule} | ({} if self.bias is None else {"bias": rule})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x, self.weight, self.bias)
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return Flops(convolution=self.spec.flops(seq_len))
+
+
+class Mamba2(nn.Module):
+    """x: [batch, T, d_model] -> [batch, T, d_model]."""
+
+    context_key = None
+
+    def __init__(self, block: Mamba2Block, config: ModelConfig, platform: Platform, dtype: torch.dtype):
+        super().__init__()
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.spec = ssd_spec(block, config.d_model, dtype_name)
+        self.backend = registry.resolve("ssd", block.backend, self.spec, platform)
+        self.kernel = self.backend.build(self.spec, platform)
+
+        d_inner, d_bc = block.expand * config.d_model, block.n_groups * block.d_state
+        self.widths = [d_inner, d_inner + 2 * d_bc, self.spec.n_heads]  # z | x B C | dt
+        self.conv_widths = [d_inner, d_bc, d_bc]
+        self.in_proj = Linear(config.d_model, sum(self.widths), block.proj_bias)
+        self.conv = CausalConv1d(Conv1dSpec(self.widths[1], block.d_conv, dtype_name), block.conv_bias, platform)
+        self.ssm = SSMParameters(block, self.spec.n_heads)
+        eps = (block.norm or config.norm).eps
+        self.norm = GatedRMSNorm(d_inner, block.n_groups, eps, block.norm_before_gate)
+        self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
+
+    def prepare(self, seq_len: int, device: torch.device) -> None:
+        """Nothing here depends on the sequence length alone."""
+
+    def forward(self, x: Tensor, context: None = None) -> Tensor:
+        z, xBC, dt = self.in_proj(x).split(self.widths, dim=-1)
+        x, B, C = self.conv(xBC).split(self.conv_widths, dim=-1)
+        x = x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
+        B, C = (t.unflatten(-1, (self.spec.n_groups, self.spec.d_state)) for t in (B, C))
+        A = -torch.exp(self.ssm.A_log.to(torch.promote_types(self.ssm.A_log.dtype, torch.float32)))
+        y, _ = self.kernel(x, dt, A, B, C, self.ssm.D, self.ssm.dt_bias)
+        return self.out_proj(self.norm(y.flatten(-2), z))
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        scan = Flops(scan=self.spec.flops(seq_len, causal))
+        return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)

@@ -1,0 +1,87 @@
+"""Zamba2's shared transformer block (Glorioso et al., arXiv:2411.15242; wiring as in transformers' zamba2).
+
+One SharedAttention serves many layers. What belongs to a single use (low-rank adapters and the linear layer
+behind the block) is that layer's SharedInput.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.flops.count import Flops
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig, SharedAttentionBlock
+from llmtrain.models.layers import MLP, Linear, LowRank, Norm
+from llmtrain.models.mixers.attention import Attention, AttentionContext
+
+
+class QKVAdapter(nn.Module):
+    """Low-rank additions to queries, keys and values, side by side as in the fused projection."""
+
+    def __init__(self, d_in: int, rank: int, widths: list[int]):
+        super().__init__()
+        self.down = Linear(d_in, 3 * rank)
+        self.up_q, self.up_k, self.up_v = (Linear(rank, width) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.down(x).chunk(3, dim=-1)
+        return torch.cat((self.up_q(q), self.up_k(k), self.up_v(v)), dim=-1)
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        ups = self.up_q.flops(seq_len) + self.up_k.flops(seq_len) + self.up_v.flops(seq_len)
+        return self.down.flops(seq_len) + ups
+
+
+class SharedAttention(nn.Module):
+    """mlp(norm(attention(norm(concat(hidden, embedding))))), with no residual inside. [batch, T, d_model]."""
+
+    def __init__(self, block: SharedAttentionBlock, config: ModelConfig, platform: Platform, dtype: torch.dtype):
+        super().__init__()
+        self.block = block
+        norm = block.norm or config.norm
+        self.norm = Norm(2 * config.d_model, norm)
+        self.mixer = Attention(block, config, platform, dtype, d_in=2 * config.d_model, residual=False)
+        self.mlp_norm = Norm(config.d_model, norm)
+        self.mlp = MLP(config.d_model, block.mlp, residual=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        embedding: Tensor,
+        context: AttentionContext,
+        qkv_adapter: QKVAdapter | None,
+        mlp_adapter: LowRank | None,
+    ) -> Tensor:
+        h = self.mixer(self.norm(torch.cat((x, embedding), dim=-1)), context, qkv_adapter)
+        return self.mlp(self.mlp_norm(h), mlp_adapter)
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return self.mixer.flops(seq_len, causal) + self.mlp.flops(seq_len)
+
+
+class SharedInput(nn.Module):
+    """One use of a shared block: its output through this use's linear layer, with this use's adapters."""
+
+    def __init__(self, shared: SharedAttention, config: ModelConfig):
+        super().__init__()
+        # In a tuple, so that the shared weights are registered once, under the model's `shared`, not once per use.
+        self._shared = (shared,)
+        block, d_model = shared.block, config.d_model
+        self.qkv_adapter = self.mlp_adapter = None
+        if block.attn_adapter_rank is not None:
+            self.qkv_adapter = QKVAdapter(2 * d_model, block.attn_adapter_rank, shared.mixer.widths)
+        if block.adapter_rank is not None:
+            self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in)
+        self.linear = Linear(d_model, d_model)
+
+    @property
+    def shared(self) -> SharedAttention:
+        return self._shared[0]
+
+    def forward(self, x: Tensor, embedding: Tensor, context: AttentionContext) -> Tensor:
+        return self.linear(self._shared[0](x, embedding, context, self.qkv_adapter, self.mlp_adapter))
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        own = [module for module in (self.qkv_adapter, self.mlp_adapter, self.linear) if module is not None]
+        return sum((module.flops(seq_len) for module in own), self.shared.flops(seq_len, causal))

@@ -1,0 +1,59 @@
+"""From a block of the config to the spec of its kernel, and what is wrong with the backend it names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.config.base import Problem
+from llmtrain.kernels import registry
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
+
+AnyAttention = AttentionBlock | SharedAttentionBlock
+
+
+def attention_spec(block: AnyAttention, d_model: int, dtype: str = "bfloat16") -> AttentionSpec:
+    """The kernel's view of an attention block. A shared block reads concat(hidden, embedding), 2 * d_model wide."""
+    shared = isinstance(block, SharedAttentionBlock)
+    head_dim = block.head_dim or (2 if shared else 1) * d_model // block.n_heads
+    return AttentionSpec(
+        n_heads=block.n_heads,
+        n_kv_heads=block.kv_heads,
+        head_dim=head_dim,
+        scale=block.softmax_scale or (head_dim / 2 if shared else head_dim) ** -0.5,
+        alibi_max_bias=block.position.max_bias if block.position.type == "alibi" else None,
+        sliding_window=block.sliding_window,
+        softcap=block.softcap,
+        dtype=dtype,
+    )
+
+
+def ssd_spec(block: Mamba2Block, d_model: int, dtype: str = "bfloat16") -> SSDSpec:
+    return SSDSpec(
+        n_heads=block.expand * d_model // block.head_dim,
+        head_dim=block.head_dim,
+        d_state=block.d_state,
+        n_groups=block.n_groups,
+        chunk_size=block.chunk_size,
+        dt_limit=block.dt_limit,
+        dtype=dtype,
+    )
+
+
+def kernel_spec(block: Block, d_model: int, dtype: str = "bfloat16") -> tuple[registry.Operation, registry.Spec]:
+    """The operation a block's backend serves, and its spec."""
+    if isinstance(block, Mamba2Block):
+        return "ssd", ssd_spec(block, d_model, dtype)
+    return "attention", attention_spec(block, d_model, dtype)
+
+
+def backend_problems(
+    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16"
+) -> Iterator[Problem]:
+    """Blocks whose named backend cannot serve them; with platform=None, anywhere. Paths start at the model section."""
+    for name, block in config.blocks.items():
+        operation, spec = kernel_spec(block, config.d_model, dtype)
+        if reason := registry.refusal(operation, block.backend, spec, platform):
+            yield Problem(f"blocks.{name}.backend", block.backend, reason)

@@ -1,0 +1,92 @@
+"""The one adapter between a HybridLM and Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.core import DataSpec
+from composer.models import ComposerModel
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import LossOutput
+
+Batch = Mapping[str, torch.Tensor]
+"""input_ids, labels: int64 [batch, seq_len]; sample_ids: int64 [batch]. A label of -100 is no label."""
+
+
+class ComposerHybridLM(ComposerModel):
+    """Gives Composer the loss it minimises and the sums its validation needs."""
+
+    def __init__(self, model: HybridLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> LossOutput:
+        return self.model(batch["input_ids"], batch["labels"])
+
+    def loss(self, outputs: LossOutput, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """`total` is differentiated. Composer weights it by the microbatch's share of the global batch's labelled tokens."""
+        losses = {"total": outputs.loss, "cross_entropy": outputs.ce}
+        if self.model.loss.config.z_loss:
+            losses["z"] = outputs.z
+        return losses
+
+    def eval_forward(self, batch: Batch, outputs: LossOutput | None = None) -> LossOutput:
+        return outputs if outputs is not None else self.forward(batch)
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return {} if is_train else {"cross_entropy": TokenMean()}
+
+    def update_metric(self, batch: Any, outputs: LossOutput, metric: Metric) -> dict:
+        metric.update(outputs.ce, outputs.n_tokens)
+        return {}
+
+
+class TokenMean(Metric):
+    """Mean over labelled tokens, over all batches and ranks, in fp64: nats per token."""
+
+    full_state_update = False
+    total: torch.Tensor
+    tokens: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("tokens", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, mean: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.total += mean.double() * tokens
+        self.tokens += tokens
+
+    def compute(self) -> torch.Tensor:
+        return self.total / self.tokens
+
+
+def data_spec(loader: DataLoader) -> DataSpec:
+    """How Composer splits our batches and counts what is in them."""
+    return DataSpec(
+        loader,
+        split_batch=_split,
+        get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]),
+        get_num_tokens_in_batch=_count_tokens,
+    )
+
+
+def _split(batch: Batch, microbatch_size: int | float) -> Sequence[dict[str, Any]]:
+    """Microbatches, each with its number of labelled tokens as a Python int: counted here, on the CPU, once.
+
+    Composer asks for the count again when the microbatch is on the GPU, where counting would wait for the device.
+    """
+    size = int(microbatch_size)
+    parts = [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)]
+    return [{**part, "n_labels": int((part["labels"] != -100).sum())} for part in parts]
+
+
+def _count_tokens(batch: Mapping[str, Any]) -> dict[str, int]:
+    """total: tokens read, as throughput and schedules count them; loss_generating: labelled ones, as losses are weighted by."""
+    labelled = batch["n_labels"] if "n_labels" in batch else int((batch["labels"] != -100).sum())
+    return {"total": batch["input_ids"].numel(), "loss_generating": labelled}

@@ -1,0 +1,77 @@
+"""Ranks, devices and process groups, as torchrun, the Composer launcher and `llmtrain train` set them up."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_from_environment() -> World:
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a lone process is rank 0 of 1."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    return World(
+        rank=int(os.environ.get("RANK", 0)),
+        size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+    )
+
+
+def launched_by_a_launcher() -> bool:
+    """True inside a rank that torchrun, the Composer launcher or our own launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What one rank of a single-node run finds in its environment; Composer needs NODE_RANK as well."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def initialize(timeout_s: float = 600.0):
+    """Creates the process group (NCCL/RCCL with a GPU, gloo without) and returns this rank's torch.device.
+
+    A lone process gets a group of one, because FSDP2 shards over a device mesh at any world size.
+    """
+    import torch
+    from composer.utils import dist as composer_dist
+    from composer.utils import get_device
+
+    world = world_from_environment()
+    if not launched_by_a_launcher():
+        os.environ.update(rank_environment(0, 1, free_port()))
+    # Composer derives this from LOCAL_WORLD_SIZE elsewhere and fails without it under torchrun.
+    os.environ.setdefault("NODE_RANK", str(world.rank // world.local_size))
+    kind = "gpu" if torch.cuda.is_available() else "cpu"
+    if kind == "gpu":
+        torch.cuda.set_device(world.local_rank)
+    composer_dist.initialize_dist(get_device(kind), timeout=timeout_s)
+    return torch.device("cuda", world.local_rank) if kind == "gpu" else torch.device("cpu")

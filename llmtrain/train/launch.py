@@ -1,0 +1,88 @@
+"""Starts one process per rank on this machine, and ends all when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from llmtrain.train.distributed import free_port, rank_environment
+
+_GRACE_SECONDS = 10.0
+
+
+def launch(command: list[str], processes: int, run_dir: str) -> int:
+    """Runs `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
+
+    Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a word (killed,
+    out of memory) is reported here, with the end of its log; the remaining ranks are then stopped.
+    """
+    logs = Path(run_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    shared = {
+        **os.environ,
+        "LLMTRAIN_LAUNCH_ID": uuid.uuid4().hex,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
+    }
+    port = free_port()
+    ranks = [
+        _start(command, {**shared, **rank_environment(rank, processes, port)}, logs / f"rank{rank}.txt" if rank else None)
+        for rank in range(processes)
+    ]
+    try:
+        return _watch(ranks, logs)
+    except KeyboardInterrupt:
+        _stop(ranks, signal.SIGINT)
+        return 130
+
+
+def _start(command: list[str], environment: dict[str, str], log: Path | None) -> subprocess.Popen:
+    if log is None:
+        return subprocess.Popen(command, env=environment)
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _watch(ranks: list[subprocess.Popen], logs: Path) -> int:
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        failed = [(rank, status) for rank, status in enumerate(statuses) if status]
+        if failed:
+            time.sleep(0.5)  # let the rank that tells the story finish its sentence
+            rank, status = failed[0]
+            _stop(ranks, signal.SIGTERM)
+            return _tell(rank, status, logs)
+        if all(status == 0 for status in statuses):
+            return 0
+        time.sleep(0.1)
+
+
+def _tell(rank: int, status: int, logs: Path) -> int:
+    """What the rank said itself stands in its log; a rank that was killed said nothing."""
+    log = logs / f"rank{rank}.txt"
+    said = log.read_text(errors="replace").strip() if rank else ""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+        print(f"rank {rank} was killed by {name}{hint}; the other ranks were stopped", file=sys.stderr)
+        status = 128 - status
+    if said:
+        print("\n".join(said.splitlines()[-20:]), file=sys.stderr)
+    return status
+
+
+def _stop(ranks: list[subprocess.Popen], sign: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(sign)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,80 @@
+"""AdamW with decay groups, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from llmtrain.config.schema import Config
+from llmtrain.config.training import OptimizerConfig, ScheduleConfig
+
+# Scales, offsets and time constants: decay would pull them towards a value that means something else than "small".
+_NO_DECAY_NAMES = ("A_log", "D", "dt_bias")
+
+
+def decays(name: str, parameter: torch.Tensor, decay_embeddings: bool = True) -> bool:
+    """Whether weight decay applies: matrices and convolution kernels yes; norms, biases, A_log, D and dt_bias no."""
+    if parameter.ndim < 2 or name.rsplit(".", 1)[-1] in _NO_DECAY_NAMES:
+        return False
+    return decay_embeddings or not name.startswith(("embed.", "positions."))
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over two groups, with the fused kernel where the parameters are on a GPU."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[decays(name, parameter, config.decay_embeddings)].append(parameter)
+    fused = next(model.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=fused,
+    )
+
+
+class LearningRate:
+    """The learning rate at a step, from the schedule of a config resolved to steps.
+
+    A pure function of the step: a resumed run needs no scheduler state.
+    """
+
+    def __init__(self, config: Config, total_steps: int, steps_per_epoch: int | None):
+        schedule = config.schedule
+        length = {
+            "tokens_per_step": config.tokens_per_step,
+            "steps_per_epoch": steps_per_epoch,
+            "total_steps": total_steps,
+        }
+        self.lr = config.optimizer.lr
+        self.total = total_steps
+        self.warmup = schedule.warmup.steps(**length)
+        self.decay = schedule.decay.steps(**length) if schedule.decay else 0
+        self.schedule = schedule
+
+    def __call__(self, step: int) -> float:
+        """step: optimizer steps already taken (0 for the first)."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * self._shape(self.schedule, step)
+
+    def _shape(self, schedule: ScheduleConfig, step: int) -> float:
+        if schedule.type == "constant":
+            return 1.0
+        if schedule.type == "inverse_sqrt":
+            return math.sqrt(self.warmup / max(step, 1))
+        start = self.total - self.decay if schedule.type == "wsd" else self.warmup
+        if step < start:
+            return 1.0
+        progress = min((step - start) / max(self.total - start, 1), 1.0)
+        final = schedule.final_lr_fraction
+        if final is None:
+            final = 0.0 if schedule.type == "wsd" else 0.1
+        falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.type == "cosine" else 1 - progress
+        return final + (1 - final) * falling

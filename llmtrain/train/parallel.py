@@ -1,0 +1,119 @@
+"""Activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from llmtrain.config.training import ActivationCheckpointing, Sharding, TrainConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.train.distributed import World
+from llmtrain.train.precision import fp32_modules, mixed_precision_policy
+
+
+def parallelize(model: HybridLM, config: TrainConfig, world: World, device: torch.device) -> None:
+    """Prepares a HybridLM on the meta device for training on this rank; weights are allocated, not yet set.
+
+    The order matters. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
+    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
+    break; memory comes last, so that a rank only ever holds its own shard.
+    """
+    checkpoint_activations(model, config.activation_checkpointing)
+    if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
+        compile_layers(model)
+    shard(model, data_mesh(config.sharding, world, device), config)
+    model.to_empty(device=device)
+
+
+def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> None:
+    if config.type == "none":
+        return
+    every = config.k if config.type == "every_k" else 1
+    assert every is not None
+    for i, block in enumerate(model.blocks):
+        if i % every:
+            continue
+        context = {"context_fn": _selective_contexts} if config.type == "selective" else {}
+        model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=model.config.dropout > 0, **context)
+
+
+# Costly to compute, cheap to keep: attention, and (below) every second matrix product.
+_SAVED_OPS = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+    # A reduce-scatter or all-gather would be repeated by recomputation.
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def _selective_contexts():
+    seen = {"forward": 0, "recompute": 0}
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = op in _SAVED_OPS
+        if op is torch.ops.aten.mm.default:
+            phase = "recompute" if ctx.is_recompute else "forward"
+            seen[phase] += 1
+            keep = seen[phase] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compile_layers(model: HybridLM) -> None:
+    """Compiles each layer's forward without graph breaks; equal layers share one compilation.
+
+    Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
+    """
+    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 4 * len(model.blocks))
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)
+
+
+def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMesh:
+    """One dimension to shard over, or (replicate, shard) for hybrid sharding."""
+    if config.strategy != "hybrid":
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    size = config.shard_size or world.local_size
+    if world.size % size:
+        raise ValueError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
+    return init_device_mesh(device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: HybridLM, mesh: DeviceMesh, config: TrainConfig) -> None:
+    """FSDP2: one group per layer, and one for what is used throughout (embedding, shared blocks, norm, head)."""
+    policy = mixed_precision_policy(config.precision)
+    # With one rank per group there is nothing to free by resharding.
+    reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
+    if config.precision != "fp32":
+        _shard_fp32(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _shard_fp32(model: HybridLM, mesh: DeviceMesh) -> None:
+    """Gives the parameters that must not be cast one group of their own, gathered once per forward.
+
+    Their modules are read, never called (a hook inside a compiled layer would break its graph), so the
+    gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
+    """
+    modules = fp32_modules(model)
+    if not modules:
+        return
+    group = fully_shard(modules, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+    assert isinstance(group, list)
+    first = group[0]
+    assert isinstance(first, FSDPModule)
+
+    def gather(module: nn.Module, args: object) -> None:
+        first.unshard()
+
+    model.register_forward_pre_hook(gather)

@@ -1,0 +1,31 @@
+"""Mixed precision as FSDP2 does it: fp32 master weights, bf16 copies for computation, fp32 reduction.
+
+No autocast: Composer would stack it on top of FSDP2's casts. Composer is told fp32, which switches autocast off.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from llmtrain.models.mixers.mamba2 import SSMParameters
+
+Precision = Literal["fp32", "amp_bf16"]
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def fp32_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules whose parameters stay fp32 under amp_bf16.
+
+    Mamba-2's A_log, D and dt_bias are exponentiated or summed over the sequence: bf16's 8 bits of mantissa
+    would move the decay exp(dt * A) of long memories by far more than one optimizer step does.
+    """
+    return [module for module in model.modules() if isinstance(module, SSMParameters)]

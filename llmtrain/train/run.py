@@ -1,0 +1,155 @@
+"""A config becomes a trained model: read top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Evaluator, State
+from composer.utils import dist
+
+from llmtrain.checkpoint import store
+from llmtrain.config.load import differences
+from llmtrain.config.schema import Config
+from llmtrain.data.shards import data_fingerprint
+from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.train.callbacks.checkpointing import Checkpointing
+from llmtrain.train.callbacks.schedule import Schedule
+from llmtrain.train.callbacks.stability import Stability
+from llmtrain.train.callbacks.step_rng import StepRNG
+from llmtrain.train.callbacks.throughput import Throughput, token_cost
+from llmtrain.train.composer_model import ComposerHybridLM, data_spec
+from llmtrain.train.distributed import initialize, world_from_environment
+from llmtrain.train.loggers import build_loggers
+from llmtrain.train.optim import LearningRate, build_optimizer
+from llmtrain.train.parallel import parallelize
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training left behind. validation_loss: nats per token, None without validation data."""
+
+    folder: Path
+    step: int
+    model: HybridLM
+    validation_loss: float | None
+
+
+def train(config: Config) -> Outcome:
+    """Trains, or continues the run in `config.run_dir`. Every rank calls this.
+
+    Raises ValueError when the folder holds a run whose config means something else.
+    """
+    folder = Path(config.run_dir)
+    device = initialize()
+    world = world_from_environment()
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    resumed = store.latest(folder / "checkpoints", warn=say)
+    if resumed:
+        refuse_another_meaning(config, *resumed)
+
+    with torch.device("meta"):
+        model = HybridLM(config.model, config.train.loss)
+    parallelize(model, config.train, world, device)
+    optimizer = build_optimizer(model, config.optimizer)
+    loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
+    if resumed:
+        store.load(resumed[0], model, optimizer)
+    else:
+        model.init_weights(config.seed)
+
+    steps_per_epoch = len(loader)
+    total_steps = config.train.duration.steps(
+        tokens_per_step=config.tokens_per_step, steps_per_epoch=steps_per_epoch, total_steps=None
+    )
+    length: dict[str, Any] = {
+        "tokens_per_step": config.tokens_per_step,
+        "steps_per_epoch": steps_per_epoch,
+        "total_steps": total_steps,
+    }
+    trainer = Trainer(
+        model=ComposerHybridLM(model),
+        run_name=config.name,
+        seed=config.seed,
+        # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
+        precision="fp32",
+        optimizers=optimizer,
+        train_dataloader=data_spec(loader),
+        eval_dataloader=evaluators(config),
+        eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
+        max_duration=f"{total_steps}ba",
+        device_train_microbatch_size=config.train.microbatch_size,
+        accumulate_train_batch_on_tokens=True,
+        callbacks=[
+            StepRNG(config.seed),
+            Schedule(LearningRate(config, total_steps, steps_per_epoch)),
+            Stability(config.train),
+            Throughput(token_cost(model, config.train, config.data.seq_len, device)),
+            Checkpointing(
+                folder / "checkpoints",
+                model,
+                optimizer,
+                config=config.model_dump(mode="json"),
+                data_position=lambda state: data_position(state, config),
+                interval=max(config.checkpoint.interval.steps(**length), 1),
+                keep_last=config.checkpoint.keep_last,
+            ),
+        ],
+        loggers=build_loggers(config, folder, total_steps),
+        progress_bar=False,
+    )
+    if resumed:
+        continue_from(trainer.state, resumed[1].clock, resumed[1].data)
+        say(f"resumed from {resumed[0]} (step {resumed[1].step} of {total_steps})")
+    if trainer.state.timestamp.batch.value < total_steps:
+        trainer.fit()
+    trainer.close()
+    metric = trainer.state.eval_metrics.get("validation", {}).get("cross_entropy")
+    loss = float(metric.compute()) if metric is not None and metric.update_called else None
+    return Outcome(folder, trainer.state.timestamp.batch.value, model, loss)
+
+
+def evaluators(config: Config) -> list[Evaluator]:
+    size = config.eval.microbatch_size or config.train.microbatch_size
+    loader = build_validation_loader(
+        config.data, global_batch_size=size * dist.get_world_size(), max_samples=config.eval.max_samples
+    )
+    if loader is None:
+        return []
+    return [Evaluator(label="validation", dataloader=data_spec(loader), device_eval_microbatch_size=size)]
+
+
+def refuse_another_meaning(config: Config, folder: Path, manifest: store.Manifest) -> None:
+    """A run is continued only by a config that means the same; what may differ is marked `free` in the schema."""
+    changed = differences(manifest.config, config)
+    fingerprint = data_fingerprint(config.data)
+    if manifest.data["fingerprint"] != fingerprint:
+        changed.append("data: the shards are not those the run was started on")
+    if changed:
+        raise store.CheckpointError(
+            f"{folder} was written by a run that means something else:\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nRestore these settings to continue it, choose another name or run_dir, or start anew with --fresh"
+        )
+
+
+def data_position(state: State, config: Config) -> dict[str, Any]:
+    """Where the run stands in its data: read at a step boundary, so nothing prefetched is counted."""
+    dataset = state._dataset_of(state.train_dataloader)
+    seen = state.timestamp.sample_in_epoch.value
+    return {"position": dataset.state_dict(seen, True), "fingerprint": data_fingerprint(config.data)}
+
+
+def continue_from(state: State, clock: dict[str, Any], data: dict[str, Any]) -> None:
+    """Puts Composer's clock and the dataset where the checkpoint was taken."""
+    state.timestamp.load_state_dict(clock)
+    state._load_dataset_state({"train": data["position"]})
+
+
+def say(text: str) -> None:
+    if dist.get_global_rank() == 0:
+        print(text, flush=True)

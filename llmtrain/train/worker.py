@@ -1,0 +1,119 @@
+"""One rank, from the command line to its exit status, with one readable error for the whole run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.train.distributed import World, world_from_environment
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Prepares the data, trains, and (on rank 0) reports. Returns the exit status; never raises."""
+    world = world_from_environment()
+    folder = None
+    try:
+        config = load_config(args.file, args.overrides, world_size=world.size, check_data=True)
+        folder = Path(config.run_dir)
+        _refuse_missing_gpus(world)
+        _prepare_data(config, world)
+        if args.fresh and world.is_main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
+        return _train(config, args, world)
+    except ValueError as error:
+        if _first_to_fail(folder, world):
+            print(error, file=sys.stderr, flush=True)
+        return _leave(2)
+    except KeyboardInterrupt:
+        return _leave(130)
+    except BaseException as error:
+        if _first_to_fail(folder, world):
+            where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
+            trace = _write_trace(folder, world, error)
+            print(f"\n{where}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"full traceback: {trace}" if trace else traceback.format_exc(), file=sys.stderr, flush=True)
+        return _leave(1)
+
+
+def _train(config: Config, args: argparse.Namespace, world: World) -> int:
+    if not os.environ.get("LLMTRAIN_VERBOSE"):
+        from llmtrain.train.composer_fixes import quiet
+
+        quiet()
+    from llmtrain.train.report import report
+    from llmtrain.train.run import train
+
+    began = time.perf_counter()
+    outcome = train(config)
+    report(config, outcome, command_file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
+    return 0
+
+
+def _refuse_missing_gpus(world: World) -> None:
+    import torch
+
+    available = torch.cuda.device_count()
+    if available and world.local_size > available:
+        raise ValueError(f"{world.local_size} processes on this machine, but it has {available} GPU(s); use --nproc {available}")
+
+
+def _prepare_data(config: Config, world: World) -> None:
+    if config.data.prepare is not None:
+        from llmtrain.data.prepare import prepare
+
+        # Every rank asks; the first to take the lock works, the others wait and find the shards.
+        prepare(config.data.prepare, progress=world.local_rank == 0)
+
+
+def set_aside(folder: Path) -> None:
+    """Moves an earlier run's files away rather than delete them. Nothing is lost."""
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.rename(aside)
+        print(f"--fresh: the earlier run is now in {aside}", flush=True)
+
+
+def _first_to_fail(folder: Path | None, world: World) -> bool:
+    """True for one rank of the run: the first that fails tells the story, the others only fail with it."""
+    if world.size == 1:
+        return True
+    if folder is None:  # the config could not be read: all ranks fail alike
+        return world.is_main
+    launch = os.environ.get("LLMTRAIN_LAUNCH_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    marker = folder / "errors" / f"first-{launch}-{restart}"
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # a full or read-only disk must not silence the error
+    return True
+
+
+def _write_trace(folder: Path | None, world: World, error: BaseException) -> Path | None:
+    if folder is None:
+        return None
+    path = folder / "errors" / f"rank{world.rank}.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)))
+        return path
+    return None
+
+
+def _leave(status: int) -> int:
+    """In a group of ranks, ends at once: a normal exit would wait for collectives that will never complete."""
+    if world_from_environment().size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

@@ -1,0 +1,19 @@
+"""One rank of a training run, for launchers: `composer -n 8 scripts/train.py FILE`, `torchrun --nproc-per-node 8 scripts/train.py FILE`.
+
+Started plainly, it does what `llmtrain train` does.
+"""
+
+import argparse
+import sys
+
+from llmtrain.train.commands import add_run_arguments, run_train
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Trains the model of a YAML, or continues its run.")
+    add_run_arguments(parser)
+    parser.set_defaults(nproc=None)
+    try:
+        sys.exit(run_train(parser.parse_args()))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

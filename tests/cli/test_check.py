@@ -1,0 +1,329 @@
+"""`llmtrain check`: a good config gets one line, a bad one a clear message per mistake and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cli import main
+
+GOOD = """\
+name: tiny
+model:
+  vocab_size: 512
+  d_model: 128
+  max_seq_len: 256
+  blocks:
+    m: {type: mamba2, d_state: 16, head_dim: 32}
+    a: {type: attention, n_heads: 4, position: {type: alibi}, mlp: {type: gelu, d_ff: 256}}
+  layers: m*2 (m a)*2
+data:
+  seq_len: 256
+  prepare: {sources: [stdlib], out: shards, vocab_size: 512, seq_len: "${data.seq_len}"}
+train:
+  duration: 300 steps
+  global_batch_size: 64
+  microbatch_size: 8
+optimizer:
+  lr: 1e-3
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """check(text, *arguments) -> (exit code, what a user sees), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *arguments: str) -> tuple[int, str]:
+        Path("run.yaml").write_text(text)
+        status = main(["check", "run.yaml", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return run
+
+
+def test_good_config_gets_one_line_with_layers_and_steps(check):
+    status, text = check(GOOD)
+    assert status == 0
+    assert text == (
+        "run.yaml: OK, 6 layers (4 mamba2, 2 attention), d_model 128; 300 steps of 64 sequences x 256 tokens\n"
+    )
+
+
+def test_ranks_add_the_microbatches_of_each(check):
+    status, text = check(GOOD, "--nproc", "4")
+    assert status == 0
+    assert "on 4 ranks 2 microbatches of 8" in text
+
+
+def test_tokens_are_shown_as_steps(check):
+    _, text = check(GOOD, "train.duration=1e6 tokens")
+    assert "; 62 steps of" in text  # 1e6 / (64 * 256) = 61.04, rounded up
+
+
+# The mistake (text of GOOD -> what stands there instead), then the path, the place and the message to expect.
+MISTAKES = {
+    "misspelt nested key": (
+        "d_state: 16",
+        "d_stat: 16",
+        "model.blocks.m.d_stat",
+        7,
+        "unknown key; did you mean d_state?",
+    ),
+    "misspelt section": ("optimizer:", "optimiser:", "optimiser", 17, "unknown key; did you mean optimizer?"),
+    "misspelt required key": ("d_model:", "dmodel:", "model.dmodel", 4, "unknown key; did you mean d_model?"),
+    "key of another section": (
+        "  duration:",
+        "  betas: [0.9, 0.95]\n  duration:",
+        "train.betas",
+        14,
+        "unknown key here; did you mean optimizer.betas?",
+    ),
+    "missing key": ("  lr: 1e-3", "  eps: 1e-8", "optimizer.lr", 17, "missing; expected a number above 0"),
+    "heads do not divide d_model": (
+        "n_heads: 4",
+        "n_heads: 5",
+        "model.blocks.a.n_heads",
+        8,
+        "5: must divide d_model = 128, or head_dim must be given",
+    ),
+    "d_model does not hold whole heads": (
+        "head_dim: 32",
+        "head_dim: 48",
+        "model.blocks.m.head_dim",
+        7,
+        "48: must divide expand * d_model = 256",
+    ),
+    "unknown backend": (
+        "n_heads: 4,",
+        "n_heads: 4, backend: sdpa:flsh,",
+        "model.blocks.a.backend",
+        8,
+        "found 'sdpa:flsh'; did you mean sdpa:flash?",
+    ),
+    "backend without ALiBi": (
+        "n_heads: 4,",
+        "n_heads: 4, backend: sdpa:flash,",
+        "model.blocks.a.backend",
+        8,
+        "flash kernel has no ALiBi; use flex or reference",
+    ),
+    "unknown block type": ("mamba2", "mamba", "model.blocks.m.type", 7, "'mamba': unknown type; did you mean mamba2?"),
+    "block that is not defined": (
+        "(m a)*2",
+        "(m a b)*2",
+        "model.layers",
+        9,
+        "'b': no such block; model.blocks has a, m",
+    ),
+    "block that is not used": ("(m a)*2", "m*2", "model.blocks.a", 8, "is defined but never used in model.layers"),
+    "pattern never closed": ("(m a)*2", "(m a", "model.layers", 9, "the '(' at character 5 is never closed"),
+    "not an integer": (
+        "vocab_size: 512\n",
+        "vocab_size: ten\n",
+        "model.vocab_size",
+        3,
+        "expected an integer above 0, found 'ten' (a string)",
+    ),
+    "quoted number": (
+        "d_model: 128",
+        'd_model: "128"',
+        "model.d_model",
+        4,
+        "found '128' (a string); leave out the quotes",
+    ),
+    "float for integer": (
+        "vocab_size: 512\n",
+        "vocab_size: 1e3\n",
+        "model.vocab_size",
+        3,
+        "found 1000.0 (a number); write 1000",
+    ),
+    "true for integer": (
+        "n_heads: 4",
+        "n_heads: true",
+        "model.blocks.a.n_heads",
+        8,
+        "expected an integer above 0, found true",
+    ),
+    "negative": ("lr: 1e-3", "lr: -1e-3", "optimizer.lr", 18, "expected a number above 0, found -0.001"),
+    "infinite": ("lr: 1e-3", "lr: .inf", "optimizer.lr", 18, "expected a number above 0, found Infinity"),
+    "yes for true": (
+        "type: gelu",
+        "bias: yes, type: gelu",
+        "model.blocks.a.mlp.bias",
+        8,
+        "found 'yes' (a string); write true",
+    ),
+    "duration without unit": ("300 steps", "300", "train.duration", 14, "expected a number and a unit"),
+    "microbatch does not divide": (
+        "batch_size: 8",
+        "batch_size: 7",
+        "train.microbatch_size",
+        16,
+        "7: must divide global_batch_size (64)",
+    ),
+    "sequence longer than the model's": (
+        "data:\n  seq_len: 256",
+        "data:\n  seq_len: 512",
+        "data.seq_len",
+        11,
+        "512: must not exceed model.max_seq_len (256)",
+    ),
+    "pair with one entry": (
+        "lr: 1e-3",
+        "lr: 1e-3\n  betas: [0.9]",
+        "optimizer.betas",
+        19,
+        "expected a list of 2 numbers, found 1",
+    ),
+    "empty section": ("  lr: 1e-3\n", "", "optimizer", 17, "expected a mapping with lr, found nothing"),
+    "setting without effect": (
+        "lr: 1e-3",
+        "lr: 1e-3\nschedule: {type: constant, final_lr_fraction: 0.1}",
+        "schedule.final_lr_fraction",
+        19,
+        "0.1: has no effect",
+    ),
+    "interpolation of nothing": (
+        "${data.seq_len}",
+        "${data.seqlen}",
+        "data.prepare.seq_len",
+        12,
+        "there is no 'data.seqlen' to refer to; did you mean ${data.seq_len}?",
+    ),
+    "unset environment variable": (
+        "out: shards",
+        "out: '${oc.env:LLMTRAIN_NOT_SET}'",
+        "data.prepare.out",
+        12,
+        "environment variable 'LLMTRAIN_NOT_SET' not found",
+    ),
+    "same key twice": (
+        "  vocab_size: 512\n",
+        "  vocab_size: 512\n  vocab_size: 512\n",
+        "model.vocab_size",
+        4,
+        "given twice, first on line 3",
+    ),
+    "missing data folder": (
+        '  prepare: {sources: [stdlib], out: shards, vocab_size: 512, seq_len: "${data.seq_len}"}',
+        "  train: {streams: {books: {local: nowhere}}}",
+        "data.train.streams.books.local",
+        12,
+        "nowhere does not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_gets_one_message(check, mistake):
+    right, wrong, path, line, message = MISTAKES[mistake]
+    assert GOOD.count(right) == 1, "the mistake must change the good config in one place"
+    status, text = check(GOOD.replace(right, wrong))
+    assert status == 2
+    title, *rows = text.splitlines()
+    assert title == "run.yaml: 1 error"
+    assert len(rows) == 1
+    assert rows[0].startswith(f"  {path}  line {line}  ")
+    assert message in rows[0]
+
+
+def test_batch_that_the_ranks_cannot_share(check):
+    status, text = check(GOOD, "--nproc", "3")
+    assert status == 2
+    assert (
+        "train.global_batch_size  line 15  64: must be a multiple of 24 (3 ranks x microbatch_size 8); use 48 or 72"
+        in text
+    )
+
+
+def test_sharding_groups_that_do_not_fit_the_ranks(check):
+    status, text = check(GOOD, "train.sharding={strategy: hybrid, shard_size: 3}", "--nproc", "4")
+    assert status == 2
+    assert "train.sharding.shard_size  override  3: must divide the number of ranks (4)" in text
+
+
+def test_all_mistakes_are_reported_at_once_in_the_order_of_the_file(check):
+    bad = GOOD.replace("d_state", "d_stat").replace("n_heads: 4", "n_heads: 5").replace("lr: 1e-3", "lr: fast")
+    bad = bad.replace("name: tiny", "name: a b").replace("microbatch_size: 8", "microbatch_size: 7")
+    status, text = check(bad, "train.precison=fp32")
+    assert status == 2
+    title, *rows = text.splitlines()
+    assert title == "run.yaml: 6 errors"
+    assert [row.split()[0] for row in rows] == [
+        "name",
+        "model.blocks.m.d_stat",
+        "model.blocks.a.n_heads",
+        "train.microbatch_size",
+        "optimizer.lr",
+        "train.precison",
+    ]
+    assert {
+        row.index(place)
+        for row, place in zip(rows, ["line 1", "line 7", "line 8", "line 16", "line 18", "override"], strict=True)
+    } == {len("  model.blocks.a.n_heads  ")}
+    assert rows[-1].endswith("override  unknown key; did you mean precision?")
+
+
+NOT_A_CONFIG = {
+    "syntax": (GOOD.replace("train:\n", "train: {\n"), "run.yaml: line 15, column"),
+    "tab": (GOOD.replace("  lr", "\tlr"), "indent with spaces, not tabs"),
+    "empty": ("# nothing yet\n", "run.yaml: is empty; it needs name, model, data, train, optimizer"),
+    "list": ("- name: x\n", "run.yaml: is not a mapping"),
+    "two documents": (GOOD + "---\nname: x\n", "expected a single document"),
+    "control character": ("name: \x07\n", "run.yaml: line 1: YAML does not allow the character '\\x07'"),
+    "alias to itself": ("name: &a [*a]\n", "an alias (*) to a value that contains it"),
+    "python object": ("name: !!python/name:os.system x\n", "line 1, column 7: could not determine a constructor"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_A_CONFIG)
+def test_file_that_holds_no_config(check, case):
+    content, message = NOT_A_CONFIG[case]
+    status, text = check(content)
+    assert status == 2
+    assert len(text.splitlines()) == 1
+    assert message in text
+
+
+def test_missing_file_names_the_nearest_one(check, tmp_path, capsys):
+    check(GOOD)
+    assert main(["check", "rnu.yaml"]) == 2
+    assert capsys.readouterr().err == "rnu.yaml: no such file; did you mean run.yaml?\n"
+    assert main(["check", "quite-other.yaml"]) == 2
+    assert capsys.readouterr().err == "quite-other.yaml: no such file; . has run.yaml\n"
+    assert main(["check", "no/run.yaml"]) == 2
+    assert capsys.readouterr().err == "no/run.yaml: no such file; there is no folder no\n"
+    assert main(["check", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def run_cli(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess, float]:
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "llmtrain.cli", *arguments], cwd=cwd, capture_output=True, text=True)
+    return done, time.perf_counter() - start
+
+
+def test_command_reports_a_bad_file_and_exits_with_2(tmp_path):
+    (tmp_path / "run.yaml").write_text(GOOD.replace("d_state", "d_stat"))
+    done, seconds = run_cli("check", "run.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("run.yaml: 1 error\n  model.blocks.m.d_stat  line 7  unknown key; did you mean d_state?\n")
+    assert seconds < 5
+
+
+def test_check_does_not_import_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text(GOOD)
+    code = (
+        "import sys; from llmtrain.cli import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", "run.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"

@@ -1,0 +1,169 @@
+"""`llmtrain describe` and `llmtrain mfu`, as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cli import main
+
+PRETRAIN = Path(__file__).parents[2] / "yamls" / "pretrain"
+
+# MPT: LLM Foundry, scripts/train/benchmarking/README.md. Llama and Zamba2: the released models' weights.
+PUBLISHED = {
+    "mpt-1b": 1_315_950_592,
+    "mpt-7b": 6_658_859_008,
+    "mpt-30b": 29_975_214_080,
+    "llama3-1b": 1_235_814_400,
+    "llama3-8b": 8_030_261_248,
+    "zamba2-1.2b": 1_215_064_704,
+}
+
+
+def facts(capsys, *argv: str) -> dict:
+    assert main(["describe", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_published_parameter_counts(capsys, name, parameters):
+    assert facts(capsys, str(PRETRAIN / f"{name}.yaml"))["total_parameters"] == parameters
+
+
+@pytest.mark.parametrize("path", sorted(PRETRAIN.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_pretraining_yaml_is_described_and_its_parts_add_up(capsys, path):
+    found = facts(capsys, str(path))
+    assert found["name"] == path.stem
+    assert sum(part["parameters"] for part in found["components"]) == found["total_parameters"]
+    assert found["active_parameters"] >= found["total_parameters"]
+    assert sum(found["memory"].values()) == found["memory_total"]
+    assert found["training_causal"] < found["training_foundry"]
+
+
+def test_mpt_costs_what_llm_foundrys_formula_says(capsys):
+    found = facts(capsys, str(PRETRAIN / "mpt-1b.yaml"))
+    assert found["training_foundry"] == 6 * PUBLISHED["mpt-1b"] + 12 * 24 * 2048 * 2048
+
+
+def test_a_shared_block_is_stored_once_and_active_once_per_use(capsys):
+    found = facts(capsys, str(PRETRAIN / "zamba2-1.2b.yaml"))
+    (shared,) = [part for part in found["components"] if part["name"] == "s: shared block"]
+    assert (shared["copies"], shared["uses"]) == (1, 6)
+    assert found["active_parameters"] - found["total_parameters"] == 5 * shared["parameters"]
+
+
+def test_two_alternating_shared_blocks_are_each_active_in_their_turn(capsys):
+    found = facts(capsys, str(PRETRAIN / "zamba2-2.7b.yaml"))
+    (shared,) = [part for part in found["components"] if part["name"] == "s: shared block"]
+    assert (shared["copies"], shared["uses"]) == (2, 9)
+    assert found["active_parameters"] - found["total_parameters"] == 7 * shared["parameters"] // 2
+
+
+def test_expected_speed_and_length_of_the_run(capsys):
+    """50 % of an H200 on MPT-1B: 0.5 * 989.5e12 / FLOP per token; 24,800 steps of 512 x 2048 tokens."""
+    found = facts(capsys, str(PRETRAIN / "mpt-1b.yaml"), "--gpu", "h200", "--mfu", "0.5", "--world-size", "4")
+    speed = found["speed"]
+    assert speed["tokens_per_second_per_gpu"] == pytest.approx(0.5 * 989.5e12 / found["training_foundry"])
+    assert found["tokens"] == 24_800 * 512 * 2048
+    assert speed["days"] == pytest.approx(found["tokens"] / speed["tokens_per_second_per_gpu"] / 4 / 86_400)
+    assert speed["seconds_per_step"] * 24_800 / 86_400 == pytest.approx(speed["days"])
+
+
+def test_overrides_change_what_is_described(capsys):
+    path = str(PRETRAIN / "mpt-125m.yaml")
+    plain, deep = facts(capsys, path), facts(capsys, path, "model.layers=attn*24", "train.duration=2 epochs")
+    assert deep["n_layers"] == 2 * plain["n_layers"]
+    assert (deep["steps"], deep["tokens"]) == (None, None)
+
+
+def test_a_backend_for_another_machine_can_still_be_described(capsys):
+    found = facts(capsys, str(PRETRAIN / "mpt-125m.yaml"), "model.blocks.attn.backend=sdpa:cudnn")
+    assert found["total_parameters"] > 125_000_000
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_tables_fit_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["describe", str(PRETRAIN / "zamba2-1.2b.yaml"), "--gpu", "mi300x", "--world-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= columns
+    for said in ("1,215,064,704", "m*5 (s+m m*5)*5 s+m m*2", "estimate", "tokens/s/GPU", "foundry", "causal"):
+        assert said in out
+
+
+def test_a_model_that_does_not_fit_says_so(capsys):
+    assert main(["describe", str(PRETRAIN / "mpt-70b.yaml"), "--gpu", "h200"]) == 0
+    assert "more than the GPU has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "7"], "must be a multiple of"),
+        (["--world-size", "0"], "0 ranks"),
+        (["--gpu", "v100"], "no peak is known for GPU 'v100'"),
+        (["--gpu", "h200", "--mfu", "50"], "between 0 and 1"),
+        (["--mfu", "0.5"], "--mfu has no effect without --gpu"),
+        (["model.d_modl=3"], "d_model"),
+    ],
+)
+def test_bad_requests_to_describe_exit_2_with_a_reason(capsys, arguments, message):
+    assert main(["describe", str(PRETRAIN / "mpt-1b.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+RUN_405B = ["mfu", "--params", "405e9", "--batch", "16", "--seq-len", "64", "--step-time", "30", "--gpus", "8"]
+
+
+@pytest.mark.parametrize(("extra", "shown"), [([], "0.8 %"), (["--frozen"], "0.53 %")])
+def test_mfu_of_a_public_405b_run(capsys, extra, shown):
+    assert main([*RUN_405B, "--peak", "1.3e15", *extra]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("MFU")]
+    assert line.split(maxsplit=1)[1] == shown
+
+
+def test_mfu_with_the_attention_term_and_a_gpu_by_name(capsys):
+    """LLM Foundry's MPT-1B on 8 H100s: 363,645 tokens/s, 41.82 % MFU."""
+    figures = [
+        "--params",
+        "1315950592",
+        "--batch",
+        "112",
+        "--seq-len",
+        "2048",
+        "--step-time",
+        str(112 * 2048 / 363_645),
+    ]
+    assert main(["mfu", *figures, "--gpus", "8", "--gpu", "h100-sxm", "--layers", "24", "--d-model", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "6 N + 12 L d T" in out
+    assert "MFU              41.8" in out
+
+
+def test_recomputation_adds_hfu(capsys):
+    assert main([*RUN_405B, "--peak", "1.3e15", "--recompute", "1"]) == 0
+    assert "HFU              1.06 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--gpu", "h100"], "did you mean h100-sxm"),
+        (["--gpu", "mi210", "--dtype", "fp8"], "has no peak for 'fp8'; it has bf16, fp16, fp32"),
+        (["--peak", "0"], "--peak must be positive"),
+        (["--peak", "1e15", "--dtype", "bf16"], "--dtype has no effect with --peak"),
+        (["--peak", "1e15", "--layers", "24"], "--layers and --d-model go together"),
+        (["--peak", "1e15", "--recompute", "2"], "between 0 and 1"),
+        (["--peak", "1e15", "--step-time", "-3"], "--step-time must be positive"),
+    ],
+)
+def test_bad_figures_exit_2_with_a_reason(capsys, extra, message):
+    assert main([*RUN_405B, *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_peak_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(RUN_405B)
+    assert stop.value.code == 2
+    assert "one of the arguments --peak --gpu is required" in capsys.readouterr().err

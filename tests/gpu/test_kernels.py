@@ -1,0 +1,165 @@
+"""Kernels that need a GPU, against the reference in float64 on the same device: forward and every gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.config import LossConfig, ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import ChunkedLoss, PlainLoss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+
+B, T = 2, 333  # no multiple of any tile
+SPECS = {
+    "mha-64": AttentionSpec(4, 4, 64, 0.125),
+    "mha-128": AttentionSpec(4, 4, 128, 128**-0.5),
+    "gqa": AttentionSpec(8, 2, 64, 0.125),
+    "zamba-160": AttentionSpec(4, 4, 160, 80**-0.5),
+    "alibi": AttentionSpec(6, 6, 64, 0.125, alibi_max_bias=8.0),
+    "alibi-gqa": AttentionSpec(8, 2, 64, 0.125, alibi_max_bias=8.0),
+    "window": AttentionSpec(4, 4, 64, 0.125, sliding_window=100),
+    "softcap": AttentionSpec(4, 4, 64, 0.5, softcap=5.0),
+    "everything": AttentionSpec(4, 2, 128, 0.3, alibi_max_bias=4.0, sliding_window=100, softcap=5.0),
+}
+BACKENDS = ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex"]
+
+
+def inputs(spec: AttentionSpec) -> list[Tensor]:
+    g = torch.Generator("cuda").manual_seed(0)
+    heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+    return [torch.randn(B, T, h, spec.head_dim, generator=g, device="cuda").bfloat16() for h in heads]
+
+
+def outcome(function, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients, in float64."""
+    ins = [t.to(dtype).requires_grad_() for t in tensors]
+    y = function(*ins)
+    y = y if isinstance(y, Tensor) else y[0]
+    upstream = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
+    return [t.double() for t in (y.detach(), *torch.autograd.grad(y, ins, upstream))]
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], relative: float) -> None:
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() < relative * b.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_attention_backends_agree_with_the_reference(spec, name, compiled):
+    here = platform.detect()
+    if reason := registry.refusal("attention", name, spec, here):
+        pytest.skip(reason)
+    device = torch.device("cuda")
+    kernel = registry.resolve("attention", name, spec, here).build(spec, here)
+    reference = registry.resolve("attention", "reference", spec, here).build(spec, here)
+    context, exact_context = kernel.prepare(T, device), reference.prepare(T, device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, context)
+
+    torch._dynamo.reset()
+    run = torch.compile(run, fullgraph=True) if compiled else run
+    exact = outcome(lambda q, k, v: reference(q, k, v, exact_context), inputs(spec), torch.float64)
+    assert_close(outcome(run, inputs(spec), torch.bfloat16), exact, 0.01)
+
+
+def test_efficient_attention_in_fp32():
+    """What `auto` takes for fp32 training on a GPU."""
+    here, spec = platform.detect(), AttentionSpec(4, 4, 64, 0.125, dtype="float32")
+    backend = registry.resolve("attention", "auto", spec, here)
+    assert backend.name == "sdpa:efficient"
+    kernel = backend.build(spec, here)
+    reference = registry.resolve("attention", "reference", spec, here).build(spec, here)
+    context = reference.prepare(T, torch.device("cuda"))
+    exact = outcome(lambda *qkv: reference(*qkv, context), inputs(spec), torch.float64)
+    assert_close(outcome(lambda *qkv: kernel(*qkv, None), inputs(spec), torch.float32), exact, 1e-3)
+
+
+def test_ssd_compiled_in_bf16():
+    here, spec = platform.detect(), SSDSpec(8, 64, 64, 2, 128)
+    kernel = registry.resolve("ssd", "auto", spec, here).build(spec, here)
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = [(B, T, 8, 64), (B, T, 8), (8,), (B, T, 2, 64), (B, T, 2, 64), (8,), (8,)]
+    tensors = [torch.randn(s, generator=g, device="cuda").bfloat16() for s in shapes]
+    tensors[2] = -tensors[2].abs()
+    exact = outcome(kernel, tensors, torch.float64)
+    assert_close(outcome(torch.compile(kernel, fullgraph=True), tensors, torch.bfloat16), exact, 0.03)
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_conv1d_in_bf16(name):
+    here, spec = platform.detect(), Conv1dSpec(96, 4)
+    kernel = registry.resolve("conv1d", name, spec, here).build(spec, here)
+    g = torch.Generator("cuda").manual_seed(0)
+    tensors = [torch.randn(s, generator=g, device="cuda").bfloat16() for s in [(B, T, 96), (96, 4), (96,)]]
+    exact = outcome(kernel, tensors, torch.float64)
+    assert_close(outcome(torch.compile(kernel, fullgraph=True), tensors, torch.bfloat16), exact, 0.02)
+
+
+def test_chunked_loss_agrees_with_the_plain_one():
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(4, 100, 64, generator=g, device="cuda").requires_grad_()
+    weight = torch.randn(1000, 64, generator=g, device="cuda").requires_grad_()
+    labels = torch.randint(0, 1000, (4, 100), generator=g, device="cuda")
+    labels[0, :30] = -100
+    losses = [PlainLoss(LossConfig(z_loss=0.01), 20.0), ChunkedLoss(LossConfig(z_loss=0.01, chunk_tokens=128), 20.0)]
+    plain, chunked = (loss(hidden, weight, labels).loss for loss in losses)
+    torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (chunked, plain)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_weights_are_those_of_a_cpu():
+    blocks = {"m": {"type": "mamba2", "d_state": 16}, "a": {"type": "attention", "n_heads": 4}}
+    config = ModelConfig.model_validate({"vocab_size": 64, "d_model": 128, "blocks": blocks, "layers": "m a"})
+    cpu, gpu = HybridLM(config), HybridLM(config).cuda()
+    cpu.init_weights(0)
+    gpu.init_weights(0)
+    for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
+        torch.testing.assert_close(b.cpu(), a, atol=0, rtol=1e-6)
+
+
+def test_a_hybrid_trains_compiled_in_bf16():
+    blocks = {
+        "m": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 64},
+        "a": {
+            "type": "attention",
+            "n_heads": 4,
+            "position": {"type": "rotary"},
+            "mlp": {"type": "swiglu", "d_ff": 256},
+        },
+        "s": {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 256}, "adapter_rank": 8},
+    }
+    config = ModelConfig.model_validate({"vocab_size": 256, "d_model": 128, "blocks": blocks, "layers": "m s+m a s+m"})
+    torch._dynamo.reset()
+    model = HybridLM(config).cuda()
+    model.init_weights(0)
+    model.to(torch.bfloat16)
+    for module in model.modules():
+        if hasattr(module, "ssm"):
+            module.ssm.float()
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = (torch.arange(T, device="cuda") * torch.arange(1, 5, device="cuda")[:, None]) % 256
+    losses = []
+    for _ in range(30):
+        out = model(ids[:, :-1], ids[:, 1:])
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(out.ce))
+    assert losses[0] == pytest.approx(5.545, abs=0.3)  # log 256
+    assert losses[-1] < losses[0] / 2

@@ -1,0 +1,105 @@
+"""Attention backends that run on a CPU, against the definition and against the reference in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+
+B, T, D = 2, 37, 16  # an odd length: no tile or alignment helps
+SPECS = {
+    "mha": AttentionSpec(4, 4, D, D**-0.5),
+    "gqa": AttentionSpec(4, 2, D, D**-0.5),
+    "mqa": AttentionSpec(3, 1, D, 0.3),
+    "alibi": AttentionSpec(4, 4, D, D**-0.5, alibi_max_bias=8.0),
+    "alibi-6-heads-gqa": AttentionSpec(6, 2, D, D**-0.5, alibi_max_bias=8.0),
+    "window": AttentionSpec(4, 4, D, D**-0.5, sliding_window=5),
+    "softcap": AttentionSpec(4, 4, D, 1.0, softcap=2.0),
+    "everything": AttentionSpec(4, 2, D, 1.0, alibi_max_bias=4.0, sliding_window=9, softcap=3.0),
+}
+
+
+def inputs(spec: AttentionSpec, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+    return [
+        torch.randn(B, T, h, spec.head_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for h in heads
+    ]
+
+
+def run(name: str, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Output and the gradients of q, k and v."""
+    spec = AttentionSpec(**{**vars(spec), "dtype": str(dtype).removeprefix("torch.")})
+    kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
+    ins = inputs(spec, dtype)
+    out = kernel(*ins, kernel.prepare(T, torch.device("cpu")))
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    out.backward(upstream.to(dtype))
+    return out.detach(), [x.grad for x in ins]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_reference_follows_the_definition(spec):
+    """One query at a time, from the formula in AttentionSpec's docstring."""
+    q, k, v = (x.detach() for x in inputs(spec, torch.float64))
+    slopes = alibi_slopes(spec.n_heads, spec.alibi_max_bias) if spec.alibi_max_bias else [0.0] * spec.n_heads
+    expected = torch.zeros_like(q)
+    for b in range(B):
+        for h in range(spec.n_heads):
+            kv = h * spec.n_kv_heads // spec.n_heads
+            for i in range(T):
+                first = max(0, i - spec.sliding_window + 1) if spec.sliding_window else 0
+                scores = []
+                for j in range(first, i + 1):
+                    score = spec.scale * float(q[b, i, h] @ k[b, j, kv])
+                    if spec.softcap:
+                        score = spec.softcap * math.tanh(score / spec.softcap)
+                    scores.append(score - slopes[h] * (i - j))
+                weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
+                expected[b, i, h] = weights @ v[b, first : i + 1, kv]
+    out, _ = run("reference", spec, torch.float64)
+    # The ALiBi bias is made in fp32.
+    torch.testing.assert_close(out, expected, atol=1e-7, rtol=1e-7)
+
+
+ABLE = [
+    pytest.param(name, spec, id=f"{name}-{label}")
+    for name in ("reference", "sdpa")
+    for label, spec in SPECS.items()
+    if registry.refusal("attention", name, spec, platform.cpu()) is None
+]
+
+
+@pytest.mark.parametrize("name, spec", ABLE)
+def test_fp32_backends_agree_with_the_fp64_reference(name, spec):
+    out, gradients = run(name, spec, torch.float32)
+    expected, expected_gradients = run("reference", spec, torch.float64)
+    for ours, exact in zip([out, *gradients], [expected, *expected_gradients], strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+def test_bf16_keeps_dtype_and_stays_close(name):
+    out, gradients = run(name, SPECS["gqa"], torch.bfloat16)
+    expected, expected_gradients = run("reference", SPECS["gqa"], torch.float64)
+    assert {t.dtype for t in [out, *gradients]} == {torch.bfloat16}
+    for ours, exact in zip([out, *gradients], [expected, *expected_gradients], strict=True):
+        assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_causal_pairs_count_what_the_mask_shows(window):
+    spec = AttentionSpec(1, 1, D, 1.0, sliding_window=window)
+    kernel = registry.resolve("attention", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    visible = kernel.prepare(T, torch.device("cpu")) > -torch.inf
+    assert spec.pairs(T, causal=True) == int(visible.sum())
+    assert spec.pairs(T, causal=False) == T * T
+
+
+def test_alibi_slopes_in_mpt_order():
+    assert alibi_slopes(4, 8.0) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    assert alibi_slopes(3, 8.0) == [2.0**-4, 2.0**-8, 2.0**-2]

@@ -1,0 +1,119 @@
+"""The chunked scan against the recurrence it stands for, one token at a time in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.ssd.spec import SSDSpec
+
+BATCH, H, P, N = 2, 4, 8, 5
+
+
+def recurrence(spec: SSDSpec, x, dt, A, B, C, D, dt_bias, state=None) -> tuple[Tensor, Tensor]:
+    """h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T;  y_t = h_t C_t + D x_t."""
+    dt = F.softplus(dt + dt_bias)
+    if spec.dt_limit:
+        dt = dt.clamp(*spec.dt_limit)
+    B, C = (t.repeat_interleave(H // spec.n_groups, dim=2) for t in (B, C))
+    h = torch.zeros(BATCH, H, P, N, dtype=x.dtype) if state is None else state
+    ys = []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t] * A)[..., None, None]
+        h = decay * h + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
+        ys.append((h * C[:, t, :, None, :]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(ys, 1), h
+
+
+def inputs(spec: SSDSpec, seq_len: int, dtype: torch.dtype, with_state: bool) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seq_len)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = [
+        draw(BATCH, seq_len, H, P),
+        draw(BATCH, seq_len, H),
+        -draw(H).exp(),
+        draw(BATCH, seq_len, spec.n_groups, N),
+        draw(BATCH, seq_len, spec.n_groups, N),
+        draw(H),
+        draw(H),
+    ]
+    if with_state:
+        tensors.append(draw(BATCH, H, P, N))
+    return [t.to(dtype).requires_grad_() for t in tensors]
+
+
+def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
+    """y, the final state, and every gradient of a random projection of both."""
+    y, state = function(*tensors)
+    g = torch.Generator().manual_seed(3)
+    loss = sum((t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state))
+    return [y.detach(), state.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+CASES = {
+    "one chunk": (SSDSpec(H, P, N, 1, 16), 16, False),
+    "shorter than a chunk": (SSDSpec(H, P, N, 1, 16), 5, False),
+    "whole chunks": (SSDSpec(H, P, N, 1, 8), 32, False),
+    "a ragged last chunk": (SSDSpec(H, P, N, 1, 8), 27, True),
+    "groups": (SSDSpec(H, P, N, 2, 8), 27, True),
+    "one group per head": (SSDSpec(H, P, N, H, 8), 20, False),
+    "limited dt": (SSDSpec(H, P, N, 1, 8, dt_limit=(0.4, 1.0)), 19, True),
+    "dt with a floor only": (SSDSpec(H, P, N, 1, 8, dt_limit=(0.4, None)), 19, False),
+}
+
+
+@pytest.mark.parametrize("spec, seq_len, with_state", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-5)])
+def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, dtype, tolerance):
+    kernel = registry.resolve("ssd", "auto", spec, platform.cpu()).build(spec, platform.cpu())
+    exact = inputs(spec, seq_len, torch.float64, with_state)
+    expected = outcome(lambda *t: recurrence(spec, *t), exact)
+    ours = outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+
+def test_the_state_continues_a_sequence():
+    spec = SSDSpec(H, P, N, 1, 8)
+    kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    x, dt, A, B, C, D, dt_bias = (t.detach() for t in inputs(spec, 30, torch.float64, False))
+    whole, final = kernel(x, dt, A, B, C, D, dt_bias)
+    first, state = kernel(x[:, :13], dt[:, :13], A, B[:, :13], C[:, :13], D, dt_bias)
+    second, end = kernel(x[:, 13:], dt[:, 13:], A, B[:, 13:], C[:, 13:], D, dt_bias, state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    torch.testing.assert_close(end, final)
+
+
+def test_strong_decay_gives_finite_gradients():
+    """Above the diagonal exp(log_decay_i - log_decay_j) would overflow: it must be masked before exp."""
+    spec = SSDSpec(H, P, N, 1, 64)
+    kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    tensors = inputs(spec, 100, torch.float32, False)
+    tensors[2] = torch.full((H,), -50.0, requires_grad=True)
+    results = outcome(kernel, tensors)
+    assert all(torch.isfinite(t).all() for t in results)
+    assert results[4].abs().max() < 1e3
+
+
+def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
+    spec = SSDSpec(H, P, N, 1, 8)
+    kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    exact = [t.detach() for t in inputs(spec, 27, torch.float64, False)]
+    expected, _ = recurrence(spec, *exact)
+    half = [t.to(torch.bfloat16) if t.ndim > 1 else t.float() for t in exact]
+    y, state = kernel(*half)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert (y.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_causal_flops_count_pairs_inside_chunks():
+    """In units of one pair: chunks of 8, 8 and 3 tokens hold 36, 36 and 6 pairs."""
+    spec = SSDSpec(H, P, N, 1, 8)
+    state = H * P * N
+    expected = (36 + 36 + 6) * 2 * (N + H * P) + 4 * 19 * state + 2 * 3 * state
+    assert spec.flops(19, causal=True) == expected
+    assert spec.flops(19, causal=False) > expected

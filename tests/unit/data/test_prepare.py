@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from streaming.base.compression import decompress
+from streaming.base.format import reader_from_json
+from tokenizers import Tokenizer
+
+from llmtrain.data import prepare as prepare_module
+from llmtrain.data import records as records_module
+from llmtrain.data.packing import is_held_out
+from llmtrain.data.prepare import PrepareError, prepare
+from llmtrain.data.prepared import MANIFEST
+from llmtrain.data.tokenizer import TokenizerError, load_tokenizer, train_bpe
+
+
+def digests(out: Path) -> dict[str, str]:
+    """Contents of every shard, index, tokenizer file and the manifest."""
+    files = [file for file in out.rglob("*") if file.is_file()]
+    return {str(file.relative_to(out)): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
+
+
+def stored_samples(out: Path, split: str) -> list[dict]:
+    """Every sample of a split, read by streaming's own reader."""
+    samples = []
+    for shard in json.loads((out / split / "index.json").read_text())["shards"]:
+        raw = out.parent / "raw" / split / shard["raw_data"]["basename"]
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        raw.write_bytes(decompress("zstd", (out / split / shard["zip_data"]["basename"]).read_bytes()))
+        reader = reader_from_json(str(out.parent / "raw"), split, shard)
+        samples += [reader[i] for i in range(len(reader))]
+    return samples
+
+
+def documents(out: Path, split: str) -> list[str]:
+    """The documents that a split's samples hold; the last one may be cut."""
+    tokenizer = load_tokenizer(out / "tokenizer")
+    ids = np.concatenate([sample["tokens"] for sample in stored_samples(out, split)])
+    ends = np.flatnonzero(ids == tokenizer.eod_id)
+    return [tokenizer.decode(part[part != tokenizer.eod_id].tolist()) for part in np.split(ids, ends + 1)]
+
+
+def test_documents_are_concatenated_in_order_and_come_back_unchanged(corpus, settings):
+    result = prepare(settings(corpus), progress=False)
+    names = sorted(str(file.relative_to(corpus)) for file in corpus.rglob("*.txt"))
+    for split, held_out in (("train", False), ("validation", True)):
+        expected = [(corpus / n).read_text("utf-8") for n in names if is_held_out(n, 17, 0.2) == held_out]
+        found = documents(result.out, split)
+        assert result.split(split)["documents"] == len(expected)
+        assert found[: len(expected) - 1] == expected[:-1]
+        assert expected[len(found) - 1].startswith(found[-1].rstrip("\ufffd"))
+
+
+def test_manifest_counts_bytes_of_validation_exactly(corpus, settings):
+    result = prepare(settings(corpus), progress=False)
+    split = result.split("validation")
+    tokenizer = load_tokenizer(result.out / "tokenizer")
+    texts = documents(result.out, "validation")
+    data = stored_samples(result.out, "validation")
+    # The tokenizer is byte-level: a token is as many bytes as its spelling has characters.
+    spelling = {i: 0 if i == tokenizer.eod_id else len(token) for token, i in tokenizer.backend.get_vocab().items()}
+    per_token = [[spelling[token] for token in data[i]["tokens"].tolist()] for i in range(len(data))]
+    assert split["samples"] == len(data)
+    assert abs(split["bytes_covered"] - sum(map(sum, per_token))) <= 3  # a character cut by the very last token
+    assert abs(split["bytes_covered"] - sum(len(text.encode()) for text in texts)) <= 3
+    assert split["bytes_scored"] == sum(data[i]["text_bytes"] for i in range(len(data)))
+    assert split["bytes_scored"] < split["bytes_covered"] <= split["bytes"]
+
+
+def test_same_bytes_whatever_the_number_of_workers(corpus, records, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(records_module.read_units, "__defaults__", (4000,))
+    sources = [str(corpus), str(records)]
+    made = [
+        prepare(settings("", sources=sources, out=str(tmp_path / f"out{n}"), workers=n), progress=False).out
+        for n in (1, 2)
+    ]
+    assert digests(made[0]) == digests(made[1])
+    assert len(documents(made[0], "train")) > 150
+
+
+def test_second_run_returns_the_same_folder_at_once(corpus, settings):
+    first = prepare(settings(corpus), progress=False)
+    before = {file: file.stat().st_mtime_ns for file in first.out.rglob("*")}
+    os.utime(corpus / "a/01.txt")  # small corpora are compared by content
+    second = prepare(settings(corpus, workers=2), progress=False)
+    assert (first.reused, second.reused) == (False, True)
+    assert first.manifest == second.manifest
+    assert before == {file: file.stat().st_mtime_ns for file in first.out.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"seq_len": 64}, "seq_len: 32 then, 64 now"), ({"seed": 3}, "seed: 17 then, 3 now")]
+)
+def test_other_settings_are_refused_with_what_differs(corpus, settings, change, said):
+    prepare(settings(corpus), progress=False)
+    with pytest.raises(PrepareError, match=said) as error:
+        prepare(settings(corpus, **change), progress=False)
+    assert "--overwrite" in str(error.value)
+
+
+def test_changed_sources_are_refused_and_overwrite_replaces(corpus, settings):
+    first = prepare(settings(corpus), progress=False)
+    (corpus / "a/99.txt").write_text("one more file " * 99)
+    with pytest.raises(PrepareError, match=r"source files: 40 files, \d+ bytes then, 41 files, \d+ bytes now"):
+        prepare(settings(corpus), progress=False)
+    second = prepare(settings(corpus), progress=False, overwrite=True)
+    assert not second.reused
+    assert second.manifest["fingerprint"] != first.manifest["fingerprint"]
+    assert sorted(file.name for file in second.out.parent.glob("out*")) == ["out"]
+
+
+def test_a_folder_of_someone_else_is_never_touched(corpus, settings, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(PrepareError, match="was not made by `llmtrain prepare`"):
+            prepare(settings(corpus), progress=False, overwrite=overwrite)
+    assert (tmp_path / "out/thesis.tex").read_text() == "precious"
+
+
+def test_a_missing_shard_is_noticed(corpus, settings):
+    out = prepare(settings(corpus), progress=False).out
+    next((out / "train").glob("*.zstd")).unlink()
+    with pytest.raises(PrepareError, match="missing or cut short"):
+        prepare(settings(corpus), progress=False)
+
+
+def test_a_killed_run_leaves_nothing_that_passes_for_whole(corpus, settings, monkeypatch):
+    config = settings(corpus)
+    out = Path(config.out)
+    with monkeypatch.context() as patch:
+        # Called once the shards are written, just before the manifest is.
+        patch.setattr(prepare_module, "fingerprint", lambda inputs: os.kill(os.getpid(), signal.SIGKILL))
+        process = get_context("fork").Process(target=prepare, args=(config, False))
+        process.start()
+        process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not out.exists() and (out.parent / "out.partial/train/index.json").exists()
+    result = prepare(config, progress=False)
+    assert not result.reused and (out / MANIFEST).exists()
+    assert not (out.parent / "out.partial").exists()
+
+
+def test_bad_settings_and_sources_leave_no_trace(settings, tmp_path):
+    with pytest.raises(PrepareError, match="nowhere: No such file"):
+        prepare(settings(tmp_path / "nowhere"), progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{not json}", "not JSON"),
+        (b'{"body": "x"}', r"has no key 'text' \(keys: body\)"),
+        (b'{"text": 3}', "'text' is int, not a string"),
+        (b'["text"]', "expected an object"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+    ],
+)
+@pytest.mark.parametrize("unit_bytes", [500, 1 << 20])
+def test_a_bad_record_is_named_with_file_and_line(records, settings, monkeypatch, line, why, unit_bytes):
+    monkeypatch.setattr(records_module.read_units, "__defaults__", (unit_bytes,))
+    lines = records.read_bytes().splitlines()
+    lines[122] = line
+    records.write_bytes(b"\n".join(lines))
+    with pytest.raises(PrepareError, match=f"records.jsonl:123: .*{why}"):
+        prepare(settings(records), progress=False)
+    assert not Path(settings(records).out).exists()
+
+
+def test_bad_records_can_be_skipped_and_are_named(records, settings):
+    lines = records.read_bytes().splitlines()
+    lines[4] = lines[150] = b"oops"
+    records.write_bytes(b"\n".join(lines))
+    result = prepare(settings(records, skip_bad_records=True), progress=False)
+    assert result.manifest["skipped"]["count"] == 2
+    assert [record.split(":")[1] for record in result.manifest["skipped"]["first"]] == ["5", "151"]
+    assert sum(result.split(name)["documents"] for name in ("train", "validation")) == 198
+    assert "skipped 2" in result.summary()
+
+
+def test_undecodable_files_of_a_folder_are_skipped_and_named_but_not_a_named_file(corpus, settings):
+    bad = corpus / "a/99.txt"
+    bad.write_bytes(b"fine\n\xff\xfe\n")
+    result = prepare(settings(corpus), progress=False)
+    assert result.manifest["skipped"]["first"] == [f"{bad}:2: not UTF-8: invalid start byte at byte 5"]
+    with pytest.raises(PrepareError, match="99.txt:2: not UTF-8"):
+        prepare(settings("", sources=[str(corpus), str(bad)], out=str(corpus.parent / "other")), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_records_give_the_same_samples_as_plain_ones(records, settings, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(records_module.read_units, "__defaults__", (5000,))
+    data = records.read_bytes()
+    packed = tmp_path / f"{records.name}.{kind}"
+    packed.write_bytes(gzip.compress(data) if kind == "gz" else zstandard.compress(data))
+    plain = prepare(settings(records), progress=False)
+    unpacked = prepare(settings(packed, out=str(tmp_path / "packed")), progress=False)
+    assert plain.manifest["splits"] == unpacked.manifest["splits"]
+    shards = [name for name in digests(plain.out) if name != MANIFEST]
+    assert {n: digests(plain.out)[n] for n in shards} == {n: digests(unpacked.out)[n] for n in shards}
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_damaged_archive_is_named(records, settings, tmp_path, kind):
+    data = records.read_bytes()
+    packed = tmp_path / f"cut.jsonl.{kind}"
+    packed.write_bytes((gzip.compress(data) if kind == "gz" else zstandard.compress(data))[:1000])
+    with pytest.raises(PrepareError, match=f"cut.jsonl.{kind}: damaged {kind} file"):
+        prepare(settings(packed), progress=False)
+
+
+def test_max_bytes_stops_at_the_document_that_reaches_it(records, settings):
+    texts = [len(json.loads(line)["text"].encode()) for line in records.read_text("utf-8").splitlines()]
+    expected = next(n for n in range(1, 201) if sum(texts[:n]) >= 30_000)
+    result = prepare(settings(records, max_bytes=30_000), progress=False)
+    assert sum(result.split(name)["documents"] for name in ("train", "validation")) == expected
+    assert sum(result.split(name)["bytes"] for name in ("train", "validation")) == sum(texts[:expected])
+
+
+def test_a_large_text_file_stays_one_document(tmp_path, settings, monkeypatch):
+    file = tmp_path / "big.txt"
+    file.write_text("".join(f"line {i} of a long file\n" for i in range(2000)))
+    whole = prepare(settings(file, validation_fraction=0.0), progress=False)
+    monkeypatch.setattr(records_module.read_units, "__defaults__", (1000,))
+    parts = prepare(settings(file, validation_fraction=0.0, out=str(tmp_path / "parts")), progress=False)
+    assert whole.split("train")["documents"] == parts.split("train")["documents"] == 1
+    assert file.read_text().startswith("".join(documents(parts.out, "train")))
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "said"),
+    [("tiny", 0.0, "train part"), ("a fair amount of text " * 400, 0.5, "(train|validation) part has 0 documents")],
+)
+def test_too_little_text_is_an_error_that_says_where(tmp_path, settings, text, fraction, said):
+    file = tmp_path / "one.txt"
+    file.write_text(text)
+    tokenizer = tmp_path / "tokenizer"
+    train_bpe(["some words of text"], 257).save(tokenizer)
+    with pytest.raises(PrepareError, match=said):
+        prepare(settings(file, vocab_size=None, tokenizer=str(tokenizer), validation_fraction=fraction), progress=False)
+
+
+def test_a_given_tokenizer_is_used_and_copied(corpus, settings, tmp_path):
+    train_bpe(["hello there"], 257).save(tmp_path / "given")
+    result = prepare(settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "given")), progress=False)
+    assert result.manifest["tokenizer"]["vocab_size"] == 257
+    assert Tokenizer.from_file(str(result.out / "tokenizer/tokenizer.json")).get_vocab_size() == 257
+
+
+def test_text_that_spells_the_end_of_document_does_not_end_it(tmp_path, settings):
+    file = tmp_path / "a.jsonl"
+    text = "before <|endoftext|> after " * 40
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(10)))
+    result = prepare(settings(file, validation_fraction=0.0, vocab_size=260), progress=False)
+    assert documents(result.out, "train")[0] == text
+
+
+def test_a_vocabulary_the_text_cannot_fill_is_an_error(tmp_path, settings):
+    file = tmp_path / "a.txt"
+    file.write_text("ab " * 500)
+    with pytest.raises(TokenizerError, match=r"yields only \d+ of the 5000"):
+        prepare(settings(file, vocab_size=5000, validation_fraction=0.0), progress=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_place_is_a_clear_error(corpus, settings, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(PrepareError, match="cannot write to .*locked"):
+        prepare(settings(corpus, out=str(locked / "out")), progress=False)
+
+
+def test_a_file_in_the_way_is_a_clear_error(corpus, settings, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrepareError, match="cannot write to .*file"):
+        prepare(settings(corpus, out=str(tmp_path / "file/out")), progress=False)
+
+
+def test_two_processes_preparing_the_same_folder_share_the_work(corpus, settings):
+    context = get_context("fork")
+    said = context.Queue()
+    config = settings(corpus)
+    processes = [
+        context.Process(target=lambda: said.put(prepare(config, progress=False).reused)) for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert sorted(said.get(timeout=60) for _ in processes) == [False, True]
+    for process in processes:
+        process.join(timeout=10)

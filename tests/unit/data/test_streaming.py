@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streaming.base.batching import generate_work
+from streaming.base.world import World
+from torch import distributed as dist
+
+from llmtrain.config.data import DataConfig
+from llmtrain.data.shards import ShardError
+from llmtrain.data.streaming import build_train_loader, build_validation_loader
+
+Order = list[list[int]]
+
+
+@pytest.fixture
+def data(tmp_path, write_shards) -> Callable[..., DataConfig]:
+    """A DataConfig over streams of the given sizes."""
+    made: dict[str, Path] = {}
+
+    def make(sizes: dict[str, int], proportions: dict[str, float] | None = None, **options) -> DataConfig:
+        for name, size in sizes.items():
+            if name not in made:
+                made[name] = write_shards(tmp_path / name, size)
+        streams = {
+            name: {"local": str(made[name]), "proportion": (proportions or {}).get(name)} for name in sizes
+        }
+        values = {"seq_len": 8, "train": {"streams": streams}, "num_canonical_nodes": 4, "num_workers": 0}
+        return DataConfig.model_validate(values | options)
+
+    return make
+
+
+def one_rank(job: Callable[[], Any], rank: int, world_size: int, store: Path, results) -> None:
+    torch.set_num_threads(1)
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    results.put((rank, job()))
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def on_ranks(tmp_path) -> Callable[..., list[Any]]:
+    """on_ranks(world_size, job): what job() returns on each rank, each in a process of its own."""
+    runs = iter(range(1000))
+
+    def run(world_size: int, job: Callable[[], Any]) -> list[Any]:
+        context = multiprocessing.get_context("fork")  # spawn would import torch anew in every process
+        results = context.Queue()
+        store = tmp_path / f"store{next(runs)}"
+        ranks = [
+            context.Process(target=one_rank, args=(job, rank, world_size, store, results)) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            found = dict(results.get(timeout=60) for _ in ranks)
+        except queue.Empty:
+            pytest.fail("a rank hung or died")
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                process.kill()
+        return [found[rank] for rank in range(world_size)]
+
+    return run
+
+
+def epoch(data: DataConfig, batch: int, skip_to: dict | None = None, stop: int | None = None) -> tuple[Order, dict, int]:
+    """(this rank's sample ids by batch, the position after them, batches per epoch)."""
+    loader = build_train_loader(data, global_batch_size=batch)
+    if skip_to is not None:
+        loader.dataset.load_state_dict(skip_to)
+    order = [b["sample_ids"].tolist() for b in islice(loader, stop)]
+    return order, loader.dataset.state_dict(len(order) * batch, True), len(loader)
+
+
+def global_batches(per_rank: list[Order]) -> list[list[int]]:
+    """The sample ids of each global batch, sorted."""
+    return [sorted(id for rank in step for id in rank) for step in zip(*per_rank, strict=True)]
+
+
+@pytest.mark.parametrize("samples", [96, 101])
+def test_global_batches_do_not_depend_on_ranks_or_workers(data, on_ranks, samples):
+    orders = {}
+    for ranks, workers in ((1, 0), (1, 3), (2, 2), (4, 0)):
+        config = data({"a": samples}, num_workers=workers)
+        per_rank = on_ranks(ranks, lambda config=config: epoch(config, 8)[0])
+        orders[ranks, workers] = global_batches(per_rank)
+    expected = orders[1, 0]
+    assert len(expected) == 12
+    assert all(order == expected for order in orders.values())
+    ids = [id for batch in expected for id in batch]
+    assert len(set(ids)) == 96 and set(ids) <= set(range(samples))
+    assert ids != sorted(ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_epoch_continues_where_it_stopped_on_any_number_of_ranks(data, on_ranks, workers):
+    config = data({"a": 70, "b": 33}, num_workers=workers)
+    whole = global_batches(on_ranks(1, lambda: epoch(config, 8)[0]))
+    assert len(whole) == 12
+    [(first, state, _)] = on_ranks(1, lambda: epoch(config, 8, stop=5))
+    for ranks in (1, 2):
+        rest = on_ranks(ranks, lambda: epoch(config, 8, skip_to=state)[0])
+        assert global_batches([first]) + global_batches(rest) == whole
+    [part, _] = on_ranks(2, lambda: epoch(config, 8, stop=5))
+    rest = on_ranks(1, lambda: epoch(config, 8, skip_to=part[1])[0])
+    assert global_batches(rest) == whole[5:]
+
+
+def epochs(data: DataConfig, count: int, skip_to: dict | None = None) -> list[tuple[Order, dict]]:
+    """(order, the position Composer saves once the epoch is over) per epoch."""
+    loader = build_train_loader(data, global_batch_size=8)
+    if skip_to:
+        loader.dataset.load_state_dict(skip_to)
+    # Composer takes exactly len(loader) batches and never asks for one more.
+    return [
+        ([b["sample_ids"].tolist() for b in islice(loader, len(loader))], loader.dataset.state_dict(0, True))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkpoint_between_epochs_continues_with_the_next_one(data, on_ranks, workers):
+    config = data({"a": 41}, num_workers=workers)
+    [whole] = on_ranks(1, lambda: epochs(config, 3))
+    orders = [order for order, _ in whole]
+    assert orders[0] != orders[1] != orders[2]
+    # The last of the 41 samples is left out at random: over the epochs all of them have their turn.
+    assert len({id for order in orders for batch in order for id in batch}) == 41
+    [resumed] = on_ranks(1, lambda: epochs(config, 2, skip_to=whole[0][1]))
+    assert [order for order, _ in resumed] == orders[1:]
+
+
+def test_a_checkpoint_after_the_last_batch_has_nothing_left_of_the_epoch(data, on_ranks):
+    config = data({"a": 40})
+    [(_, state, _)] = on_ranks(1, lambda: epoch(config, 8))
+    assert state["sample_in_epoch"] == 40
+    [(rest, _, _)] = on_ranks(1, lambda: epoch(config, 8, skip_to=state))
+    assert rest == []
+
+
+def test_seed_decides_the_order_and_shuffle_can_be_off(data):
+    def ids(**options) -> list[int]:
+        loader = build_train_loader(data({"a": 64}, **options), global_batch_size=8)
+        return [id for batch in loader for id in batch["sample_ids"].tolist()]
+
+    assert ids() == ids() != ids(shuffle_seed=1)
+    assert ids(shuffle=False, num_canonical_nodes=1) == list(range(64))
+
+
+def test_streams_are_drawn_by_proportion(data):
+    config = data({"a": 60, "b": 20}, proportions={"a": 1.0, "b": 3.0})
+    loader = build_train_loader(config, global_batch_size=16)
+    ids = [id for batch in loader for id in batch["sample_ids"].tolist()]
+    assert len(ids) == 80
+    assert sum(id >= 60 for id in ids) == 60
+    assert {ids.count(id) for id in range(60, 80)} == {3}
+
+
+def test_streams_without_proportions_count_by_size_and_never_repeat(data):
+    loader = build_train_loader(data({"a": 67, "b": 21}, num_canonical_nodes=8), global_batch_size=16)
+    ids = [id for batch in loader for id in batch["sample_ids"].tolist()]
+    assert len(ids) == len(set(ids)) == 80
+    assert sum(id < 67 for id in ids) == round(80 * 67 / 88)
+
+
+def test_batches_hold_shifted_labels(data):
+    batch = next(iter(build_train_loader(data({"a": 16}), global_batch_size=4)))
+    assert batch["input_ids"].shape == batch["labels"].shape == (4, 8)
+    assert batch["input_ids"].dtype == batch["labels"].dtype == batch["sample_ids"].dtype == torch.int64
+    assert (batch["input_ids"] == batch["sample_ids"][:, None]).all()
+    assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
+    assert (batch["labels"][:, -1] == -100).all()
+
+
+def test_the_order_is_the_same_on_any_number_of_nodes(data):
+    dataset = build_train_loader(data({"a": 96}, shuffle_block_size=64), global_batch_size=8).dataset
+
+    def order(nodes: int, ranks_per_node: int) -> list[list[int]]:
+        dataset.batch_size = 8 // (nodes * ranks_per_node)
+        world = World(nodes, ranks_per_node, workers_per_rank=1, worker=0)
+        work = generate_work("random", dataset, world, epoch=0, sample_in_epoch=16)
+        # (nodes, ranks, workers, batches, batch size) -> batches of all
+        return [sorted(batch) for batch in work.transpose(3, 0, 1, 2, 4).reshape(-1, 8).tolist()]
+
+    expected = order(1, 1)
+    assert len(expected) == 10
+    assert all(order(*shape) == expected for shape in ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)))
+
+
+@pytest.mark.parametrize(("samples", "batch", "nodes"), [(7, 8, 4), (20, 8, 64), (9, 6, 4)])
+def test_too_few_samples_are_an_error_rather_than_repeats(data, samples, batch, nodes):
+    config = data({"a": samples}, num_canonical_nodes=nodes)
+    with pytest.raises(ShardError, match=f"{samples} samples; one epoch needs a multiple"):
+        build_train_loader(config, global_batch_size=batch)
+
+
+def test_ranks_must_divide_the_batch(data, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="8 samples cannot be divided evenly over 3 ranks"):
+        build_train_loader(data({"a": 64}), global_batch_size=8)
+
+
+def test_samples_of_another_length_are_an_error(data):
+    loader = build_train_loader(data({"a": 16}, seq_len=9), global_batch_size=4)
+    with pytest.raises(ShardError, match="has 8 tokens, data.seq_len is 9"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_flipped_bit_in_a_shard_stops_the_run(data, tmp_path, workers):
+    config = data({"a": 64}, num_workers=workers)
+    shard = sorted((tmp_path / "a").glob("*.zstd"))[1]
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(ShardError, match=f"cannot be read: ValueError: Checksum failure: {shard}"):
+        list(build_train_loader(config, global_batch_size=4))
+
+
+def test_a_flipped_bit_in_a_validation_shard_stops_the_run(data, tmp_path, write_shards):
+    folder = write_shards(tmp_path / "held", 16)
+    config = data({"a": 8}, validation={"streams": {"held": {"local": str(folder)}}})
+    shard = next(folder.glob("*.zstd"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match="Checksum failure"):
+        validation(config)
+
+
+def test_a_remote_is_cached_and_gives_the_same_order(data, tmp_path):
+    near = data({"a": 64})
+    far = DataConfig.model_validate(
+        near.model_dump() | {"train": {"streams": {"a": {"remote": str(tmp_path / "a"), "local": str(tmp_path / "cache")}}}}
+    )
+    orders = [
+        [id for batch in build_train_loader(config, global_batch_size=8) for id in batch["sample_ids"].tolist()]
+        for config in (near, far)
+    ]
+    assert orders[0] == orders[1]
+    assert (tmp_path / "cache/index.json").exists()
+
+
+def validation(data: DataConfig, max_samples: int | None = None) -> list[tuple[list[int], int, int]]:
+    """(sample ids, labels that count, bytes of text) per batch of this rank."""
+    loader = build_validation_loader(data, global_batch_size=8, max_samples=max_samples)
+    assert loader is not None
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    return [
+        (b["sample_ids"].tolist(), int((b["labels"] != -100).sum()), int(b["text_bytes"].sum())) for b in batches
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (4, 2)])
+@pytest.mark.parametrize("samples", [16, 19])
+def test_validation_sees_every_sample_once_on_any_number_of_ranks(
+    data, on_ranks, write_shards, tmp_path, ranks, workers, samples
+):
+    folder = write_shards(tmp_path / "held", samples, text_bytes=True)
+    config = data({"a": 8}, validation={"streams": {"held": {"local": str(folder)}}}, num_workers=workers)
+    per_rank = on_ranks(ranks, lambda: validation(config))
+    assert {len(batches) for batches in per_rank} == {-(-samples // 8)}
+    assert all(len(ids) == 8 // ranks for batches in per_rank for ids, _, _ in batches)
+    ids = [id for batches in per_rank for batch, _, _ in batches for id in batch if id >= 0]
+    assert sorted(ids) == list(range(samples))
+    # 7 of the 8 positions of a real sample have a label; fillers have none.
+    assert sum(labels for batches in per_rank for _, labels, _ in batches) == 7 * samples
+    assert sum(size for batches in per_rank for _, _, size in batches) == sum(range(samples))
+
+
+def test_validation_can_take_a_part_spread_evenly(data, write_shards, tmp_path):
+    folder = write_shards(tmp_path / "held", 100)
+    config = data({"a": 8}, validation={"streams": {"held": {"local": str(folder)}}})
+    [(ids, _, size)] = validation(config, max_samples=5)
+    assert ids == [0, 20, 40, 60, 80, -1, -1, -1]
+    assert size == -5  # these shards do not say how much text is behind a sample
+
+
+def test_no_validation_data_is_no_loader(data):
+    assert build_validation_loader(data({"a": 8}), global_batch_size=8) is None

@@ -1,0 +1,148 @@
+"""What modules say they cost, against PyTorch's own counter; and the published parameter counts."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmtrain.flops.count import Flops, count_parameters, training_flops_per_token
+from llmtrain.kernels import platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+
+D, V, T, BATCH = 64, 128, 96, 2
+ATTENTION = {"type": "attention", "n_heads": 4, "backend": "reference"}
+BLOCKS = {
+    "mha": ATTENTION,
+    "gqa": ATTENTION | {"n_kv_heads": 2, "head_dim": 32},
+    "gelu": ATTENTION | {"mlp": {"type": "gelu", "d_ff": 256}},
+    "swiglu": ATTENTION | {"mlp": {"type": "swiglu", "d_ff": 160}},
+    "geglu": ATTENTION | {"mlp": {"type": "geglu", "d_ff": 160}},
+    "mamba2": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 32},
+    "mamba2-groups-ragged": {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": 2, "chunk_size": 40},
+}
+SHARED = {
+    "type": "shared_attention",
+    "n_heads": 4,
+    "mlp": {"type": "geglu", "d_ff": 160},
+    "adapter_rank": 8,
+    "attn_adapter_rank": 4,
+    "backend": "reference",
+}
+
+
+def build(blocks: dict, layers: str, device: str = "meta", **config) -> HybridLM:
+    settings = {"vocab_size": V, "d_model": D, "blocks": blocks, "layers": layers, **config}
+    with torch.device(device):
+        return HybridLM(ModelConfig.model_validate(settings), platform=platform.cpu())
+
+
+def counted(run) -> int:
+    """FLOP that PyTorch counts while `run` runs.
+
+    PyTorch 2.11 counts the weight gradient of a grouped convolution as if it had one group (it passes no
+    groups on to conv_flop_count), so the backward of convolutions is taken as twice their forward here.
+    """
+    with FlopCounterMode(display=False) as counter:
+        run()
+    by_operation = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    if aten.convolution_backward in by_operation:
+        by_operation[aten.convolution_backward] = 2 * by_operation[aten.convolution]
+    return sum(by_operation.values())
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_agree_with_the_flop_counter(name, tied):
+    """On the reference backends, forward and forward + backward, within 1 %; the counter sees shapes only."""
+    if name == "shared":
+        model = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m m s+m", tie_embeddings=tied)
+    else:
+        model = build({"x": BLOCKS[name]}, "x*2", tie_embeddings=tied)
+    ids = torch.zeros(BATCH, T, dtype=torch.long, device="meta")
+    said = BATCH * model.flops(T).total
+    assert counted(lambda: model(ids)) == pytest.approx(said, rel=0.01)
+    assert counted(lambda: model(ids, ids).loss.backward()) == pytest.approx(3 * said, rel=0.01)
+
+
+def test_the_head_alone():
+    model = build({"x": ATTENTION}, "x")
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.linear(torch.empty(BATCH, T, D, device="meta"), model.head_weight)
+    assert counter.get_total_flops() == BATCH * model.flops(T).head
+
+
+def test_causal_counts_half_the_square_and_the_same_projections():
+    model = build({"x": ATTENTION}, "x*3")
+    full, causal = model.flops(T), model.flops(T, causal=True)
+    assert full.attention == 3 * 4 * T * T * D
+    assert causal.attention == 3 * 4 * (T * (T + 1) // 2) * D
+    assert (full.projection, full.head) == (causal.projection, causal.head)
+
+
+def test_flops_add_by_kind():
+    total = Flops(projection=1, scan=2) + Flops(scan=3, convolution=4, head=5)
+    assert total == Flops(projection=1, scan=5, convolution=4, head=5)
+    assert total.total == 15
+
+
+def mpt(d_model: int, n_heads: int, n_layers: int) -> HybridLM:
+    """As in LLM Foundry's benchmarks: its default is a bias everywhere, which the published counts include."""
+    block = {
+        "type": "attention",
+        "n_heads": n_heads,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp": {"type": "gelu", "d_ff": 4 * d_model, "bias": True},
+    }
+    return build(
+        {"attn": block},
+        f"attn*{n_layers}",
+        vocab_size=50368,
+        d_model=d_model,
+        max_seq_len=2048,
+        positions="learned",
+        norm={"type": "layernorm", "bias": True},
+    )
+
+
+@pytest.mark.parametrize(
+    "d_model, n_heads, n_layers, parameters",
+    [(2048, 16, 24, 1_315_950_592), (4096, 32, 32, 6_658_859_008), (7168, 56, 48, 29_975_214_080)],
+)
+def test_mpt_has_as_many_parameters_as_llm_foundry_says(d_model, n_heads, n_layers, parameters):
+    count = count_parameters(mpt(d_model, n_heads, n_layers))
+    assert count.total == count.active == sum(count.by_component.values()) == parameters
+
+
+def test_the_foundry_convention_is_llm_foundrys_formula():
+    """6 N + 12 * n_layers * d_model * seq_len, with N as LLM Foundry counts it."""
+    flops = training_flops_per_token(mpt(2048, 16, 24), seq_len=2048)
+    assert flops["foundry"] == 6 * 1_315_950_592 + 12 * 24 * 2048 * 2048
+    assert flops["causal"] < flops["foundry"]
+
+
+def test_zamba2_1_2b_has_its_published_parameters():
+    """38 layers, shared block at 5, 11, ..., 35, with rotary positions and QKV adapters (transformers' zamba2)."""
+    blocks = {
+        "m": {"type": "mamba2", "d_state": 128, "head_dim": 64, "dt_limit": (0.001, None)},
+        "s": {
+            "type": "shared_attention",
+            "n_heads": 32,
+            "mlp": {"type": "geglu", "d_ff": 8192},
+            "adapter_rank": 128,
+            "attn_adapter_rank": 128,
+            "position": {"type": "rotary"},
+        },
+    }
+    model = build(blocks, "m*5 (s+m m*5)*5 s+m m*2", vocab_size=32000, d_model=2048, max_seq_len=4096)
+    assert [i for i, block in enumerate(model.blocks) if block.shared_input is not None] == list(range(5, 36, 6))
+    count = count_parameters(model)
+    assert count.total == 1_215_064_704
+    assert count.active == count.total + 5 * count.by_component["shared"]
+
+
+def test_shared_blocks_cost_flops_at_every_use():
+    once = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m m").flops(T)
+    twice = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m s+m").flops(T)
+    assert twice.attention == 2 * once.attention

@@ -1,0 +1,91 @@
+"""The memory estimate against hand counts, and the direction in which each setting moves it."""
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.flops.memory import ParameterSizes, estimate_memory
+
+MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
+SIZES = ParameterSizes(total=1_000_000, root=200_000, largest_layer=100_000)
+
+
+def config(*overrides: str) -> Config:
+    return load_config(MPT_1B, overrides)
+
+
+def test_optimizer_and_shards_divide_by_the_ranks_that_share_a_copy():
+    one, eight = (estimate_memory(config(), SIZES, ranks) for ranks in (1, 8))
+    assert one.optimizer == 8 * SIZES.total
+    assert eight.optimizer == SIZES.total
+    assert eight.activations == one.activations
+
+
+def test_full_sharding_gathers_the_root_and_two_layers_in_bf16():
+    memory = estimate_memory(config(), SIZES, 8)
+    assert memory.weights == 4 * SIZES.total // 8 + 2 * (200_000 + 2 * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks"), [("train.sharding.strategy=grad_op", 8), ("train.precision=amp_bf16", 1)]
+)
+def test_grad_op_and_a_single_gpu_hold_all_weights_gathered(override, ranks):
+    memory = estimate_memory(config(override), SIZES, ranks)
+    assert memory.weights == 4 * SIZES.total // ranks + 2 * SIZES.total
+
+
+def test_hybrid_sharding_divides_by_the_group_not_by_the_world():
+    hybrid = config("train.sharding={strategy: hybrid, shard_size: 4}")
+    assert estimate_memory(hybrid, SIZES, 16).optimizer == 8 * SIZES.total // 4
+
+
+def test_unsynchronised_microbatches_keep_whole_gradients():
+    lazy = config("train.sharding.sync_every_microbatch=false")
+    difference = estimate_memory(lazy, SIZES, 8).gradients - estimate_memory(config(), SIZES, 8).gradients
+    assert difference == 4 * SIZES.total - 4 * SIZES.total // 8
+
+
+def test_an_mpt_layer_keeps_sixteen_hidden_vectors_per_token():
+    """2 d + 3 d + d of attention and its norm, 2 d + 2 * 4 d of the MLP and its norm; fp32 log-sums per head."""
+    d_model, heads, tokens = 2048, 16, 16 * 2048
+    layer = 2 * 16 * d_model + 4 * heads
+    assert estimate_memory(config(), SIZES, 1).activations == tokens * (24 * layer + 3 * 2 * d_model)
+
+
+@pytest.mark.parametrize("between", ["every_k, k: 2", "selective"])
+def test_partial_checkpointing_keeps_more_than_full_and_less_than_none(between):
+    def kept(kind: str) -> int:
+        return estimate_memory(config(f"train.activation_checkpointing={{type: {kind}}}"), SIZES, 1).activations
+
+    assert kept("none") > kept(between) > kept("full")
+
+
+def test_full_checkpointing_keeps_each_layers_input_and_one_layer_at_work():
+    memory = estimate_memory(config("train.activation_checkpointing.type=full"), SIZES, 1)
+    residual, layer = 2 * 2048, 2 * 16 * 2048 + 4 * 16
+    assert memory.activations == 16 * 2048 * (24 * residual + layer + 3 * residual)
+
+
+def test_chunked_loss_is_bounded_by_the_chunk():
+    def loss(tokens_per_microbatch: int, kind: str) -> int:
+        return estimate_memory(
+            config(f"train.microbatch_size={tokens_per_microbatch}", f"train.loss.type={kind}"), SIZES, 1
+        ).loss
+
+    assert loss(32, "plain") == 2 * loss(16, "plain")
+    hidden_gradient = 16 * 2048 * 2048 * 2
+    assert loss(32, "chunked") - loss(16, "chunked") == hidden_gradient
+
+
+def test_fp32_doubles_what_the_computation_keeps():
+    wide = config("train.precision=fp32", "train.loss.type=plain")
+    narrow = config("train.loss.type=plain")
+    ratio = estimate_memory(wide, SIZES, 1).activations / estimate_memory(narrow, SIZES, 1).activations
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
+def test_a_world_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        estimate_memory(config(), SIZES, 0)

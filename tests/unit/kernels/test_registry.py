@@ -1,0 +1,115 @@
+"""Which backend serves what, and what a refusal says."""
+
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+
+CPU = platform.cpu()
+H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)
+A100 = Platform("nvidia", "sm80", "NVIDIA A100", 80 << 30)
+MI300X = Platform("amd", "gfx942", "AMD Instinct MI300X", 192 << 30)
+PLAIN = AttentionSpec(16, 16, 128, 128**-0.5)
+
+
+def spec(**changes) -> AttentionSpec:
+    return AttentionSpec(**{**vars(PLAIN), **changes})
+
+
+def chosen(name: str, wanted: AttentionSpec, where: Platform) -> str:
+    return registry.resolve("attention", name, wanted, where).name
+
+
+@pytest.mark.parametrize(
+    "where, wanted, expected",
+    [
+        (H200, PLAIN, "sdpa:cudnn"),
+        (A100, PLAIN, "sdpa:flash"),
+        (MI300X, PLAIN, "sdpa:flash"),
+        (CPU, PLAIN, "sdpa:cpu"),
+        (H200, spec(head_dim=160), "sdpa:flash"),
+        (H200, spec(dtype="float32"), "sdpa:efficient"),
+        (H200, spec(alibi_max_bias=8.0), "flex"),
+        (MI300X, spec(sliding_window=1024), "flex"),
+        (H200, spec(softcap=50.0), "flex"),
+        (CPU, spec(softcap=50.0), "reference"),
+        (H200, spec(softcap=50.0, head_dim=12), "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_serves(where, wanted, expected):
+    assert chosen("auto", wanted, where) == expected
+
+
+@pytest.mark.parametrize("where, expected", [(H200, "sdpa:cudnn"), (A100, "sdpa:flash"), (CPU, "sdpa:cpu")])
+def test_a_family_resolves_to_the_kernel_it_means(where, expected):
+    assert chosen("sdpa", PLAIN, where) == expected
+
+
+@pytest.mark.parametrize(
+    "name, wanted, where, words",
+    [
+        ("sdpa:flash", spec(alibi_max_bias=8.0), None, ["flash", "no ALiBi", "use flex or reference"]),
+        ("sdpa:cudnn", spec(softcap=50.0), None, ["cuDNN", "no softcap"]),
+        ("sdpa", spec(softcap=50.0), None, ["softcap", "can serve: auto, reference, flex"]),
+        ("sdpa", spec(softcap=50.0), CPU, ["SDPA has no softcap", "can serve: auto, reference)"]),
+        ("sdpa:cudnn", PLAIN, MI300X, ["NVIDIA", "use sdpa:flash"]),
+        ("sdpa:cudnn", spec(head_dim=160), H200, ["up to 128", "160"]),
+        ("sdpa:flash", spec(dtype="float32"), H200, ["bfloat16", "amp_bf16"]),
+        ("sdpa:flash", PLAIN, CPU, ["needs a GPU", "use sdpa"]),
+        ("flex", PLAIN, CPU, ["no backward pass on CPUs"]),
+        ("flex", spec(head_dim=8), None, [">= 16", "8"]),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_change(name, wanted, where, words):
+    reason = registry.refusal("attention", name, wanted, where)
+    assert reason is not None
+    assert all(word in reason for word in words), reason
+    if where is not None:
+        with pytest.raises(ValueError, match="cannot serve here"):
+            registry.resolve("attention", name, wanted, where)
+
+
+def test_platform_reasons_wait_for_a_platform():
+    assert registry.refusal("attention", "sdpa:cudnn", PLAIN, None) is None
+    assert registry.refusal("attention", "flex", PLAIN, None) is None
+
+
+def test_an_unknown_backend_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match="no attention backend named 'flsh'.*auto, flex, reference, sdpa"):
+        registry.resolve("attention", "flsh", PLAIN, CPU)
+
+
+def test_table_has_every_backend_once():
+    rows = registry.table("attention", spec(alibi_max_bias=8.0), H200)
+    assert {r.backend: r.reason is None for r in rows} == {
+        "reference": True,
+        "sdpa:flash": False,
+        "sdpa:cudnn": False,
+        "sdpa:efficient": True,
+        "sdpa:cpu": False,
+        "flex": True,
+    }
+
+
+@pytest.mark.parametrize("where", [CPU, H200, A100, MI300X])
+def test_every_operation_serves_everywhere(where):
+    assert registry.resolve("ssd", "auto", SSDSpec(8, 64, 64, 1, 256), where).name == "reference"
+    for operation in registry.OPERATIONS:
+        assert "reference" in {row.backend for row in registry.table(operation, PLAIN, None)}
+
+
+def test_choosing_needs_no_torch():
+    program = (
+        "import sys\n"
+        "from llmtrain.kernels import platform, registry\n"
+        "from llmtrain.kernels.attention.spec import AttentionSpec\n"
+        "from llmtrain.models import specs\n"
+        "assert registry.resolve('attention', 'auto', AttentionSpec(2, 2, 16, 0.25), platform.cpu()).name\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,229 @@
+"""HybridLM: what it is made of, what it returns, and that every kind of block compiles and runs in bf16."""
+
+import pytest
+import torch
+
+from llmtrain.kernels import platform
+from llmtrain.models.config import LossConfig, ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import LossOutput
+
+CPU = platform.cpu()
+MLP = {"type": "swiglu", "d_ff": 48}
+ATTENTION = {"type": "attention", "n_heads": 4, "mlp": MLP}
+BLOCKS = {
+    "mha": ATTENTION | {"position": {"type": "rotary"}},
+    "gqa": ATTENTION | {"n_kv_heads": 2, "qk_norm": "head", "mlp": {"type": "gelu", "d_ff": 64, "bias": True}},
+    "alibi": ATTENTION | {"position": {"type": "alibi"}, "qk_norm": "full", "clip_qkv": 1.0, "qkv_bias": True},
+    "window": ATTENTION | {"sliding_window": 5, "softcap": 10.0, "head_dim": 16, "out_bias": True, "mlp": None},
+    "mamba": {"type": "mamba2", "d_state": 16, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "mamba_mlp": {"type": "mamba2", "d_state": 16, "head_dim": 16, "norm_before_gate": True, "mlp": MLP},
+}
+SHARED = {
+    "type": "shared_attention",
+    "n_heads": 4,
+    "n_shared": 2,
+    "mlp": {"type": "geglu", "d_ff": 40},
+    "adapter_rank": 3,
+    "attn_adapter_rank": 2,
+    "position": {"type": "rotary"},
+}
+
+
+def build(blocks: dict, layers: str, loss: LossConfig | None = None, **config) -> HybridLM:
+    settings = {"vocab_size": 80, "d_model": 32, "max_seq_len": 32, "blocks": blocks, "layers": layers, **config}
+    model = HybridLM(ModelConfig.model_validate(settings), loss or LossConfig(), CPU)
+    model.init_weights(seed=1)
+    return model
+
+
+def zamba(**config) -> HybridLM:
+    return build({"m": BLOCKS["mamba"], "s": SHARED}, "m (s+m)*3", **config)
+
+
+def tokens(batch: int = 2, seq_len: int = 21) -> torch.Tensor:
+    return torch.randint(0, 80, (batch, seq_len), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_block_gives_logits_a_loss_and_all_gradients(name):
+    model = build({"x": BLOCKS[name]}, "x*2", positions="learned", tie_embeddings=False, logit_softcap=20.0)
+    ids = tokens()
+    assert model(ids).shape == (2, 21, 80)
+    out = model(ids[:, :-1], ids[:, 1:])
+    assert isinstance(out, LossOutput)
+    assert abs(out.ce - torch.log(torch.tensor(80.0))) < 0.5  # fresh weights know nothing
+    out.loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), parameter_name
+        assert parameter.grad.abs().sum() > 0, parameter_name
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "shared"])
+def test_outputs_depend_on_the_past_only(name):
+    model = zamba() if name == "shared" else build({"x": BLOCKS[name]}, "x*2")
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 80
+    with torch.no_grad():
+        a, b = model(ids), model(changed)
+    torch.testing.assert_close(a[:, :12], b[:, :12])
+    assert (a[:, 12:] - b[:, 12:]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "shared"])
+def test_every_block_traces_as_one_graph(name):
+    """The graph holds no dispatch and no break, and computes what eager does, gradients included."""
+    model = zamba(dropout=0.0) if name == "shared" else build({"x": BLOCKS[name]}, "x*2")
+    ids = tokens()
+    expected = model(ids[:, :-1], ids[:, 1:]).loss
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    loss = model(ids[:, :-1], ids[:, 1:]).loss
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected_gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "shared"])
+def test_bf16_parameters_and_activations(name):
+    """No autocast: with bf16 weights (but fp32 SSM parameters) activations stay bf16 and the loss is fp32."""
+    model = zamba() if name == "shared" else build({"x": BLOCKS[name]}, "x*2")
+    ids = tokens()
+    exact = model(ids[:, :-1], ids[:, 1:]).loss
+    model.to(torch.bfloat16)
+    for block in model.blocks:
+        if hasattr(block.mixer, "ssm"):
+            block.mixer.ssm.float()
+        block.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    seen: list[torch.dtype] = []
+    out = model(ids[:, :-1], ids[:, 1:])
+    out.loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    assert out.loss.dtype == torch.float32
+    assert abs(out.loss - exact) < 0.02
+
+
+def test_builds_on_the_meta_device_without_buffers():
+    config = zamba().config
+    with torch.device("meta"):
+        model = HybridLM(config, platform=CPU)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert not list(model.buffers())
+    assert model(torch.zeros(1, 16, dtype=torch.long, device="meta")).shape == (1, 16, 80)
+
+
+def test_constructors_do_not_touch_the_random_state():
+    before = torch.get_rng_state()
+    zamba()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_shared_blocks_are_registered_once_and_used_in_turn():
+    model = zamba()
+    names = dict(model.named_parameters(remove_duplicate=False))
+    assert len(names) == len(dict(model.named_parameters()))
+    assert {n.split(".")[2] for n in names if n.startswith("shared.s.")} == {"0", "1"}
+    assert {n.split(".")[3] for n in names if n.startswith("blocks.1.shared_input.")} == {
+        "linear",
+        "mlp_adapter",
+        "qkv_adapter",
+    }
+    first, second = model.shared["s"]
+    assert model.shared_uses() == [first, second, first]
+
+
+def test_shared_output_steers_the_mixer_but_stays_out_of_the_residual_stream():
+    """With the mixers' outputs cut off, the blocks pass the embedding through, whatever the shared block says."""
+    model = zamba()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mixer.out_proj.weight.zero_()
+        ids = tokens()
+        expected = torch.nn.functional.linear(model.norm(model.embed(ids)), model.embed.weight)
+        torch.testing.assert_close(model(ids), expected)
+
+
+def test_names_of_parameters():
+    model = build({"a": ATTENTION, "m": BLOCKS["mamba"]}, "a m", positions="learned", tie_embeddings=False)
+    assert list(dict(model.named_parameters())) == [
+        "embed.weight",
+        "positions.weight",
+        "blocks.0.norm.weight",
+        "blocks.0.mixer.wqkv.weight",
+        "blocks.0.mixer.wo.weight",
+        "blocks.0.mlp_norm.weight",
+        "blocks.0.mlp.w_in.weight",
+        "blocks.0.mlp.w_out.weight",
+        "blocks.1.norm.weight",
+        "blocks.1.mixer.in_proj.weight",
+        "blocks.1.mixer.conv.weight",
+        "blocks.1.mixer.conv.bias",
+        "blocks.1.mixer.ssm.A_log",
+        "blocks.1.mixer.ssm.D",
+        "blocks.1.mixer.ssm.dt_bias",
+        "blocks.1.mixer.norm.weight",
+        "blocks.1.mixer.out_proj.weight",
+        "norm.weight",
+        "head.weight",
+    ]
+
+
+def test_blocks_with_equal_specs_share_a_context():
+    model = build({"a": BLOCKS["mha"], "b": BLOCKS["alibi"]}, "a b a")
+    first, second, third = model._contexts(model.blocks, 16, torch.device("cpu"))
+    assert first.mixer is third.mixer
+    assert first.mixer is not second.mixer
+    assert model._contexts(model.blocks, 16, torch.device("cpu"))[0].mixer is first.mixer
+
+
+def test_contexts_made_in_inference_mode_serve_training():
+    model = build({"a": BLOCKS["mha"]}, "a")
+    ids = tokens()
+    with torch.inference_mode():
+        model(ids)
+    model(ids, ids).loss.backward()
+
+
+def test_old_sequence_lengths_are_forgotten():
+    model = build({"a": BLOCKS["alibi"]}, "a")
+    for seq_len in range(1, 20):
+        model._contexts(model.blocks, seq_len, torch.device("cpu"))
+    assert len(model._contexts._by_length) == model._contexts.lengths
+
+
+def test_dropout_acts_in_training_only():
+    model = zamba(dropout=0.5)
+    ids = tokens()
+    with torch.no_grad():
+        assert not torch.equal(model.train()(ids), model(ids))
+        assert torch.equal(model.eval()(ids), model(ids))
+
+
+def test_sequences_longer_than_learned_positions_are_refused():
+    model = build({"a": ATTENTION}, "a", positions="learned")
+    with pytest.raises(ValueError, match="33 tokens.*max_seq_len is 32"):
+        model(tokens(1, 33))
+
+
+def test_a_backend_that_cannot_serve_is_refused_at_construction():
+    with pytest.raises(ValueError, match="no ALiBi"):
+        build({"a": BLOCKS["alibi"] | {"backend": "sdpa:flash"}}, "a")
+
+
+def test_gradient_accumulation_over_labels_equals_one_batch():
+    """Microbatches weighted by their number of labels give the gradient of the whole batch."""
+    model = zamba(loss=LossConfig(z_loss=0.01))
+    ids = tokens(4)
+    labels = ids.roll(-1, 1).clone()
+    labels[0, :] = -100
+    labels[1, 5:] = -100
+    whole = torch.autograd.grad(model(ids, labels).loss, list(model.parameters()))
+    total = (labels != -100).sum()
+    for x, y in zip(ids.split(1), labels.split(1), strict=True):
+        out = model(x, y)
+        (out.loss * out.n_tokens / total).backward()
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-4)
