@@ -25,7 +25,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed on the way, 2 the request was wrong."""
-    args = parser().parse_args(argv)
+    root = parser()
+    args, rest = root.parse_known_args(argv)
+    if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+        args.overrides += rest  # `FILE --nproc 2 a.b=c`: argparse gives positionals after an option back
+    elif rest:
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return args.func(args)
     except ValueError as error:

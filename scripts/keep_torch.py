@@ -1,10 +1,10 @@
 """For the Dockerfile's ROCm target: installing llmtrain beside a torch that must stay as it is.
 
-    keep_torch.py overrides   for `uv pip install --override`: the project's own, but with torch, torchvision and
-                              triton required only where sys_platform == 'never', which is nowhere. So no dependency,
-                              direct or not, can replace them by the package index's CUDA builds.
-    keep_torch.py cutoff      the day that resolution must not look past
-    keep_torch.py versions    what is installed now of those three, to compare before and after
+keep_torch.py overrides   for `uv pip install --override`: the project's own, but with torch, torchvision and
+                          triton required only where sys_platform == 'never', which is nowhere. So no dependency,
+                          direct or not, can replace them by the package index's CUDA builds.
+keep_torch.py cutoff      the day that resolution must not look past
+keep_torch.py versions    what is installed now of those three, to compare before and after
 """
 
 from __future__ import annotations

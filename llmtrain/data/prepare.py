@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llmtrain import __version__
 from llmtrain.config.data import PrepareConfig
 from llmtrain.data.corpus import CorpusWriter
 from llmtrain.data.encode import EncodeSettings, encode_units
@@ -81,7 +82,8 @@ def _make(
         **counts,
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("llmtrain", "mosaicml-streaming", "tokenizers", "numpy")},
+            "llmtrain": __version__,
+            **{name: version(name) for name in ("mosaicml-streaming", "tokenizers", "numpy")},
         },
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

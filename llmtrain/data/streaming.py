@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from streaming import Stream, StreamingDataset
+from streaming.base.dataset import _ShardState
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmtrain.config.data import DataConfig, StreamConfig
@@ -32,7 +33,7 @@ class TokenDataset(StreamingDataset):
     def __init__(self, *, seq_len: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.seq_len = seq_len
-        self._failure: str | None = None
+        self._failure: BaseException | None = None
         self.epoch_finished = False
         """Set by TrainLoader once it has handed out an epoch's last batch."""
 
@@ -56,24 +57,32 @@ class TokenDataset(StreamingDataset):
         """
         yield from super().__iter__()
         if self._failure:
-            raise self._shard_error()
+            raise ShardError(str(self._failure)) from self._failure
 
     def on_exception(self, future: Future) -> None:
         """Called when a thread of __iter__ ends."""
         error = future.exception()
         if error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = self._failure or error
             self._event.set()
 
-    def _shard_error(self) -> ShardError:
-        folders = ", ".join(os.path.join(stream.local, stream.split) for stream in self.streams)
-        return ShardError(f"a shard of the data in {folders} cannot be read: {self._failure}")
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Download and decompress a shard if need be. Raises ShardError if that fails."""
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception as error:  # whatever the remote's client raises
+            # Left as PREPARING, other workers and ranks would wait for it for ever. LOCAL makes them look for the
+            # file, miss it, and meet the error themselves.
+            self._shard_states[shard_id] = _ShardState.LOCAL
+            stream = self.streams[self.stream_per_shard[shard_id]]
+            file = os.path.join(stream.local, stream.split, self.shards[shard_id].raw_data.basename)
+            raise ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}") from error
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         try:
             record = super().get_item(sample_id, retry)
         except RuntimeError as error:
-            raise (self._shard_error() if self._failure else ShardError(str(error))) from error
+            raise ShardError(str(self._failure or error)) from error
         tokens = next((record[name] for name in TOKEN_COLUMNS if name in record), None)
         if tokens is None:
             raise ShardError(f"sample {sample_id} has no column 'tokens' (columns: {', '.join(record)})")

@@ -133,10 +133,14 @@ class Mamba2Block(Section):
     def problems(self) -> Iterator[Problem]:
         if self.dt_min > self.dt_max:
             yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
-        if self.dt_limit and not 0 <= self.dt_limit[0] < (self.dt_limit[1] or float("inf")):
+        if self.dt_limit is not None and not 0 <= self.dt_limit[0] < _or_infinity(self.dt_limit[1]):
             yield Problem("dt_limit", list(self.dt_limit), "must be [low, high] with 0 <= low < high, or [low, null]")
         if not 0 < self.a_init_range[0] <= self.a_init_range[1]:
             yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with 0 < low <= high")
+
+
+def _or_infinity(limit: float | None) -> float:
+    return float("inf") if limit is None else limit
 
 
 class SharedAttentionBlock(_AttentionFields):

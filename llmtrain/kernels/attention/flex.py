@@ -29,6 +29,8 @@ class FlexAttention:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
         self.kernel = torch.compile(flex_attention, dynamic=False)
+        # A Python bool made here: comparing sizes while tracing may give a symbolic one, which flex refuses.
+        self.grouped = spec.n_heads != spec.n_kv_heads
 
     def prepare(self, seq_len: int, device: torch.device) -> FlexContext:
         window = self.spec.sliding_window or seq_len
@@ -60,7 +62,7 @@ class FlexAttention:
             score_mod=None if spec.softcap is None and spec.alibi_max_bias is None else change,
             block_mask=context.mask,
             scale=spec.scale,
-            enable_gqa=spec.n_heads != spec.n_kv_heads,
+            enable_gqa=self.grouped,
         )
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)

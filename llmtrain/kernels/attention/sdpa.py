@@ -16,7 +16,7 @@ from llmtrain.kernels.attention.reference import score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
 
-# (q, k, v [batch, heads, T, head_dim], bias or None, scale) -> [batch, heads, T, head_dim]
+# (q, k, v [batch, heads, T, head_dim], bias or None, scale) -> [batch, n_heads, T, head_dim]
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
@@ -68,6 +68,4 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=True)

@@ -74,7 +74,9 @@ def write_shards() -> Callable[..., Path]:
         options = {"compression": "zstd", "hashes": ["xxh64"], "size_limit": 600} | options
         with MDSWriter(columns=columns, out=str(folder), **options) as writer:
             for index in range(samples):
-                writer.write({"tokens": np.full(seq_len, index, np.uint16)} | ({"text_bytes": index} if text_bytes else {}))
+                writer.write(
+                    {"tokens": np.full(seq_len, index, np.uint16)} | ({"text_bytes": index} if text_bytes else {})
+                )
         return folder
 
     return write

@@ -291,9 +291,7 @@ def test_two_processes_preparing_the_same_folder_share_the_work(corpus, settings
     context = get_context("fork")
     said = context.Queue()
     config = settings(corpus)
-    processes = [
-        context.Process(target=lambda: said.put(prepare(config, progress=False).reused)) for _ in range(2)
-    ]
+    processes = [context.Process(target=lambda: said.put(prepare(config, progress=False).reused)) for _ in range(2)]
     for process in processes:
         process.start()
     assert sorted(said.get(timeout=60) for _ in processes) == [False, True]

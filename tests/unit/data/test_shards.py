@@ -85,7 +85,8 @@ def test_compressed_shards_need_a_writable_folder(tmp_path, write_shards):
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch", "nodes", "expected"), [(100, 8, 8, 96), (100, 6, 4, 96), (100, 1, 8, 96), (7, 8, 1, 0), (64, 64, 8, 64)]
+    ("samples", "batch", "nodes", "expected"),
+    [(100, 8, 8, 96), (100, 6, 4, 96), (100, 1, 8, 96), (7, 8, 1, 0), (64, 64, 8, 64)],
 )
 def test_an_epoch_is_whole_batches_that_the_canonical_nodes_share(samples, batch, nodes, expected):
     assert epoch_samples(samples, batch, nodes) == expected

@@ -15,9 +15,8 @@ def test_full_and_frozen_fine_tuning_of_405b():
 
 
 def test_frozen_weights_save_exactly_the_weight_gradients():
-    shape = {"n_layers": 24, "d_attn": 2048, "seq_len": 2048}
-    full = transformer_token_flops(1e9, **shape)
-    frozen = transformer_token_flops(1e9, frozen=True, **shape)
+    full = transformer_token_flops(1e9, n_layers=24, d_attn=2048, seq_len=2048)
+    frozen = transformer_token_flops(1e9, n_layers=24, d_attn=2048, seq_len=2048, frozen=True)
     assert full.total - frozen.total == 2e9
     assert full.forward == frozen.forward
 

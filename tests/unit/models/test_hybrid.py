@@ -87,6 +87,18 @@ def test_every_block_traces_as_one_graph(name):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+def test_unlike_blocks_trace_in_one_model():
+    """Blocks share their code, so torch.compile turns sizes that differ between them into symbols."""
+    shared = SHARED | {"n_heads": 2, "position": {"type": "none"}}
+    model = build({"m": BLOCKS["mamba"], "a": BLOCKS["alibi"], "g": BLOCKS["gqa"], "s": shared}, "m s+m a s+g m")
+    ids = tokens()
+    expected = model(ids)
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(ids), expected)
+
+
 @pytest.mark.parametrize("name", [*BLOCKS, "shared"])
 def test_bf16_parameters_and_activations(name):
     """No autocast: with bf16 weights (but fp32 SSM parameters) activations stay bf16 and the loss is fp32."""
