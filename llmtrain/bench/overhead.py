@@ -68,7 +68,7 @@ def plain_loop(config: Config) -> list[float]:
 
     torch.manual_seed(config.seed)
     with torch.device("meta"):
-        model, weights = HybridLM(config.model, config.train.loss), HybridLM(config.model, config.train.loss)
+        model, weights = (HybridLM(config.model, config.train.loss) for _ in range(2))
     weights.to_empty(device="cuda")
     weights.init_weights(config.seed)
     model.to_empty(device="cuda")

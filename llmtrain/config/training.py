@@ -35,8 +35,9 @@ class Sharding(Section):
     between forward and backward. hybrid: shard within groups of `shard_size` ranks, replicate between them."""
     shard_size: PositiveInt | None = free(None)
     """For hybrid: ranks per sharding group. Default: the ranks of one node."""
-    sync_every_microbatch: bool = free(True)
-    """Reduce gradients after every microbatch (least memory). false: once a step, at the cost of unsharded gradients."""
+    sync_every_microbatch: bool | None = free(None)
+    """true reduces gradients after every microbatch (least memory); false once a step, at the cost of unsharded weights
+    and gradients in between. Default: false where a sharding group has a single rank, true elsewhere."""
 
     def problems(self) -> Iterator[Problem]:
         if self.shard_size is not None and self.strategy != "hybrid":
@@ -122,6 +123,8 @@ class EvalConfig(Section):
     """Validate on the first samples only."""
     microbatch_size: PositiveInt | None = free(None)
     """Default: train.microbatch_size."""
+    prompt: str | None = free(None)
+    """Text for the model to continue when the run ends."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:

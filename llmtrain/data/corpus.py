@@ -98,7 +98,7 @@ class CorpusWriter:
         self.bad_count = 0
 
     def add(self, unit: EncodedUnit) -> bool:
-        """Write one unit. Returns whether max_bytes is reached. Raises PrepareError for a bad record, unless skipped."""
+        """Write one unit. Returns whether max_bytes is reached; PrepareError for a bad record, unless skipped."""
         for record in unit.bad:
             self._meet_bad(record)
         keep = len(unit.tokens)

@@ -53,69 +53,74 @@ class EncodedUnit:
     """How much of the sources this unit was, for the progress bar."""
 
 
-_worker: tuple[EncodeSettings, Tokenizer, str] | None = None
+class UnitEncoder:
+    """Reads, splits and tokenises units, one after the other."""
+
+    def __init__(self, settings: EncodeSettings) -> None:
+        self.settings = settings
+        self.tokenizer = Tokenizer.from_str(settings.tokenizer)
+        self.tokenizer.encode_special_tokens = True  # not stored in tokenizer.json; see make_tokenizer
+        self.dtype = token_dtype(max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+
+    def __call__(self, unit: Unit) -> EncodedUnit:
+        settings = self.settings
+        items = [item for span in unit for item in read_pieces(span, settings.text_key)]
+        pieces = [item for item in items if isinstance(item, Piece)]
+        held = [is_held_out(piece.name, settings.seed, settings.validation_fraction) for piece in pieces]
+        train_texts = [piece.text for piece, out in zip(pieces, held, strict=True) if not out]
+        train = iter(self.tokenizer.encode_batch_fast(train_texts, add_special_tokens=False))
+        ids: list[list[int]] = []
+        held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        for piece, out in zip(pieces, held, strict=True):
+            if out:
+                # Only this way of encoding tells which text a token stands for.
+                encoding = self.tokenizer.encode(piece.text, add_special_tokens=False)
+                held_bytes.append(_token_bytes(piece, encoding.offsets))
+            else:
+                encoding = next(train)
+            ids.append([*encoding.ids, settings.eod_id] if piece.ends else encoding.ids)
+        return EncodedUnit(
+            held_out=np.array(held, dtype=bool),
+            ends=np.array([piece.ends for piece in pieces], dtype=bool),
+            tokens=np.array([len(tokens) for tokens in ids], dtype=np.int64),
+            text_bytes=np.array([len(piece.text.encode()) for piece in pieces], dtype=np.int64),
+            ids=np.array([token for tokens in ids for token in tokens], dtype=self.dtype),
+            held_bytes=np.concatenate(held_bytes),
+            held_text=[piece.text.encode() for piece, out in zip(pieces, held, strict=True) if out],
+            bad=[item for item in items if isinstance(item, BadRecord)],
+            stored_bytes=sum(span.end - span.begin for span in unit),
+        )
+
+
+def _token_bytes(piece: Piece, offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
+    """Bytes per token of a piece. What no token covers goes to the end-of-document token, or else to the last token."""
+    sizes = bytes_per_token(piece.text, offsets)
+    if piece.ends:
+        return sizes
+    if len(sizes) > 1:
+        sizes[-2] += sizes[-1]
+    return sizes[:-1]
+
+
+_encoder: UnitEncoder | None = None
 
 
 def _start_worker(settings: EncodeSettings) -> None:
-    global _worker
+    global _encoder
     # The processes are the parallelism; threads below them would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_str(settings.tokenizer)
-    tokenizer.encode_special_tokens = True
-    vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    _worker = settings, tokenizer, token_dtype(vocabulary)
+    _encoder = UnitEncoder(settings)
 
 
 def _encode_unit(unit: Unit) -> EncodedUnit:
-    assert _worker is not None
-    settings, tokenizer, dtype = _worker
-    pieces: list[Piece] = []
-    bad: list[BadRecord] = []
-    for span in unit:
-        for item in read_pieces(span, settings.text_key):
-            (pieces if isinstance(item, Piece) else bad).append(item)  # type: ignore[arg-type]
-    held = [is_held_out(piece.name, settings.seed, settings.validation_fraction) for piece in pieces]
-    train_ids = iter(_encode([piece.text for piece, out in zip(pieces, held, strict=True) if not out], tokenizer))
-    ids: list[list[int]] = []
-    held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-    held_text: list[bytes] = []
-    for piece, out in zip(pieces, held, strict=True):
-        if out:
-            encoding = tokenizer.encode(piece.text, add_special_tokens=False)
-            sizes = bytes_per_token(piece.text, encoding.offsets)
-            # What no token covers goes to the end-of-document token, or to the piece's last token.
-            if not piece.ends and len(sizes) > 1:
-                sizes[-2] += sizes[-1]
-                sizes = sizes[:-1]
-            held_bytes.append(sizes)
-            held_text.append(piece.text.encode())
-            tokens = encoding.ids
-        else:
-            tokens = next(train_ids)
-        ids.append([*tokens, settings.eod_id] if piece.ends else tokens)
-    return EncodedUnit(
-        held_out=np.array(held, dtype=bool),
-        ends=np.array([piece.ends for piece in pieces], dtype=bool),
-        tokens=np.array([len(tokens) for tokens in ids], dtype=np.int64),
-        text_bytes=np.array([len(piece.text.encode()) for piece in pieces], dtype=np.int64),
-        ids=np.array([token for tokens in ids for token in tokens], dtype=dtype),
-        held_bytes=np.concatenate(held_bytes),
-        held_text=held_text,
-        bad=bad,
-        stored_bytes=sum(span.end - span.begin for span in unit),
-    )
-
-
-def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert _encoder is not None
+    return _encoder(unit)
 
 
 def encode_units(units: Iterator[Unit], settings: EncodeSettings, workers: int) -> Iterator[EncodedUnit]:
     """Encode in `workers` processes; results come in the order of the units, at most a few of them in flight."""
     if workers == 1:
-        _start_worker(settings)
-        for unit in units:
-            yield _encode_unit(unit)
+        yield from map(UnitEncoder(settings), units)
         return
     # Not fork: the parent may hold threads (tokenizers, CUDA).
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (settings,)) as pool:

@@ -64,7 +64,7 @@ class Prepared:
 
 
 def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
-    """Everything the shards depend on: settings, tokenizer file, and every source file by content (or size and mtime)."""
+    """Everything the shards depend on: settings, tokenizer, and every source file by content (or size and mtime)."""
     by_content = sum(file.size for file in files) <= HASHED_BYTES
     digest = hashlib.blake2b(digest_size=16)
     for file in files:

@@ -117,7 +117,7 @@ def _plain_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
 def _open_compressed(file: SourceFile) -> io.BufferedReader:
     """The file's uncompressed bytes. Raises PrepareError if it cannot be opened."""
     try:
-        raw = gzip.open(file.path, "rb") if file.compression == "gz" else _ZstReader(file.path)
+        raw = gzip.GzipFile(file.path) if file.compression == "gz" else _ZstReader(file.path)
     except OSError as error:
         raise PrepareError(f"{file.path}: {error.strerror or error}") from error
     return io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20)

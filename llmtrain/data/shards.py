@@ -170,8 +170,8 @@ def _check_size(samples: int, data: DataConfig, global_batch_size: int) -> Itera
         yield Problem(
             "data.num_canonical_nodes",
             nodes,
-            f"an epoch is made of multiples of {step} samples (global batch {global_batch_size}, canonical nodes {nodes}) "
-            f"but the training data has {samples}; choose a divisor of the global batch",
+            f"an epoch is made of multiples of {step} samples (global batch {global_batch_size}, canonical nodes "
+            f"{nodes}) but the training data has {samples}; choose a divisor of the global batch",
         )
 
 

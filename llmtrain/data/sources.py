@@ -18,19 +18,19 @@ class PrepareError(ValueError):
     """Something about the sources or the output folder that the user must change."""
 
 
-TEXT_EXTENSIONS = frozenset(
-    """
-    .txt .text .md .rst .tex .org .adoc .csv .tsv .log .html .htm .xml .css .scss .svg .srt .po
-    .py .pyi .pyx .pxd .ipynb .c .h .cc .cpp .cxx .hh .hpp .hxx .cu .cuh .hip .m .mm .go .rs .java .kt .kts .scala .clj
-    .js .jsx .mjs .ts .tsx .vue .rb .pl .pm .php .lua .r .jl .hs .ml .mli .ex .exs .erl .swift .dart .cs .fs .vb .nim
-    .zig .sh .bash .zsh .fish .ps1 .bat .sql .proto .thrift .graphql .s .asm .f .f90 .f95 .el .lisp .scm .v .sv .vhd
-    .json .yaml .yml .toml .ini .cfg .conf .cmake .mk .gradle .tf .nix .bzl .bazel .ld .diff .patch
-    """.split()
-)
+_EXTENSIONS = """
+    .txt .text .md .rst .tex .org .adoc .csv .tsv .log .html .htm .xml .css .scss .svg .srt .po .py .pyi .pyx .pxd
+    .ipynb .c .h .cc .cpp .cxx .hh .hpp .hxx .cu .cuh .hip .m .mm .go .rs .java .kt .kts .scala .clj .js .jsx .mjs
+    .ts .tsx .vue .rb .pl .pm .php .lua .r .jl .hs .ml .mli .ex .exs .erl .swift .dart .cs .fs .vb .nim .zig .sh
+    .bash .zsh .fish .ps1 .bat .sql .proto .thrift .graphql .s .asm .f .f90 .f95 .el .lisp .scm .v .sv .vhd .json
+    .yaml .yml .toml .ini .cfg .conf .cmake .mk .gradle .tf .nix .bzl .bazel .ld .diff .patch
+"""
+_NAMES = """
+    Makefile Dockerfile README LICENSE COPYING NOTICE AUTHORS CHANGELOG NEWS INSTALL TODO BUILD WORKSPACE
+"""
+TEXT_EXTENSIONS = frozenset(_EXTENSIONS.split())
 """What counts as text inside a folder. A file named as a source is read whatever its extension."""
-TEXT_NAMES = frozenset(
-    "Makefile Dockerfile README LICENSE COPYING NOTICE AUTHORS CHANGELOG NEWS INSTALL TODO BUILD WORKSPACE".split()
-)
+TEXT_NAMES = frozenset(_NAMES.split())
 JSONL_EXTENSIONS = frozenset({".jsonl", ".ndjson"})
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})

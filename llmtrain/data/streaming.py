@@ -105,11 +105,11 @@ class TokenDataset(StreamingDataset):
 
 
 class TrainLoader(DataLoader):
-    """Endless epochs of `len(loader)` whole global batches each; one `iter` is one epoch, or what a resume left of it."""
+    """Each `iter` is the next epoch, or what a resume left of it: `len(loader)` whole global batches."""
 
     dataset: TokenDataset
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch]:
         self.dataset.epoch_finished = False
         batches = super().__iter__()
         batch = next(batches, None)

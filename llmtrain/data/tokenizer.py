@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 EOD = "<|endoftext|>"
@@ -72,8 +71,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text is too small for it.
     """
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOD],
@@ -164,8 +163,8 @@ def _load_hub(name: str) -> TextTokenizer:
     except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
         raise TokenizerError(
             f"tokenizer '{name}' is not a local path, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}). Check the name; for a gated model run `hf auth login`; on a machine without "
-            f"internet, run `hf download {name} --include 'tokenizer*' --local-dir DIR` elsewhere, copy DIR here and name it."
+            f"({type(error).__name__}). Check the name; for a gated model run `hf auth login`; without internet, run "
+            f"`hf download {name} --include 'tokenizer*' --local-dir DIR` elsewhere and name a copy of DIR."
         ) from error
     return _load_folder(Path(folder))
 
@@ -185,7 +184,3 @@ def _load_slow(folder: str) -> TextTokenizer:
         raise TokenizerError(f"{folder}: the tokenizer has no eos_token to end documents with")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(slow.eos_token)}
     return make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)
-
-
-def tokenizer_versions() -> dict[str, str]:
-    return {"tokenizers": tokenizers.__version__}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
 
 Batch = Mapping[str, torch.Tensor]
-"""input_ids, labels: int64 [batch, seq_len]; sample_ids: int64 [batch]. A label of -100 is no label."""
+"""Tensors of llmtrain.data.batches.Batch, on the CPU or a device."""
 
 
 class ComposerHybridLM(ComposerModel):
@@ -39,31 +40,43 @@ class ComposerHybridLM(ComposerModel):
         return outputs if outputs is not None else self.forward(batch)
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        return {} if is_train else {"cross_entropy": TokenMean()}
+        return {} if is_train else {"cross_entropy": NatsPerToken(), "bits_per_byte": BitsPerByte()}
 
-    def update_metric(self, batch: Any, outputs: LossOutput, metric: Metric) -> dict:
-        metric.update(outputs.ce, outputs.n_tokens)
+    def update_metric(self, batch: Batch, outputs: LossOutput, metric: Metric) -> dict:
+        metric.update(outputs.ce.double() * outputs.n_tokens, outputs.n_tokens, batch["text_bytes"])
         return {}
 
 
-class TokenMean(Metric):
-    """Mean over labelled tokens, over all batches and ranks, in fp64: nats per token."""
+class NatsPerToken(Metric):
+    """Cross entropy over all labelled tokens of all batches and ranks, summed in fp64."""
 
     full_state_update = False
-    total: torch.Tensor
-    tokens: torch.Tensor
+    nats: torch.Tensor
+    per: torch.Tensor
 
     def __init__(self):
         super().__init__()
-        self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("tokens", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        for name in ("nats", "per"):
+            self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, mean: torch.Tensor, tokens: torch.Tensor) -> None:
-        self.total += mean.double() * tokens
-        self.tokens += tokens
+    def update(self, nats: torch.Tensor, tokens: torch.Tensor, text_bytes: torch.Tensor) -> None:
+        """nats: sum over the batch. tokens: how many have a label. text_bytes: [batch], -1 where unknown."""
+        self.nats += nats
+        self.per += tokens
 
     def compute(self) -> torch.Tensor:
-        return self.total / self.tokens
+        return self.nats / self.per
+
+
+class BitsPerByte(NatsPerToken):
+    """The same sum in bits, per byte of the text behind the labels: comparable between tokenizers. NaN where unknown."""
+
+    def update(self, nats: torch.Tensor, tokens: torch.Tensor, text_bytes: torch.Tensor) -> None:
+        self.nats += nats
+        self.per += torch.where(text_bytes < 0, torch.nan, text_bytes.double()).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.nats / self.per / math.log(2)
 
 
 def data_spec(loader: DataLoader) -> DataSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer.core import State
-from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,34 +19,116 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from llmtrain.config.schema import Config
 
 
-class JSONLLogger(LoggerDestination):
-    """One line per step (`{"step": …, metric: value, …}`), appended: a resumed run continues the file."""
+class StepLogger(LoggerDestination):
+    """Gathers what Composer logs in pieces during a step, and writes it once, on rank 0, under the step's number."""
 
-    def __init__(self, path: Path, interval: int):
-        self.path = path
+    def __init__(self, interval: int = 1):
         self.interval = interval
         self.pending: dict[str, float] = {}
 
-    def init(self, state: State, logger: Logger) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.pending.update({key: float(value) for key, value in metrics.items()})
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % self.interval == 0:
-            self._write(state)
+            self._flush(state)
         self.pending.clear()
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        self._write(state)
+        self._flush(state)
 
-    def _write(self, state: State) -> None:
-        if self.pending and dist.get_global_rank() == 0:
-            line = {"step": state.timestamp.batch.value, "tokens": state.timestamp.token.value, **self.pending}
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def _flush(self, state: State) -> None:
+        # JSON has no NaN; a metric that is not finite is left out rather than make the line unreadable.
+        finite = {name: value for name, value in self.pending.items() if math.isfinite(value)}
+        if finite and dist.get_global_rank() == 0:
+            self.write(state.timestamp.batch.value, {"tokens": state.timestamp.token.value, **finite})
         self.pending.clear()
+
+
+class JSONLLogger(StepLogger):
+    """One line per step (`{"step": …, metric: value, …}`), appended: a resumed run continues the file."""
+
+    def __init__(self, path: Path, interval: int):
+        super().__init__(interval)
+        self.path = path
+
+    def init(self, state: State, logger: Logger) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+class TensorBoardLogger(StepLogger):
+    """RUN/tensorboard. Not Composer's own, which scatters a run over nested folders."""
+
+    def __init__(self, folder: Path, interval: int):
+        super().__init__(interval)
+        self.folder = folder
+
+    def init(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.folder))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            self.writer.close()
+
+
+class WandbLogger(StepLogger):
+    """Weights & Biases; offline, into the run's folder, when there is no API key.
+
+    Not Composer's own, which calls a method that wandb 0.30 removed.
+    """
+
+    def __init__(self, config: Config, folder: Path):
+        super().__init__(config.logging.interval)
+        self.config = config
+        self.folder = folder
+
+    def init(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        import wandb
+
+        options = self.config.logging.wandb
+        assert options is not None
+        if not _has_wandb_key():
+            os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` sends it later
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            name=self.config.name,
+            tags=list(options.tags),
+            dir=str(self.folder),
+            config=self.config.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True),
+        )
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log({"step": step, **metrics})
+
+    def close(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            self.run.finish()
+
+
+def _has_wandb_key() -> bool:
+    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    return bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
 
 
 def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
@@ -135,28 +218,7 @@ def build_loggers(config: Config, folder: Path, total_steps: int) -> list[Logger
     if dist.get_global_rank() == 0:
         loggers.append(ProgressLogger(total_steps, config.logging.progress_bar))
     if config.logging.tensorboard:
-        loggers.append(TensorboardLogger(log_dir=str(folder / "tensorboard"), flush_interval=100))
+        loggers.append(TensorBoardLogger(folder / "tensorboard", config.logging.interval))
     if config.logging.wandb:
-        loggers.append(_wandb(config, folder))
+        loggers.append(WandbLogger(config, folder))
     return loggers
-
-
-def _wandb(config: Config, folder: Path) -> WandBLogger:
-    wandb = config.logging.wandb
-    assert wandb is not None
-    if not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or _netrc_has_wandb()):
-        os.environ["WANDB_MODE"] = "offline"  # synced later with `wandb sync`
-    os.environ.setdefault("WANDB_SILENT", "true")
-    return WandBLogger(
-        project=wandb.project,
-        entity=wandb.entity,
-        group=wandb.group,
-        name=config.name,
-        tags=list(wandb.tags),
-        init_kwargs={"dir": str(folder), "id": config.name, "resume": "allow"},
-    )
-
-
-def _netrc_has_wandb() -> bool:
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    return path.is_file() and "api.wandb.ai" in path.read_text(errors="replace")

@@ -72,9 +72,13 @@ def compile_layers(model: HybridLM) -> None:
 
     Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
     """
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 4 * len(model.blocks))
+    # All layers share the code of Block.forward, and with it one cache of compilations: one per kind of layer,
+    # twice over (training and validation).
+    kinds = len(model.config.blocks) * 4
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, kinds)
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
 
 def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMesh:

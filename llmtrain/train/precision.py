@@ -16,6 +16,10 @@ from llmtrain.models.mixers.mamba2 import SSMParameters
 Precision = Literal["fp32", "amp_bf16"]
 
 
+def compute_dtype(precision: Precision) -> torch.dtype:
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()

@@ -1,2 +1,112 @@
-"""What a finished run shows."""
-def report(config, outcome, command_file, overrides, seconds): print(outcome.validation_loss)
+"""What a finished run shows: the loss, what it is worth in bits per byte, a picture, a sample, and what to do next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from composer.utils import dist
+
+from llmtrain.config.schema import Config
+from llmtrain.data.baselines import read_baselines
+from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.generate.sampling import sample, tokenizer_path
+from llmtrain.train.loggers import read_metrics
+from llmtrain.train.run import Outcome
+
+SAMPLE_TOKENS = 64
+
+
+def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[str], seconds: float) -> None:
+    """Prints the end of a run. Every rank calls this: sampling from a sharded model takes all of them."""
+    completion = _complete(config, outcome)
+    if dist.get_global_rank() != 0:
+        return
+    minutes, rest = divmod(round(seconds), 60)
+    print(f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min")
+    _print_quality(config, outcome)
+    picture = plot_loss(outcome.folder)
+    if picture:
+        print(f"loss curve       {picture}")
+    if completion:
+        print(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
+    _print_next(config, file, overrides)
+
+
+def _print_quality(config: Config, outcome: Outcome) -> None:
+    if outcome.validation_loss is None:
+        return
+    print(f"validation loss  {outcome.validation_loss:.4f} nats per token")
+    if outcome.bits_per_byte is None:
+        return
+    line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
+    if config.data.prepare:
+        baselines = read_baselines(config.data.prepare.out)
+        others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
+        line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)
+    print(line)
+
+
+def plot_loss(folder: Path) -> Path | None:
+    """Draws RUN/loss.png from RUN/metrics.jsonl: training and validation loss over steps. None if nothing was logged."""
+    log = folder / "metrics.jsonl"
+    if not log.exists():
+        return None
+    steps, losses = read_metrics(log, "loss/train/total")
+    at, validation = read_metrics(log, "metrics/validation/cross_entropy")
+    if not steps:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), constrained_layout=True)
+    axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="#2171b5", linewidth=1.8, label="training, smoothed")
+    if at:
+        axes.plot(at, validation, "o-", color="#d94801", markersize=5, label="validation")
+        axes.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right")
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=folder.name, xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    smooth, total, mass = [], 0.0, 0.0
+    for value in values:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        smooth.append(total / mass)
+    return smooth
+
+
+def _complete(config: Config, outcome: Outcome) -> str | None:
+    if config.eval.prompt is None:
+        return None
+    tokenizer = load_tokenizer(tokenizer_path(config.data.model_dump(mode="json")))
+    model = outcome.model.eval()
+    # One short sequence is not worth a compilation. No stop token: every rank must take every step.
+    with torch.compiler.set_stance("force_eager"):
+        new = sample(
+            model, tokenizer.encode(config.eval.prompt), max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=config.seed
+        )
+        return config.eval.prompt + tokenizer.decode(new)
+
+
+def _print_next(config: Config, file: str, overrides: Sequence[str]) -> None:
+    command = "uv run llmtrain" if "UV_RUN_RECURSION_DEPTH" in os.environ else "llmtrain"
+    same = " ".join(shlex.quote(word) for word in [file, *overrides])
+    longer = f"{int(config.train.duration.value * 2)} {config.train.duration.unit}"
+    prompt = config.eval.prompt or "Once upon a time"
+    print("\nnext:")
+    print(f"  {command} train {same} train.duration={shlex.quote(longer)}   # resume, and train on")
+    print(f"  {command} describe {same}")
+    print(f"  {command} generate {shlex.quote(str(config.run_dir))} --prompt {shlex.quote(prompt.strip())}", flush=True)

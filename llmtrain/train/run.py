@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import build_train_loader, build_validation_loader
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.train.callbacks.checkpointing import Checkpointing
+from llmtrain.train.callbacks.gradient_sync import GradientSync
 from llmtrain.train.callbacks.schedule import Schedule
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -27,16 +29,19 @@ from llmtrain.train.distributed import initialize, world_from_environment
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize
+from llmtrain.train.precision import compute_dtype
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training left behind. validation_loss: nats per token, None without validation data."""
+    """What training left behind. validation_loss: nats per token; None without validation data, as is bits_per_byte."""
 
     folder: Path
     step: int
+    tokens: int
     model: HybridLM
     validation_loss: float | None
+    bits_per_byte: float | None
 
 
 def train(config: Config) -> Outcome:
@@ -53,7 +58,7 @@ def train(config: Config) -> Outcome:
         refuse_another_meaning(config, *resumed)
 
     with torch.device("meta"):
-        model = HybridLM(config.model, config.train.loss)
+        model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
     parallelize(model, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
     loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
@@ -87,6 +92,7 @@ def train(config: Config) -> Outcome:
         callbacks=[
             StepRNG(config.seed),
             Schedule(LearningRate(config, total_steps, steps_per_epoch)),
+            GradientSync(model, config.train.sharding.sync_every_microbatch),
             Stability(config.train),
             Throughput(token_cost(model, config.train, config.data.seq_len, device)),
             Checkpointing(
@@ -108,9 +114,21 @@ def train(config: Config) -> Outcome:
     if trainer.state.timestamp.batch.value < total_steps:
         trainer.fit()
     trainer.close()
-    metric = trainer.state.eval_metrics.get("validation", {}).get("cross_entropy")
-    loss = float(metric.compute()) if metric is not None and metric.update_called else None
-    return Outcome(folder, trainer.state.timestamp.batch.value, model, loss)
+    clock = trainer.state.timestamp
+    return Outcome(
+        folder,
+        clock.batch.value,
+        clock.token.value,
+        model,
+        validation_loss=final_metric(trainer.state, "cross_entropy"),
+        bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
+    )
+
+
+def final_metric(state: State, name: str) -> float | None:
+    metric = state.eval_metrics.get("validation", {}).get(name)
+    value = float(metric.compute()) if metric is not None and metric.update_called else math.nan
+    return value if math.isfinite(value) else None
 
 
 def evaluators(config: Config) -> list[Evaluator]:

@@ -27,13 +27,13 @@ def run_rank(args: argparse.Namespace) -> int:
         if args.fresh and world.is_main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
         return _train(config, args, world)
-    except ValueError as error:
-        if _first_to_fail(folder, world):
-            print(error, file=sys.stderr, flush=True)
-        return _leave(2)
     except KeyboardInterrupt:
         return _leave(130)
     except BaseException as error:
+        if isinstance(error, ValueError) and _raised_by_us(error):
+            if _first_to_fail(folder, world):
+                print(error, file=sys.stderr, flush=True)
+            return _leave(2)
         if _first_to_fail(folder, world):
             where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
             trace = _write_trace(folder, world, error)
@@ -52,7 +52,7 @@ def _train(config: Config, args: argparse.Namespace, world: World) -> int:
 
     began = time.perf_counter()
     outcome = train(config)
-    report(config, outcome, command_file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
+    report(config, outcome, file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
     return 0
 
 
@@ -97,6 +97,12 @@ def _first_to_fail(folder: Path | None, world: World) -> bool:
     except OSError:
         return True  # a full or read-only disk must not silence the error
     return True
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """A ValueError of this package is addressed to the user and is the whole story; a library's is a failure to look into."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(frame.filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _write_trace(folder: Path | None, world: World, error: BaseException) -> Path | None:

@@ -11,12 +11,12 @@ import pytest
 
 from llmtrain.config.data import PrepareConfig
 
-WORDS = "the quick brown fox jumps over lazy dogs while naïve café owners 走 home über the bridge\n".split(" ")
+SENTENCE = "the quick brown fox jumps over lazy dogs while naïve café owners 走 home über the bridge\n"
 
 
 def some_text(seed: int, words: int) -> str:
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(words))
+    rng, words_of_it = random.Random(seed), SENTENCE.split(" ")
+    return " ".join(rng.choice(words_of_it) for _ in range(words))
 
 
 @pytest.fixture(scope="session")

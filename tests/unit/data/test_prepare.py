@@ -194,7 +194,7 @@ def test_undecodable_files_of_a_folder_are_skipped_and_named_but_not_a_named_fil
     bad.write_bytes(b"fine\n\xff\xfe\n")
     result = prepare(settings(corpus), progress=False)
     assert result.manifest["skipped"]["first"] == [f"{bad}:2: not UTF-8: invalid start byte at byte 5"]
-    with pytest.raises(PrepareError, match="99.txt:2: not UTF-8"):
+    with pytest.raises(PrepareError, match=r"99.txt:2: not UTF-8"):
         prepare(settings("", sources=[str(corpus), str(bad)], out=str(corpus.parent / "other")), progress=False)
 
 
@@ -277,13 +277,13 @@ def test_a_vocabulary_the_text_cannot_fill_is_an_error(tmp_path, settings):
 def test_an_unwritable_place_is_a_clear_error(corpus, settings, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
-    with pytest.raises(PrepareError, match="cannot write to .*locked"):
+    with pytest.raises(PrepareError, match=r"cannot write to .*locked"):
         prepare(settings(corpus, out=str(locked / "out")), progress=False)
 
 
 def test_a_file_in_the_way_is_a_clear_error(corpus, settings, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PrepareError, match="cannot write to .*file"):
+    with pytest.raises(PrepareError, match=r"cannot write to .*file"):
         prepare(settings(corpus, out=str(tmp_path / "file/out")), progress=False)
 
 

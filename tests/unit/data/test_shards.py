@@ -108,7 +108,7 @@ def test_the_fingerprint_follows_content_and_mixture_not_place(tmp_path, write_s
 
 
 def test_the_fingerprint_of_missing_shards_is_an_error(tmp_path):
-    with pytest.raises(ShardError, match="holds no index.json"):
+    with pytest.raises(ShardError, match=r"holds no index.json"):
         data_fingerprint(config({"a": {"local": str(tmp_path)}}))
 
 

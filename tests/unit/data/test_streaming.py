@@ -217,7 +217,7 @@ def test_ranks_must_divide_the_batch(data, monkeypatch):
 
 def test_samples_of_another_length_are_an_error(data):
     loader = build_train_loader(data({"a": 16}, seq_len=9), global_batch_size=4)
-    with pytest.raises(ShardError, match="has 8 tokens, data.seq_len is 9"):
+    with pytest.raises(ShardError, match=r"has 8 tokens, data.seq_len is 9"):
         next(iter(loader))
 
 
