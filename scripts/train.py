@@ -1,4 +1,7 @@
-"""One rank of a training run, for launchers: `composer -n 8 scripts/train.py FILE`, `torchrun --nproc-per-node 8 scripts/train.py FILE`.
+"""One rank of a training run, for launchers:
+
+    composer -n 8 scripts/train.py FILE
+    torchrun --nproc-per-node 8 scripts/train.py FILE
 
 Started plainly, it does what `llmtrain train` does.
 """

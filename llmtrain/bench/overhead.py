@@ -39,7 +39,9 @@ def main() -> int:
     again = _plain(args)
     for name, seconds in (("plain loop", plain), ("llmtrain train", ours), ("plain loop again", again)):
         rate = config.tokens_per_step / seconds
-        print(f"{name:18} {1000 * seconds:9.1f} ms/step  {rate:9,.0f} tokens/s  MFU {100 * mfu(config, rate):.2f} % (foundry)")
+        print(
+            f"{name:18} {1000 * seconds:9.1f} ms/step  {rate:9,.0f} tokens/s  MFU {100 * mfu(config, rate):.2f} % (foundry)"
+        )
     print(f"llmtrain / plain loop: {ours / min(plain, again):.4f} x the step time")
     return 0
 
@@ -77,10 +79,11 @@ def plain_loop(config: Config) -> list[float]:
         model.bfloat16()
         for module in fp32_modules(model):
             module.float()
-    copies, masters = list(model.parameters()), list(weights.parameters())
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    gradients = [master.grad for master in masters]
+    copies = [p.data for p in model.parameters()]
+    masters = list(weights.parameters())
+    gradients = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
     optimizer = build_optimizer(weights, config.optimizer)
     rate = LearningRate(config, int(config.train.duration.value), None)
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
@@ -97,7 +100,7 @@ def plain_loop(config: Config) -> list[float]:
         for at in range(0, per_step, size):
             loss = model(ids[at : at + size], labels[at : at + size]).loss
             (loss * size / per_step).backward()
-            torch._foreach_add_(gradients, [copy.grad for copy in copies])
+            torch._foreach_add_(gradients, [p.grad for p in model.parameters() if p.grad is not None])
             model.zero_grad(set_to_none=True)
         torch.nn.utils.clip_grad_norm_(masters, config.train.clip_grad_norm or float("inf"))
         for group in optimizer.param_groups:

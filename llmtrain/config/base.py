@@ -104,7 +104,9 @@ class Duration:
             return -(-int(self.value) // tokens_per_step)
         if self.unit == "epochs":
             if steps_per_epoch is None:
-                raise ValueError(f"'{self}' needs the length of an epoch, which is not known here; give steps or tokens")
+                raise ValueError(
+                    f"'{self}' needs the length of an epoch, which is not known here; give steps or tokens"
+                )
             return round(self.value * steps_per_epoch)
         if total_steps is None:
             raise ValueError(f"'{self}' needs the length of the run, which is not known here; give steps or tokens")

@@ -40,9 +40,15 @@ class PrepareConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokenizer is None) == (self.vocab_size is None):
-            yield Problem("tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both")
+            yield Problem(
+                "tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both"
+            )
         if self.vocab_size is not None and self.vocab_size < 257:
-            yield Problem("vocab_size", self.vocab_size, "a byte-level BPE needs at least 257 entries (256 bytes and end of document)")
+            yield Problem(
+                "vocab_size",
+                self.vocab_size,
+                "a byte-level BPE needs at least 257 entries (256 bytes and end of document)",
+            )
 
 
 class StreamConfig(Section):

@@ -43,11 +43,15 @@ class Config(Section):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             yield Problem("name", self.name, "use letters, digits, '.', '_' and '-' only")
         if self.data.seq_len > self.model.max_seq_len:
-            yield Problem("data.seq_len", self.data.seq_len, f"must not exceed model.max_seq_len ({self.model.max_seq_len})")
+            yield Problem(
+                "data.seq_len", self.data.seq_len, f"must not exceed model.max_seq_len ({self.model.max_seq_len})"
+            )
         prepare = self.data.prepare
         if prepare and prepare.vocab_size and prepare.vocab_size > self.model.vocab_size:
             yield Problem(
-                "data.prepare.vocab_size", prepare.vocab_size, f"must not exceed model.vocab_size ({self.model.vocab_size})"
+                "data.prepare.vocab_size",
+                prepare.vocab_size,
+                f"must not exceed model.vocab_size ({self.model.vocab_size})",
             )
         yield from self._duration_problems()
 

@@ -18,7 +18,8 @@ class ActivationCheckpointing(Section):
     """Recompute activations in the backward pass rather than keep them."""
 
     type: Literal["none", "full", "every_k", "selective"] = free("none")
-    """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every second matmul."""
+    """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every
+    second matmul."""
     k: PositiveInt | None = free(None)
     """For every_k."""
 
@@ -54,7 +55,8 @@ class TrainConfig(Section):
     microbatch_size: PositiveInt = free()
     """Sequences per forward pass on one rank."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
-    """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and dt_bias stay fp32."""
+    """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and
+    dt_bias stay fp32."""
     loss: LossConfig = LossConfig()
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -112,7 +114,9 @@ class ScheduleConfig(Section):
         if self.type in ("constant", "inverse_sqrt") and self.final_lr_fraction is not None:
             yield Problem("final_lr_fraction", self.final_lr_fraction, f"has no effect with type: {self.type}")
         if self.type == "inverse_sqrt" and self.warmup.value == 0:
-            yield Problem("warmup", str(self.warmup), "inverse_sqrt needs a warmup: the rate is lr * sqrt(warmup / step)")
+            yield Problem(
+                "warmup", str(self.warmup), "inverse_sqrt needs a warmup: the rate is lr * sqrt(warmup / step)"
+            )
 
 
 class EvalConfig(Section):

@@ -76,7 +76,10 @@ class TokenDataset(StreamingDataset):
             self._shard_states[shard_id] = _ShardState.LOCAL
             stream = self.streams[self.stream_per_shard[shard_id]]
             file = os.path.join(stream.local, stream.split, self.shards[shard_id].raw_data.basename)
-            raise ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}") from error
+            self._failure = ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}")
+            if hasattr(self, "_event"):
+                self._event.set()  # or this process's other threads would wait for the shard for ever
+            raise self._failure from error
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         try:

@@ -25,7 +25,9 @@ def load_model(path: Path) -> tuple[HybridLM, TextTokenizer]:
     else:
         found = store.latest(path / "checkpoints", warn=print) if path.is_dir() else None
         if found is None:
-            raise ValueError(f"{path} holds no complete checkpoint; give a run's folder (runs/NAME) or RUN/checkpoints/step-N")
+            raise ValueError(
+                f"{path} holds no complete checkpoint; give a run's folder (runs/NAME) or RUN/checkpoints/step-N"
+            )
         folder, manifest = found
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device("meta"):

@@ -205,12 +205,16 @@ class ModelConfig(Section):
                 used.add(name)
                 if name not in self.blocks:
                     yield Problem("layers", name, f"no such block; model.blocks has {', '.join(sorted(self.blocks))}")
-        for layer in {layer for layer in layers}:
+        for layer in dict.fromkeys(layers):
             block, shared = self.blocks.get(layer.block), self.blocks.get(layer.shared or "")
             if isinstance(block, SharedAttentionBlock):
-                yield Problem("layers", layer.block, f"is a shared block; write '{layer.block}+NAME' to feed it into block NAME")
+                yield Problem(
+                    "layers", layer.block, f"is a shared block; write '{layer.block}+NAME' to feed it into block NAME"
+                )
             if shared is not None and not isinstance(shared, SharedAttentionBlock):
-                yield Problem("layers", layer.shared, "stands before a '+', which takes a block of type shared_attention")
+                yield Problem(
+                    "layers", layer.shared, "stands before a '+', which takes a block of type shared_attention"
+                )
         if layers:
             for name in sorted(set(self.blocks) - used):
                 yield Problem(f"blocks.{name}", name, "is defined but never used in model.layers; use it or remove it")
@@ -229,14 +233,20 @@ def _width_problems(block: Block, d_model: int) -> Iterator[Problem]:
         if d_inner % block.head_dim:
             yield Problem("head_dim", block.head_dim, f"must divide expand * d_model = {d_inner}")
         elif (d_inner // block.head_dim) % block.n_groups:
-            yield Problem("n_groups", block.n_groups, f"must divide the {d_inner // block.head_dim} heads (expand * d_model / head_dim)")
+            yield Problem(
+                "n_groups",
+                block.n_groups,
+                f"must divide the {d_inner // block.head_dim} heads (expand * d_model / head_dim)",
+            )
         return
     width = 2 * d_model if isinstance(block, SharedAttentionBlock) else d_model
     if block.head_dim is None and width % block.n_heads:
         text = "2 * d_model" if width != d_model else "d_model"
         yield Problem("n_heads", block.n_heads, f"must divide {text} = {width}, or head_dim must be given")
     elif block.head_dim is None and block.position.type == "rotary" and (width // block.n_heads) % 2:
-        yield Problem("n_heads", block.n_heads, f"gives head_dim {width // block.n_heads}; rotary positions need an even one")
+        yield Problem(
+            "n_heads", block.n_heads, f"gives head_dim {width // block.n_heads}; rotary positions need an even one"
+        )
 
 
 class LossConfig(Section):

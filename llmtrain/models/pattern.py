@@ -44,7 +44,9 @@ def _tokenize(text: str) -> list[tuple[str, str, int]]:
         match = _TOKEN.match(text, at)
         if not match:
             at += len(text[at:]) - len(text[at:].lstrip())
-            raise PatternError(f"unexpected '{text[at]}' at character {at + 1}; a pattern has block names, *, +, ( and )")
+            raise PatternError(
+                f"unexpected '{text[at]}' at character {at + 1}; a pattern has block names, *, +, ( and )"
+            )
         kind = match.lastgroup
         assert kind is not None
         tokens.append((kind, match[kind], match.start(kind)))

@@ -23,7 +23,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What `llmtrain train` and scripts/train.py share."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the file's")
-    parser.add_argument("--fresh", action="store_true", help="start anew; earlier checkpoints and logs of the run are moved aside")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start anew; earlier checkpoints and logs of the run are moved aside"
+    )
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -33,7 +35,9 @@ def run_train(args: argparse.Namespace) -> int:
 
     if launched_by_a_launcher():
         if args.nproc is not None:
-            raise ValueError("--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher")
+            raise ValueError(
+                "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
+            )
         return run_rank(args)
 
     load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
@@ -47,7 +51,9 @@ def run_train(args: argparse.Namespace) -> int:
     config = load_config(args.file, args.overrides, world_size=processes, check_data=True)
     if args.fresh:
         set_aside(Path(config.run_dir))
-    return launch([sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides], processes, config.run_dir)
+    return launch(
+        [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides], processes, config.run_dir
+    )
 
 
 def _gpus() -> int:

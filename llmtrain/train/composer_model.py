@@ -95,7 +95,9 @@ def _split(batch: Batch, microbatch_size: int | float) -> Sequence[dict[str, Any
     Composer asks for the count again when the microbatch is on the GPU, where counting would wait for the device.
     """
     size = int(microbatch_size)
-    parts = [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)]
+    parts = [
+        {key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)
+    ]
     return [{**part, "n_labels": int((part["labels"] != -100).sum())} for part in parts]
 
 

@@ -30,7 +30,9 @@ def launch(command: list[str], processes: int, run_dir: str) -> int:
     }
     port = free_port()
     ranks = [
-        _start(command, {**shared, **rank_environment(rank, processes, port)}, logs / f"rank{rank}.txt" if rank else None)
+        _start(
+            command, {**shared, **rank_environment(rank, processes, port)}, logs / f"rank{rank}.txt" if rank else None
+        )
         for rank in range(processes)
     ]
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -37,8 +39,10 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
-        context = {"context_fn": _selective_contexts} if config.type == "selective" else {}
-        model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=model.config.dropout > 0, **context)
+        options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
+        if config.type == "selective":
+            options["context_fn"] = _selective_contexts
+        model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
 # Costly to compute, cheap to keep: attention, and (below) every second matrix product.

@@ -26,7 +26,9 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
     if dist.get_global_rank() != 0:
         return
     minutes, rest = divmod(round(seconds), 60)
-    print(f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min")
+    print(
+        f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min"
+    )
     _print_quality(config, outcome)
     picture = plot_loss(outcome.folder)
     if picture:
@@ -69,7 +71,9 @@ def plot_loss(folder: Path) -> Path | None:
     axes.plot(steps, _smooth(losses), color="#2171b5", linewidth=1.8, label="training, smoothed")
     if at:
         axes.plot(at, validation, "o-", color="#d94801", markersize=5, label="validation")
-        axes.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right")
+        axes.annotate(
+            f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right"
+        )
     axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=folder.name, xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -96,7 +100,12 @@ def _complete(config: Config, outcome: Outcome) -> str | None:
     # One short sequence is not worth a compilation. No stop token: every rank must take every step.
     with torch.compiler.set_stance("force_eager"):
         new = sample(
-            model, tokenizer.encode(config.eval.prompt), max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=config.seed
+            model,
+            tokenizer.encode(config.eval.prompt),
+            max_new_tokens=SAMPLE_TOKENS,
+            temperature=0.8,
+            top_k=50,
+            seed=config.seed,
         )
         return config.eval.prompt + tokenizer.decode(new)
 

@@ -16,7 +16,7 @@ from llmtrain.checkpoint import store
 from llmtrain.config.load import differences
 from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
-from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
@@ -158,6 +158,7 @@ def refuse_another_meaning(config: Config, folder: Path, manifest: store.Manifes
 def data_position(state: State, config: Config) -> dict[str, Any]:
     """Where the run stands in its data: read at a step boundary, so nothing prefetched is counted."""
     dataset = state._dataset_of(state.train_dataloader)
+    assert isinstance(dataset, TokenDataset)
     seen = state.timestamp.sample_in_epoch.value
     return {"position": dataset.state_dict(seen, True), "fingerprint": data_fingerprint(config.data)}
 

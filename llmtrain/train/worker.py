@@ -61,7 +61,9 @@ def _refuse_missing_gpus(world: World) -> None:
 
     available = torch.cuda.device_count()
     if available and world.local_size > available:
-        raise ValueError(f"{world.local_size} processes on this machine, but it has {available} GPU(s); use --nproc {available}")
+        raise ValueError(
+            f"{world.local_size} processes on this machine, but it has {available} GPU(s); use --nproc {available}"
+        )
 
 
 def _prepare_data(config: Config, world: World) -> None:
@@ -86,7 +88,9 @@ def _first_to_fail(folder: Path | None, world: World) -> bool:
         return True
     if folder is None:  # the config could not be read: all ranks fail alike
         return world.is_main
-    launch = os.environ.get("LLMTRAIN_LAUNCH_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
+    launch = (
+        os.environ.get("LLMTRAIN_LAUNCH_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
+    )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     marker = folder / "errors" / f"first-{launch}-{restart}"
     try:

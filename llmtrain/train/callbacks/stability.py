@@ -55,9 +55,13 @@ class Stability(Callback):
         message = self._describe(state, bool(bad_loss.item()), value)
         self.skipped_in_a_row += 1
         if self.policy == "stop":
-            raise NonFiniteError(f"{message}. Nothing of this step was applied; set train.nonfinite: skip to drop such steps")
+            raise NonFiniteError(
+                f"{message}. Nothing of this step was applied; set train.nonfinite: skip to drop such steps"
+            )
         if self.skipped_in_a_row > self.max_skipped:
-            raise NonFiniteError(f"{message}. {self.max_skipped} steps in a row were skipped before it (train.max_skipped_steps)")
+            raise NonFiniteError(
+                f"{message}. {self.max_skipped} steps in a row were skipped before it (train.max_skipped_steps)"
+            )
         self.skipped += 1
         logger.log_metrics({"train/skipped_steps": self.skipped})
         if dist.get_global_rank() == 0:

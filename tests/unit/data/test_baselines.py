@@ -31,7 +31,7 @@ def test_no_text_is_an_error():
     with pytest.raises(ValueError):
         xz_bits_per_byte(b"")
     with pytest.raises(ValueError):
-        unigram_bits_per_byte(np.ones(3), np.ones(3), 0)
+        unigram_bits_per_byte(np.ones(3, int), np.ones(3, int), 0)
 
 
 def test_a_prepared_folder_carries_both(corpus, settings, tmp_path):

@@ -228,8 +228,13 @@ def test_a_flipped_bit_in_a_shard_stops_the_run(data, tmp_path, workers):
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)
-    with pytest.raises(ShardError, match=f"cannot be had: ValueError: Checksum failure: {shard}"):
-        list(build_train_loader(config, global_batch_size=4))
+    loader = build_train_loader(config, global_batch_size=4)
+    try:
+        with pytest.raises(ShardError, match=f"cannot be had: ValueError: Checksum failure: {shard}"):
+            list(loader)
+    finally:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()  # left to the garbage collector, it waits 5 s per worker
 
 
 def test_a_flipped_bit_in_a_validation_shard_stops_the_run(data, tmp_path, write_shards):

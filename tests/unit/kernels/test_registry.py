@@ -80,7 +80,7 @@ def test_platform_reasons_wait_for_a_platform():
 
 
 def test_an_unknown_backend_is_named_with_those_that_exist():
-    with pytest.raises(ValueError, match="no attention backend named 'flsh'.*auto, flex, reference, sdpa"):
+    with pytest.raises(ValueError, match=r"no attention backend named 'flsh'.*auto, flex, reference, sdpa"):
         registry.resolve("attention", "flsh", PLAIN, CPU)
 
 

@@ -216,7 +216,7 @@ def test_dropout_acts_in_training_only():
 
 def test_sequences_longer_than_learned_positions_are_refused():
     model = build({"a": ATTENTION}, "a", positions="learned")
-    with pytest.raises(ValueError, match="33 tokens.*max_seq_len is 32"):
+    with pytest.raises(ValueError, match=r"33 tokens.*max_seq_len is 32"):
         model(tokens(1, 33))
 
 

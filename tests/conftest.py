@@ -1,0 +1,56 @@
+"""What the tests of training share: tiny shards, and processes that act as ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config.data import PrepareConfig
+from tests.support.ranks import Ranks
+from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """Prepared text: train/ of 16 batches of 8 samples (and a few more samples), validation/, tokenizer/."""
+    from llmtrain.data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = random.Random(0)
+    for i in range(40):
+        text = " ".join(rng.choice(WORDS) for _ in range(55))
+        (folder / "text").mkdir(exist_ok=True)
+        (folder / "text" / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    made = prepare(
+        PrepareConfig(
+            sources=[str(folder / "text")],
+            out=str(folder / "shards"),
+            vocab_size=300,
+            seq_len=SEQ_LEN,
+            validation_fraction=0.2,
+            workers=1,
+        ),
+        progress=False,
+    )
+    assert made.split("train")["samples"] // GLOBAL_BATCH == STEPS_PER_EPOCH, made.split("train")
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """ranks(n): a group of n processes, the same one for all tests until it breaks."""
+    groups: dict[int, Ranks] = {}
+
+    def group(size: int) -> Ranks:
+        if size not in groups or not groups[size].alive:
+            groups[size] = Ranks(size)
+        return groups[size]
+
+    yield group
+    for made in groups.values():
+        made.close()

@@ -1,0 +1,91 @@
+"""Processes that act as the ranks of a run, and stay for many tests: importing Composer takes many seconds."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from llmtrain.train.distributed import free_port, rank_environment
+
+
+class RankFailed(Exception):
+    """A job raised on some ranks; the text holds what each of them raised."""
+
+
+class Ranks:
+    """A gloo group of `size` processes, forked from one that has imported Composer."""
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["llmtrain.train.run"])
+        port = free_port()
+        self.alive = True
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """What job(*args) returns on each rank. Raises RankFailed if it raised on any, or a rank hung or died."""
+        for pipe in self.pipes:
+            pipe.send((job, args))
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                heard = pipe.poll(max(deadline - time.monotonic(), 0))
+                answers.append(pipe.recv() if heard else (False, f"rank {rank} hung"))
+            except EOFError:
+                heard, _ = False, answers.append((False, f"rank {rank} died"))
+            if not heard:
+                self.kill()  # the next test gets a new group
+                break
+        failures = [str(answer) for fine, answer in answers if not fine]
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def kill(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        if not self.alive:
+            return
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+        self.kill()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(rank_environment(rank, size, port))
+    import torch
+
+    from llmtrain.train.distributed import initialize
+
+    torch.set_num_threads(1)
+    initialize()
+    while (work := pipe.recv()) is not None:
+        job, args = work
+        try:
+            answer = (True, job(*args))
+        except BaseException:
+            answer = (False, f"rank {rank}: {traceback.format_exc()}")
+        pipe.send(answer)
+    torch.distributed.destroy_process_group()
+    atexit._run_exitfuncs()  # a forked child skips them, and with them StreamingDataset's release of shared memory

@@ -1,0 +1,78 @@
+"""Training runs inside ranks, observed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+
+from llmtrain.config.schema import Config
+from llmtrain.train import run
+from llmtrain.train.loggers import build_loggers, read_metrics
+
+
+class Interrupted(Exception):
+    """Stands for a kill: raised on every rank before a step, after which nothing is saved."""
+
+
+class Recorder(LoggerDestination):
+    """Sample ids of each step over all ranks, sorted; raises Interrupted before step `stop_before` (from 0)."""
+
+    def __init__(self, stop_before: int | None):
+        self.stop_before = stop_before
+        self.samples: dict[int, list[int]] = {}
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        step = state.timestamp.batch.value
+        if step == self.stop_before:
+            raise Interrupted
+        ids = dist.all_gather_object(state.batch["sample_ids"].tolist())
+        self.samples[step + 1] = sorted(id for rank in ids for id in rank)
+
+
+@dataclass(frozen=True)
+class Run:
+    """losses, samples: by step, from 1; losses of the whole run as metrics.jsonl holds them, samples of this session."""
+
+    losses: dict[int, float]
+    samples: dict[int, list[int]]
+    validation: dict[int, float]
+
+
+@contextlib.contextmanager
+def recorded(stop_before: int | None = None) -> Iterator[Recorder]:
+    recorder = Recorder(stop_before)
+    with patch.object(run, "build_loggers", lambda *args: [*build_loggers(*args), recorder]):
+        yield recorder
+
+
+def train(config: Config, stop_before: int | None = None) -> Run:
+    """A job for Ranks.run: trains, or continues, the run of a config."""
+    with recorded(stop_before) as recorder, contextlib.suppress(Interrupted):
+        run.train(config)
+    dist.barrier()  # rank 0 has written its last line
+    return Run(
+        losses=_metric(config, "loss/train/total"),
+        samples=recorder.samples,
+        validation=_metric(config, "metrics/validation/cross_entropy"),
+    )
+
+
+def _metric(config: Config, name: str) -> dict[int, float]:
+    return dict(zip(*read_metrics(Path(config.run_dir) / "metrics.jsonl", name), strict=True))
+
+
+def read_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """{model: {name: tensor}, optimizer: {...}} of a checkpoint, unsharded, without a process group."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(checkpoint, scratch)
+    return torch.load(scratch, weights_only=False)
