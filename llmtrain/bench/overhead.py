@@ -80,7 +80,7 @@ def plain_loop(config: Config) -> list[float]:
         for module in fp32_modules(model):
             module.float()
     copies = [p.data for p in model.parameters()]
-    masters = list(weights.parameters())
+    masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient

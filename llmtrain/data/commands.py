@@ -40,5 +40,5 @@ def run_prepare(args: argparse.Namespace) -> int:
     except ValidationError as error:
         lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
         raise ValueError("\n".join(lines)) from None
-    prepare(config, overwrite=args.overwrite)
+    print(prepare(config, overwrite=args.overwrite).summary())
     return 0

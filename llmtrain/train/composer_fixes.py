@@ -13,5 +13,9 @@ import warnings
 def quiet() -> None:
     """Silences what Composer and its libraries say at every start that no user can act on. LLMTRAIN_VERBOSE=1 keeps it."""
     warnings.filterwarnings("ignore", module=r"(composer|streaming|torchmetrics|google|pydantic|torch_optimizer)\b.*")
+    # The trainer is told of an evaluation interval also when there is no validation data.
+    warnings.filterwarnings("ignore", message=r"Specifying `eval_interval")
+    # Said by invalid escapes in torchao, which Composer imports.
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     logging.getLogger("composer").setLevel(logging.ERROR)
     logging.getLogger("streaming").setLevel(logging.ERROR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,22 @@ def initialize(timeout_s: float = 600.0):
     A lone process gets a group of one, because FSDP2 shards over a device mesh at any world size.
     """
     import torch
-    from composer.utils import dist as composer_dist
-    from composer.utils import get_device
+    import torch.distributed as dist
 
     world = world_from_environment()
     if not launched_by_a_launcher():
         os.environ.update(rank_environment(0, 1, free_port()))
     # Composer derives this from LOCAL_WORLD_SIZE elsewhere and fails without it under torchrun.
     os.environ.setdefault("NODE_RANK", str(world.rank // world.local_size))
-    kind = "gpu" if torch.cuda.is_available() else "cpu"
-    if kind == "gpu":
-        torch.cuda.set_device(world.local_rank)
-    composer_dist.initialize_dist(get_device(kind), timeout=timeout_s)
-    return torch.device("cuda", world.local_rank) if kind == "gpu" else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            device_id=device if device.type == "cuda" else None,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return device

@@ -59,6 +59,7 @@ def train(config: Config) -> Outcome:
 
     with torch.device("meta"):
         model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
+    cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     parallelize(model, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
     loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
@@ -94,7 +95,7 @@ def train(config: Config) -> Outcome:
             Schedule(LearningRate(config, total_steps, steps_per_epoch)),
             GradientSync(model, config.train.sharding.sync_every_microbatch),
             Stability(config.train),
-            Throughput(token_cost(model, config.train, config.data.seq_len, device)),
+            Throughput(cost),
             Checkpointing(
                 folder / "checkpoints",
                 model,

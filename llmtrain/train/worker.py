@@ -71,7 +71,9 @@ def _prepare_data(config: Config, world: World) -> None:
         from llmtrain.data.prepare import prepare
 
         # Every rank asks; the first to take the lock works, the others wait and find the shards.
-        prepare(config.data.prepare, progress=world.local_rank == 0)
+        prepared = prepare(config.data.prepare, progress=world.local_rank == 0)
+        if world.is_main:
+            print(prepared.summary(), flush=True)
 
 
 def set_aside(folder: Path) -> None:

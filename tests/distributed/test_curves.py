@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from llmtrain.data.shards import data_fingerprint
 from tests.support.runs import Run, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
 
@@ -129,10 +130,10 @@ def test_without_the_data_position_the_epoch_would_start_again(ranks, shards, fo
 
 
 def train_without_position(*args) -> Run:
-    def only_the_clock(state, clock, data):
-        state.timestamp.load_state_dict(clock)
+    def start_of_epoch(state, config):
+        return {"position": state._dataset_of(state.train_dataloader).state_dict(0, True), "fingerprint": data_fingerprint(config.data)}
 
-    with patch("llmtrain.train.run.continue_from", only_the_clock):
+    with patch("llmtrain.train.run.data_position", start_of_epoch):
         return train(*args)
 
 

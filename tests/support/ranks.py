@@ -8,8 +8,10 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from llmtrain.train.distributed import free_port, rank_environment
 
@@ -24,6 +26,8 @@ class Ranks:
     def __init__(self, size: int):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["llmtrain.train.run"])
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
+            forkserver.ensure_running()
         port = free_port()
         self.alive = True
         self.pipes: list[Connection] = []
@@ -74,6 +78,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(rank_environment(rank, size, port))
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
     import torch
 
     from llmtrain.train.distributed import initialize

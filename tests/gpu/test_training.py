@@ -1,0 +1,89 @@
+"""Training on a GPU: compiled layers under FSDP2 in bf16, with every kind of activation checkpointing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.config.load import load_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+
+CONFIG = """
+name: gpu-test
+seed: 1
+model:
+  vocab_size: 512
+  d_model: 256
+  max_seq_len: 256
+  blocks:
+    m: {type: mamba2, d_state: 64, head_dim: 64, chunk_size: 64}
+    s: {type: shared_attention, n_heads: 4, n_shared: 2, position: {type: rotary}, mlp: {type: geglu, d_ff: 512}, adapter_rank: 8}
+    a: {type: attention, n_heads: 4, n_kv_heads: 2, position: {type: rotary}, mlp: {type: swiglu, d_ff: 512}}
+  layers: m s+m a s+m
+data:
+  seq_len: 256
+  prepare: {sources: [SOURCE], out: OUT, vocab_size: 400, seq_len: 256, workers: 1, validation_fraction: 0}
+train:
+  duration: 8 steps
+  global_batch_size: 8
+  microbatch_size: 4
+  precision: amp_bf16
+optimizer: {lr: 1e-3}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    source = folder / "source"
+    source.mkdir()
+    for i, module in enumerate((json, pytest)):
+        for file in Path(module.__file__).parent.glob("*.py"):
+            (source / f"{i}-{file.name}").write_text(file.read_text())
+    for i, file in enumerate(sorted(Path(torch.__file__).parent.glob("nn/modules/*.py"))):
+        (source / f"torch-{i}.py").write_text(file.read_text())
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.replace("SOURCE", str(source)).replace("OUT", str(folder / "data")))
+    return path
+
+
+def losses(config_file: Path, name: str, *overrides: str) -> list[float]:
+    from llmtrain.data.prepare import prepare
+    from llmtrain.train.loggers import read_metrics
+    from llmtrain.train.run import train
+
+    run_dir = config_file.parent / name
+    config = load_config(config_file, [f"run_dir={run_dir}", *overrides])
+    assert config.data.prepare is not None
+    prepare(config.data.prepare, progress=False)
+    train(config)
+    return read_metrics(run_dir / "metrics.jsonl", "loss/train/total")[1]
+
+
+@pytest.fixture(scope="module")
+def plain(config_file: Path) -> list[float]:
+    """Eager, without activation checkpointing."""
+    return losses(config_file, "plain", "train.compile=off")
+
+
+def test_the_loss_falls(plain: list[float]):
+    assert plain[-1] < plain[0] - 0.5
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "every_k", "selective"])
+def test_compiled_and_checkpointed_training_follows_eager(config_file: Path, plain: list[float], kind: str):
+    setting = f"train.activation_checkpointing={{type: {kind}{', k: 2' if kind == 'every_k' else ''}}}"
+    compiled = losses(config_file, kind, "train.compile=on", setting)
+    assert compiled == pytest.approx(plain, rel=1e-2)
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-3)
+
+
+def test_fp32_agrees_with_bf16(config_file: Path, plain: list[float]):
+    fp32 = losses(config_file, "fp32", "train.precision=fp32", "train.compile=off")
+    assert plain == pytest.approx(fp32, rel=2e-2)
