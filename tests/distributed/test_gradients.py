@@ -46,13 +46,14 @@ class Step:
 class Observer(LoggerDestination):
     """Fills a Step, in terms of whole tensors."""
 
-    def __init__(self):
+    def __init__(self, look_inside: bool):
         self.step = Step()
+        self.look_inside = look_inside
 
     def fit_start(self, state: State, logger: Logger) -> None:
         model: Any = state.model.model
         self.step.weights = {clean(name): whole(p) for name, p in model.named_parameters()}
-        for mixer in [module for module in model.modules() if hasattr(module, "ssm")]:
+        for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
             mixer.norm.register_forward_pre_hook(lambda *_, mixer=mixer: self.note_dtypes(mixer))
 
@@ -88,7 +89,7 @@ def uneven(samples: list[dict[str, Any]]) -> batches.Batch:
 
 def one_step(config: Config, compiled_by: str | None = None, labels: str = "all") -> Step:
     """A job: the first step of a run. labels: `all` or `uneven`."""
-    observer = Observer()
+    observer = Observer(look_inside=config.train.precision != "fp32")
     with ExitStack() as stack:
         stack.enter_context(observed_by(observer))
         if compiled_by:
@@ -164,8 +165,12 @@ ACTIVATION_CHECKPOINTING = {
 }
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
-@pytest.mark.parametrize(("size", "compiled_by"), [(1, None), (2, None), (1, "aot_eager"), (2, "aot_eager")])
+@pytest.mark.parametrize(
+    ("size", "compiled_by"),
+    [(1, None), (2, None), (2, "aot_eager"), pytest.param(1, "inductor", marks=pytest.mark.slow)],
+)
 def test_activation_checkpointing_and_compilation_leave_gradients_alone(ranks, config, kind, size, compiled_by):
+    """aot_eager traces, and refuses graph breaks, as inductor does, but compiles nothing: that takes a minute here."""
     changes = {"train.microbatch_size": 8 // size, "train.compile": "on" if compiled_by else "off"}
     made = config(DENSE_ATTENTION | ACTIVATION_CHECKPOINTING[kind] | changes)
     step = ranks(size).run(one_step, made, compiled_by)[0]

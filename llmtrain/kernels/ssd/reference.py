@@ -61,7 +61,7 @@ class ReferenceSSD:
         C = C.view(batch, count, size, groups, d_state).transpose(2, 3)
         dt = dt.view(batch, count, size, groups, heads // groups).permute(0, 1, 3, 4, 2)
         # log of the decay from the start of the chunk up to and including each token, <= 0
-        log_decay = torch.cumsum(dt * A.to(wide).view(groups, -1, 1), dim=-1)
+        log_decay = _running_sum(dt * A.to(wide).view(groups, -1, 1))
 
         # From here on x is dt * x.
 
@@ -97,8 +97,17 @@ def _pass_states(added: Tensor, log_decay: Tensor) -> Tensor:
     added: [batch, chunks + 1, groups, heads, head_dim, d_state], the initial state first.
     log_decay: [batch, chunks, groups, heads], of whole chunks. Returns a tensor like added.
     """
-    total = F.pad(torch.cumsum(log_decay, dim=1), (0, 0, 0, 0, 1, 0)).permute(0, 2, 3, 1)
+    total = F.pad(_running_sum(log_decay.permute(0, 2, 3, 1)), (1, 0))
     later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
     flat = added.permute(0, 2, 3, 1, 4, 5)
     return (decay @ flat.flatten(-2)).view_as(flat).permute(0, 3, 1, 2, 4, 5)
+
+
+def _running_sum(t: Tensor) -> Tensor:
+    """Cumulative sum over the last dimension, as a product with a triangle of ones.
+
+    torch.cumsum does not compile for small batches: Inductor (torch 2.11) fails on a scan that it splits.
+    """
+    n = t.shape[-1]
+    return t @ torch.ones(n, n, dtype=t.dtype, device=t.device).triu()

@@ -32,15 +32,16 @@ class SSDSpec:
     def flops(self, seq_len: int, causal: bool) -> int:
         """Forward FLOP of one sequence: C B^T, its product with x, chunk states in, passed on, and out.
 
-        Without `causal`: what the reference executes (whole chunk-by-chunk blocks, padding, and states passed
-        on as a matrix product). With `causal`: the lower triangle of each chunk, and no padding.
+        Without `causal`: what the reference executes (whole chunk-by-chunk blocks, padding, and running sums and
+        the passing of states as matrix products). With `causal`: the lower triangle of each chunk, and no padding.
         """
         per_pair = 2 * (self.n_groups * self.d_state + self.n_heads * self.head_dim)
         state = self.n_heads * self.head_dim * self.d_state
         count, size = self.chunks(seq_len)
         if not causal:
             tokens = count * size
-            return tokens * size * per_pair + 4 * tokens * state + 2 * (count + 1) ** 2 * state
+            running_sums = 2 * self.n_heads * (tokens * size + count * count)
+            return tokens * size * per_pair + 4 * tokens * state + 2 * (count + 1) ** 2 * state + running_sums
         last = seq_len - (count - 1) * size
         pairs = (count - 1) * size * (size + 1) // 2 + last * (last + 1) // 2
         return pairs * per_pair + 4 * seq_len * state + 2 * count * state
