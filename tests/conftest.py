@@ -12,7 +12,26 @@ from llmtrain.config.data import PrepareConfig
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "make", "toxic", "brew", "for", "evil", "queens"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "make",
+    "toxic",
+    "brew",
+    "for",
+    "evil",
+    "queens",
+]
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +73,11 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield group
     for made in groups.values():
         made.close()
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Tests marked slow run only when asked for: pytest -m slow."""
+    if "slow" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run it with -m slow"))

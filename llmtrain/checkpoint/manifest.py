@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder} was written in format {fields['format']}; this llmtrain reads up to {FORMAT}. Update llmtrain"
         )
-    manifest = Manifest(**fields)
+    try:
+        manifest = Manifest(**fields)
+    except TypeError as error:  # a key is missing, or one too many
+        raise CheckpointError(f"{folder / NAME} is not a checkpoint's manifest: {error}") from None
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -80,6 +84,16 @@ def folders(root: Path) -> list[Path]:
     """Checkpoint folders under `root`, oldest first, whole or not. Half-written ones have another name."""
     found = [path for path in root.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: path.name)
+
+
+def latest(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """The newest complete checkpoint under `root`; every newer one that is not whole is named through `warn`."""
+    for folder in reversed(folders(root)):
+        try:
+            return folder, read(folder)
+        except CheckpointError as error:
+            warn(f"{error}; trying the one before")
+    return None
 
 
 def sync_folder(folder: Path) -> None:

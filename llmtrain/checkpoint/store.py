@@ -88,16 +88,6 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
 
 
-def latest(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest complete checkpoint under `root`; every newer one that is not whole is named through `warn`."""
-    for folder in reversed(manifests.folders(root)):
-        try:
-            return folder, manifests.read(folder)
-        except CheckpointError as error:
-            warn(f"{error}; trying the one before")
-    return None
-
-
 def _together(action: Callable[[], object], failure: str) -> None:
     """Runs an action on every rank; if it fails on any, raises CheckpointError on all, so that none waits forever."""
     error = None

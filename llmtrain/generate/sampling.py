@@ -23,7 +23,7 @@ def load_model(path: Path) -> tuple[HybridLM, TextTokenizer]:
     if (path / manifests.NAME).exists():
         folder, manifest = path, manifests.read(path)
     else:
-        found = store.latest(path / "checkpoints", warn=print) if path.is_dir() else None
+        found = manifests.latest(path / "checkpoints", warn=print) if path.is_dir() else None
         if found is None:
             raise ValueError(
                 f"{path} holds no complete checkpoint; give a run's folder (runs/NAME) or RUN/checkpoints/step-N"

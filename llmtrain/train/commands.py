@@ -31,6 +31,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     from llmtrain.config.load import load_config
     from llmtrain.train.distributed import launched_by_a_launcher
+    from llmtrain.train.resume import check_resumption
     from llmtrain.train.worker import run_rank, set_aside
 
     if launched_by_a_launcher():
@@ -40,7 +41,9 @@ def run_train(args: argparse.Namespace) -> int:
             )
         return run_rank(args)
 
-    load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
+    config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
+    if not args.fresh:
+        check_resumption(config)
     processes = args.nproc or _gpus() or 1
     if processes < 1:
         raise ValueError(f"--nproc {processes}: expected at least 1")

@@ -12,8 +12,8 @@ from composer import Trainer
 from composer.core import Evaluator, State
 from composer.utils import dist
 
+from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
-from llmtrain.config.load import differences
 from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
@@ -30,6 +30,7 @@ from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize
 from llmtrain.train.precision import compute_dtype
+from llmtrain.train.resume import refuse_another_meaning
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ def train(config: Config) -> Outcome:
     device = initialize()
     world = world_from_environment()
     torch.use_deterministic_algorithms(config.train.deterministic)
-    resumed = store.latest(folder / "checkpoints", warn=say)
-    if resumed:
-        refuse_another_meaning(config, *resumed)
+    resumed = manifests.latest(folder / "checkpoints", warn=say)
 
     with torch.device("meta"):
         model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
@@ -64,6 +63,7 @@ def train(config: Config) -> Outcome:
     optimizer = build_optimizer(model, config.optimizer)
     loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
     if resumed:
+        refuse_another_meaning(config, *resumed)  # the worker asked before, but remote data is known only now
         store.load(resumed[0], model, optimizer)
     else:
         model.init_weights(config.seed)
@@ -140,20 +140,6 @@ def evaluators(config: Config) -> list[Evaluator]:
     if loader is None:
         return []
     return [Evaluator(label="validation", dataloader=data_spec(loader), device_eval_microbatch_size=size)]
-
-
-def refuse_another_meaning(config: Config, folder: Path, manifest: store.Manifest) -> None:
-    """A run is continued only by a config that means the same; what may differ is marked `free` in the schema."""
-    changed = differences(manifest.config, config)
-    fingerprint = data_fingerprint(config.data)
-    if manifest.data["fingerprint"] != fingerprint:
-        changed.append("data: the shards are not those the run was started on")
-    if changed:
-        raise store.CheckpointError(
-            f"{folder} was written by a run that means something else:\n"
-            + "\n".join(f"  {line}" for line in changed)
-            + "\nRestore these settings to continue it, choose another name or run_dir, or start anew with --fresh"
-        )
 
 
 def data_position(state: State, config: Config) -> dict[str, Any]:

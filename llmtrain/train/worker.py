@@ -13,6 +13,7 @@ from pathlib import Path
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.train.distributed import World, world_from_environment
+from llmtrain.train.resume import check_resumption
 
 
 def run_rank(args: argparse.Namespace) -> int:
@@ -22,6 +23,8 @@ def run_rank(args: argparse.Namespace) -> int:
     try:
         config = load_config(args.file, args.overrides, world_size=world.size, check_data=True)
         folder = Path(config.run_dir)
+        if not args.fresh:
+            check_resumption(config)
         _refuse_missing_gpus(world)
         _prepare_data(config, world)
         if args.fresh and world.is_main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -41,7 +41,8 @@ def test_a_run_learns(one_batch):
 
 
 @pytest.mark.parametrize(
-    ("size", "microbatch", "sync"), [(1, 4, None), (1, 1, None), (1, 1, True), (2, 4, None), (2, 1, True), (2, 1, False)]
+    ("size", "microbatch", "sync"),
+    [(1, 4, None), (1, 1, None), (1, 1, True), (2, 4, None), (2, 1, True), (2, 1, False)],
 )
 def test_ranks_and_microbatches_do_not_change_the_curve(ranks, shards, folder, one_batch, size, microbatch, sync):
     changes = {"train.microbatch_size": microbatch, "train.sharding.sync_every_microbatch": sync}
@@ -94,7 +95,9 @@ def test_a_resumed_run_is_bit_identical(ranks, shards, folder, tmp_path, uninter
     assert resumed.samples == whole.samples
     assert resumed.validation == whole.validation
     last = f"checkpoints/step-{STEPS:08d}"
-    assert_equal_tensors(read_tensors(tmp_path / "run" / last, tmp_path / "a"), read_tensors(whole_dir / last, tmp_path / "b"))
+    assert_equal_tensors(
+        read_tensors(tmp_path / "run" / last, tmp_path / "a"), read_tensors(whole_dir / last, tmp_path / "b")
+    )
 
 
 def assert_equal_tensors(a, b) -> None:
@@ -103,7 +106,11 @@ def assert_equal_tensors(a, b) -> None:
         assert a[part].keys() == b[part].keys()
         assert len(a[part]) > 20
         for name in a[part]:
-            equal = torch.equal(a[part][name], b[part][name]) if torch.is_tensor(a[part][name]) else a[part][name] == b[part][name]
+            equal = (
+                torch.equal(a[part][name], b[part][name])
+                if torch.is_tensor(a[part][name])
+                else a[part][name] == b[part][name]
+            )
             assert equal, f"{part} {name}"
 
 
@@ -131,7 +138,8 @@ def test_without_the_data_position_the_epoch_would_start_again(ranks, shards, fo
 
 def train_without_position(*args) -> Run:
     def start_of_epoch(state, config):
-        return {"position": state._dataset_of(state.train_dataloader).state_dict(0, True), "fingerprint": data_fingerprint(config.data)}
+        dataset = state._dataset_of(state.train_dataloader)
+        return {"position": dataset.state_dict(0, True), "fingerprint": data_fingerprint(config.data)}
 
     with patch("llmtrain.train.run.data_position", start_of_epoch):
         return train(*args)

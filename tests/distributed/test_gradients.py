@@ -63,7 +63,9 @@ class Observer(LoggerDestination):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         parts = dist.all_gather_object(dict(state.batch))
-        self.step.batch = {key: torch.cat([part[key] for part in parts]) for key in ("input_ids", "labels", "sample_ids")}
+        self.step.batch = {
+            key: torch.cat([part[key] for part in parts]) for key in ("input_ids", "labels", "sample_ids")
+        }
 
     def batch_end(self, state: State, logger: Logger) -> None:
         model: Any = state.model.model
@@ -138,7 +140,8 @@ def config(shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "microbatch", "sync"), [(1, 8, None), (1, 1, True), (1, 2, False), (2, 4, True), (2, 1, True), (2, 2, False)]
+    ("size", "microbatch", "sync"),
+    [(1, 8, None), (1, 1, True), (1, 2, False), (2, 4, True), (2, 1, True), (2, 2, False)],
 )
 def test_unequal_numbers_of_labels_weigh_by_tokens(ranks, config, size, microbatch, sync):
     made = config({"train.microbatch_size": microbatch, "train.sharding.sync_every_microbatch": sync})
@@ -163,6 +166,7 @@ ACTIVATION_CHECKPOINTING = {
     "every_k": {"train.activation_checkpointing": {"type": "every_k", "k": 2}},
     "selective": {"train.activation_checkpointing": {"type": "selective"}},
 }
+
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
 @pytest.mark.parametrize(
@@ -202,7 +206,8 @@ def executed_operators(config: Config) -> Counter[str]:
 
 def test_what_each_kind_of_activation_checkpointing_computes_twice(config):
     counts = {
-        kind: executed_operators(config(DENSE_ATTENTION | changes)) for kind, changes in ACTIVATION_CHECKPOINTING.items()
+        kind: executed_operators(config(DENSE_ATTENTION | changes))
+        for kind, changes in ACTIVATION_CHECKPOINTING.items()
     }
     attention = {
         kind: sum(n for op, n in count.items() if "_scaled_dot_product" in op and "backward" not in op)

@@ -45,7 +45,9 @@ _TINY = {
 def tiny_settings(shards: Path, run_dir: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """The YAML of a tiny run as a mapping; `changes` by dotted path. A JSON dump of it is a valid YAML file."""
     settings = copy.deepcopy(_TINY)
-    streams = {split: {"streams": {"text": {"local": str(shards), "split": split}}} for split in ("train", "validation")}
+    streams = {
+        split: {"streams": {"text": {"local": str(shards), "split": split}}} for split in ("train", "validation")
+    }
     settings["data"] |= streams
     settings["run_dir"] = str(run_dir)
     for path, value in (changes or {}).items():

@@ -1,0 +1,344 @@
+"""`llmtrain train` from the outside: every launcher, resuming, refusing, and dying well."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.cli import main
+from llmtrain.train.distributed import free_port
+from tests.support.tiny import tiny_settings
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "scripts" / "train.py")
+LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
+
+
+class Project:
+    """A folder with run.yaml, and the runs it led to."""
+
+    def __init__(self, folder: Path, shards: Path):
+        self.folder = folder
+        self.shards = shards
+        self.run_dir = folder / "run"
+        self.write({})
+
+    def write(self, changes: dict[str, Any]) -> None:
+        defaults = {"train.duration": "6 steps", "train.microbatch_size": 2, "eval.prompt": "the quick"}
+        settings = tiny_settings(self.shards, self.run_dir, defaults | changes)
+        (self.folder / "run.yaml").write_text(json.dumps(settings))
+
+    def start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, *command: str, timeout: float = 120) -> tuple[int, str]:
+        """(exit status, everything printed)."""
+        process = self.start(list(command))
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        finally:
+            stop_group(process)
+        return process.returncode, text
+
+    def train(self, *arguments: str) -> tuple[int, str]:
+        return self.run(*LLMTRAIN, "train", "run.yaml", *arguments)
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def living(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def project(tmp_path, shards) -> Project:
+    return Project(tmp_path, shards)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shards) -> tuple[Project, str]:
+    """A project with a complete run of 6 steps on one process, and what it printed."""
+    project = Project(tmp_path_factory.mktemp("finished"), shards)
+    status, text = project.train()
+    assert status == 0, text
+    return project, text
+
+
+def copy_of(finished: tuple[Project, str], folder: Path) -> Project:
+    original, _ = finished
+    project = Project(folder, original.shards)
+    shutil.copytree(original.run_dir, project.run_dir)
+    return project
+
+
+def losses(text: str) -> list[str]:
+    return [word for line in text.splitlines() if "loss" in line and line.startswith("step") for word in line.split()][5:6]
+
+
+def test_one_process_trains_and_reports(finished):
+    project, text = finished
+    assert "step 6/6" in text
+    assert "tiny: 6 steps, 1,536 tokens" in text
+    assert "validation loss  " in text and "bits per byte  " in text
+    assert "sample, after the prompt 'the quick':" in text
+    assert "llmtrain train run.yaml train.duration='12 steps'   # resume" in text
+    assert project.checkpoints() == ["step-00000006"]
+    assert (project.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in text and "Warning" not in text
+
+
+def test_generate_continues_a_prompt_with_the_trained_run(finished, capsys):
+    project, _ = finished
+    for path in (project.run_dir, project.run_dir / "checkpoints" / "step-00000006"):
+        assert main(["generate", str(path), "--prompt", "the quick", "--max-new-tokens", "8"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("the quick") and len(text.strip()) > len("the quick")
+
+
+@pytest.mark.parametrize("broken", ["no such folder", "no checkpoint", "not whole"])
+def test_generate_says_when_there_is_nothing_to_load(finished, tmp_path, capsys, broken):
+    path = tmp_path / "none"
+    if broken == "no checkpoint":
+        path.mkdir()
+    elif broken == "not whole":
+        path = copy_of(finished, tmp_path).run_dir
+        (path / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    assert main(["generate", str(path), "--prompt", "x"]) == 2
+    captured = capsys.readouterr()
+    assert f"{path} holds no complete checkpoint" in captured.err
+    assert ("no manifest.json" in captured.out) == (broken == "not whole")
+
+
+@pytest.mark.parametrize("option", [["--temperature", "-1"], ["--top-k", "0"], ["--max-new-tokens", "0"]])
+def test_generate_refuses_impossible_options(option, capsys):
+    assert main(["generate", "run", "--prompt", "x", *option]) == 2
+    assert "must be at least" in capsys.readouterr().err or "--top-k" in capsys.readouterr().err
+
+
+def torchrun(processes: int) -> list[str]:
+    port = f"--master-port={free_port()}"
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", port, SCRIPT]
+
+
+def composer(processes: int) -> list[str]:
+    port = f"--master_port={free_port()}"
+    return [sys.executable, "-m", "composer.cli.launcher", "-n", str(processes), port, SCRIPT]
+
+
+LAUNCHERS: dict[str, Callable[[], list[str]]] = {
+    "llmtrain --nproc 2": lambda: [*LLMTRAIN, "train", "--nproc", "2"],
+    "torchrun": lambda: torchrun(2),
+    "composer": lambda: composer(2),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_runs_two_ranks(project, finished, launcher):
+    status, text = project.run(*LAUNCHERS[launcher](), "run.yaml")
+    assert status == 0, text
+    assert text.count("tiny: 6 steps, 1,536 tokens") == 1
+    assert "Traceback" not in text
+    ours, theirs = (validation_loss(printed) for printed in (text, finished[1]))
+    assert ours == pytest.approx(theirs, abs=2e-4)  # printed with four decimals
+
+
+def validation_loss(text: str) -> float:
+    [line] = [line for line in text.splitlines() if line.startswith("validation loss")]
+    return float(line.split()[2])
+
+
+def test_the_same_command_again_finds_the_run_complete(finished, tmp_path):
+    project = copy_of(finished, tmp_path)
+    status, text = project.train()
+    assert status == 0
+    assert "resumed from" in text and "(step 6 of 6)" in text
+    assert "tiny: 6 steps" in text
+
+
+def test_what_is_free_may_change_and_the_run_goes_on(finished, tmp_path):
+    project = copy_of(finished, tmp_path)
+    changes = ["train.microbatch_size=4", "train.activation_checkpointing={type: selective}", "train.duration=9 steps"]
+    status, text = project.run(*LLMTRAIN, "train", "--nproc", "2", "run.yaml", *changes)
+    assert status == 0, text
+    assert "(step 6 of 9)" in text and "step 9/9" in text
+    assert project.checkpoints() == ["step-00000006", "step-00000009"]
+
+
+def in_process(project: Project, monkeypatch, capsys, *arguments: str) -> tuple[int, str, float]:
+    monkeypatch.chdir(project.folder)
+    began = time.perf_counter()
+    status = main(["train", "run.yaml", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.err, time.perf_counter() - began
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
+def test_a_run_of_another_meaning_is_refused_before_anything_starts(finished, tmp_path, monkeypatch, capsys, arguments):
+    project = copy_of(finished, tmp_path)
+    monkeypatch.setattr("llmtrain.train.worker._train", None)
+    monkeypatch.setattr("llmtrain.train.launch.launch", None)
+    changes = ["optimizer.lr=0.1", "model.blocks.m.d_state=16", "data.shuffle_seed=1", "train.microbatch_size=1"]
+    status, text, seconds = in_process(project, monkeypatch, capsys, *arguments, *changes)
+    assert status == 2 and seconds < 5
+    assert text.splitlines()[1:-1] == [
+        "  model.blocks.m.d_state: 8 -> 16",
+        "  data.shuffle_seed: 9176 -> 1",
+        "  optimizer.lr: 0.003 -> 0.1",
+    ]
+    assert "step-00000006 was written by a run that means something else:" in text.splitlines()[0]
+    assert "--fresh" in text.splitlines()[-1]
+
+
+def test_other_shards_are_another_run(finished, tmp_path, monkeypatch, capsys):
+    project = copy_of(finished, tmp_path)
+    changes = [f"data.train.streams.text.{key}={value}" for key, value in {"split": "validation"}.items()]
+    monkeypatch.setattr("llmtrain.train.worker._train", None)
+    status, text, _ = in_process(project, monkeypatch, capsys, *changes)
+    assert status == 2
+    assert "  data: the shards are not those the run was started on" in text
+
+
+def test_fresh_starts_anew_and_keeps_the_old_run_aside(finished, tmp_path):
+    project = copy_of(finished, tmp_path)
+    status, text = project.train("--fresh", "optimizer.lr=0.1", "train.duration=2 steps")
+    assert status == 0, text
+    [aside] = project.folder.glob("run.before-*")
+    assert f"the earlier run is now in {Path('run').name}" in text or str(aside) in text
+    assert (aside / "checkpoints" / "step-00000006" / "manifest.json").exists()
+    assert project.checkpoints() == ["step-00000002"]
+    assert "resumed" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train.microbatch_siz=1"], "did you mean microbatch_size?"),
+        (["model.d_model=33"], "model.blocks.m.head_dim"),
+        (["data.train.streams.text.local=/nowhere"], "data.train.streams.text.local"),
+        (["--nproc", "3"], "must be a multiple of"),
+        (["--nproc", "0"], "0"),
+    ],
+)
+def test_a_bad_config_starts_nothing(project, arguments, expected):
+    """In a process of its own, which must not even have imported torch's distributed part."""
+    program = (
+        "import sys\nfrom llmtrain.cli import main\nstatus = main(sys.argv[1:])\n"
+        "assert 'torch.distributed' not in sys.modules\nsys.exit(status)"
+    )
+    began = time.perf_counter()
+    status, text = project.run(sys.executable, "-c", program, "train", "run.yaml", *arguments)
+    assert status == 2, text
+    assert time.perf_counter() - began < 5
+    assert expected in text and "Traceback" not in text
+    assert not project.run_dir.exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "composer"])
+def test_a_bad_config_under_a_launcher_is_told_once(project, launcher):
+    status, text = project.run(*LAUNCHERS[launcher](), "run.yaml", "train.microbatch_siz=1")
+    assert status != 0
+    assert text.count("did you mean microbatch_size?") == 1
+    assert not project.run_dir.exists()
+
+
+def ranks_of(session: int) -> dict[int, int]:
+    """Process id by rank, of a session's processes."""
+    found = {}
+    for pid in living(session):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found |= {int(entry[5:]): pid for entry in environment if entry.startswith(b"RANK=")}
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    pytest.fail("waited in vain")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(project, victim):
+    project.write({"train.duration": "100000 steps", "checkpoint.interval": "5 steps", "checkpoint.keep_last": 2})
+    process = project.start([*LLMTRAIN, "train", "run.yaml", "--nproc", "2"])
+    try:
+        wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)
+        os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
+        began = time.monotonic()
+        text, _ = process.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+        assert process.returncode == 128 + signal.SIGKILL
+        assert living(process.pid) == []
+    finally:
+        stop_group(process)
+    assert text.count(f"rank {victim} was killed by SIGKILL") == 1
+    assert "Traceback" not in text and "RuntimeError" not in text
+    last = int(project.checkpoints()[-1].removeprefix("step-").removesuffix(".partial"))
+    status, text = project.train("--nproc", "2", f"train.duration={last + 6} steps")
+    assert status == 0, text
+    assert "resumed from" in text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_fails_tells_the_story_once(project, launcher):
+    """A shard that turns out damaged on the way: what a user meets, without a hook in the code."""
+    shards = project.folder / "shards"
+    shutil.copytree(project.shards, shards)
+    for file in (shards / "train").glob("*.mds"):
+        file.unlink()  # decompressed earlier
+    for file in (shards / "train").glob("*.zstd"):
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    project.write({f"data.{split}.streams.text.local": str(shards) for split in ("train", "validation")})
+    process = project.start([*LAUNCHERS[launcher](), "run.yaml"])
+    try:
+        text, _ = process.communicate(timeout=60)
+        assert living(process.pid) == []
+    finally:
+        stop_group(process)
+    assert process.returncode != 0
+    assert text.count("cannot be had") == 1, text
+    assert "Traceback" not in text
