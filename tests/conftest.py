@@ -12,26 +12,7 @@ from llmtrain.config.data import PrepareConfig
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "make",
-    "toxic",
-    "brew",
-    "for",
-    "evil",
-    "queens",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="session")

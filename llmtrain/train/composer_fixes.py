@@ -7,6 +7,7 @@ parallel.py), the RNG and the learning rate are functions of the step (callbacks
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 
@@ -19,3 +20,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     logging.getLogger("composer").setLevel(logging.ERROR)
     logging.getLogger("streaming").setLevel(logging.ERROR)
+    # Python's resource tracker, a process of its own, complains of StreamingDataset's segments after a failed run;
+    # the next run removes them.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")

@@ -52,29 +52,30 @@ def _start(command: list[str], environment: dict[str, str], log: Path | None) ->
 def _watch(ranks: list[subprocess.Popen], logs: Path) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
-        failed = [(rank, status) for rank, status in enumerate(statuses) if status]
-        if failed:
+        if any(statuses):
             time.sleep(0.5)  # let the rank that tells the story finish its sentence
-            rank, status = failed[0]
+            failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             _stop(ranks, signal.SIGTERM)
-            return _tell(rank, status, logs)
+            return _tell(failed, logs)
         if all(status == 0 for status in statuses):
             return 0
         time.sleep(0.1)
 
 
-def _tell(rank: int, status: int, logs: Path) -> int:
-    """What the rank said itself stands in its log; a rank that was killed said nothing."""
-    log = logs / f"rank{rank}.txt"
-    said = log.read_text(errors="replace").strip() if rank else ""
-    if status < 0:
+def _tell(failed: dict[int, int], logs: Path) -> int:
+    """failed: exit status by rank. Of the ranks that failed together one tells why, perhaps in its log; a rank that
+    was killed says nothing, and is the cause if there is one."""
+    killed = {rank: status for rank, status in failed.items() if status < 0}
+    for rank, status in killed.items():
         name = signal.Signals(-status).name
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         print(f"rank {rank} was killed by {name}{hint}; the other ranks were stopped", file=sys.stderr)
-        status = 128 - status
-    if said:
-        print("\n".join(said.splitlines()[-20:]), file=sys.stderr)
-    return status
+    for rank in killed or failed:
+        said = (logs / f"rank{rank}.txt").read_text(errors="replace").strip() if rank else ""
+        if said:
+            print("\n".join(said.splitlines()[-20:]), file=sys.stderr)
+    status = next(iter((killed or failed).values()))
+    return 128 - status if status < 0 else status
 
 
 def _stop(ranks: list[subprocess.Popen], sign: signal.Signals) -> None:

@@ -114,6 +114,8 @@ def train(config: Config) -> Outcome:
         say(f"resumed from {resumed[0]} (step {resumed[1].step} of {total_steps})")
     if trainer.state.timestamp.batch.value < total_steps:
         trainer.fit()
+    elif trainer.state.evaluators:
+        trainer.eval()  # complete already: say how good it is
     trainer.close()
     clock = trainer.state.timestamp
     return Outcome(
