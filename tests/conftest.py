@@ -47,6 +47,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     groups: dict[int, Ranks] = {}
 
     def group(size: int) -> Ranks:
+        if size in groups and groups[size].worn:
+            groups[size].close()
         if size not in groups or not groups[size].alive:
             groups[size] = Ranks(size)
         return groups[size]

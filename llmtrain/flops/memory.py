@@ -4,8 +4,9 @@ Weights, gradients and optimizer state are exact sizes; activations are an estim
 buffers and the CUDA or HIP context (1 to 3 GB) are left out. P = parameters, S = ranks that share one copy of the
 model (all of them, or train.sharding.shard_size), b = bytes of the computation's format (2 in bf16, 4 in fp32):
 
-    weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op or S = 1; otherwise b times the root
-                 group (embedding, shared blocks, norm, head) and two layers (the one at work and the next)
+    weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op, sync_every_microbatch: false or S = 1;
+                 otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
+                 work and the next)
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + 4) * the largest group during its reduction
     optimizer    8 P / S: AdamW's two moments in fp32
     activations  what autograd keeps of one microbatch, counted per layer below, as compiled blocks with
@@ -72,9 +73,10 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     train = config.train
     shards = shard_ranks(config, world_size)
     width = 2 if train.precision == "amp_bf16" else 4
-    whole = train.sharding.strategy == "grad_op" or shards == 1
+    once_a_step = train.sharding.sync_every_microbatch is False
+    whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
     gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
-    gradients = sizes.total if not train.sharding.sync_every_microbatch else -(-sizes.total // shards)
+    gradients = sizes.total if once_a_step else -(-sizes.total // shards)
     return Memory(
         weights=-(-4 * sizes.total // shards) + width * gathered,
         gradients=4 * gradients + (width + 4) * max(sizes.root, sizes.largest_layer),

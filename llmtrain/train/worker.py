@@ -15,6 +15,8 @@ from llmtrain.config.schema import Config
 from llmtrain.train.distributed import World, world_from_environment
 from llmtrain.train.resume import check_resumption
 
+_SECONDS_FOR_THE_LAUNCHER = 3.0
+
 
 def run_rank(args: argparse.Namespace) -> int:
     """Prepares the data, trains, and (on rank 0) reports. Returns the exit status; never raises."""
@@ -37,6 +39,8 @@ def run_rank(args: argparse.Namespace) -> int:
             if _first_to_fail(folder, world):
                 print(error, file=sys.stderr, flush=True)
             return _leave(2)
+        if _lost_a_peer(error):
+            time.sleep(_SECONDS_FOR_THE_LAUNCHER)
         if _first_to_fail(folder, world):
             where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
             trace = _write_trace(folder, world, error)
@@ -106,6 +110,12 @@ def _first_to_fail(folder: Path | None, world: World) -> bool:
     except OSError:
         return True  # a full or read-only disk must not silence the error
     return True
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """A collective that failed because another rank is gone. That rank, or the launcher that missed it, tells why: this
+    one speaks only if it is not stopped meanwhile."""
+    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "/gloo/transport/" in str(error)
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,97 +17,9 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.train.distributed import free_port
-from tests.support.tiny import tiny_settings
+from tests.support.project import LLMTRAIN, Project, copy_of, living, stop
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(ROOT / "scripts" / "train.py")
-LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
-
-
-class Project:
-    """A folder with run.yaml, and the runs it led to."""
-
-    def __init__(self, folder: Path, shards: Path):
-        self.folder = folder
-        self.shards = shards
-        self.run_dir = folder / "run"
-        self.write({})
-
-    def write(self, changes: dict[str, Any]) -> None:
-        defaults = {"train.duration": "6 steps", "train.microbatch_size": 2, "eval.prompt": "the quick"}
-        settings = tiny_settings(self.shards, self.run_dir, defaults | changes)
-        (self.folder / "run.yaml").write_text(json.dumps(settings))
-
-    def start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            **options,
-        )
-
-    def run(self, *command: str, timeout: float = 120) -> tuple[int, str]:
-        """(exit status, everything printed)."""
-        process = self.start(list(command))
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        finally:
-            stop_group(process)
-        return process.returncode, text
-
-    def train(self, *arguments: str) -> tuple[int, str]:
-        return self.run(*LLMTRAIN, "train", "run.yaml", *arguments)
-
-    def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
-
-
-def stop_group(process: subprocess.Popen) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
-def living(session: int) -> list[int]:
-    """Processes of a session that still run."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # ended meanwhile
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(entry.name))
-    return found
-
-
-@pytest.fixture
-def project(tmp_path, shards) -> Project:
-    return Project(tmp_path, shards)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, shards) -> tuple[Project, str]:
-    """A project with a complete run of 6 steps on one process, and what it printed."""
-    project = Project(tmp_path_factory.mktemp("finished"), shards)
-    status, text = project.train()
-    assert status == 0, text
-    return project, text
-
-
-def copy_of(finished: tuple[Project, str], folder: Path) -> Project:
-    original, _ = finished
-    project = Project(folder, original.shards)
-    shutil.copytree(original.run_dir, project.run_dir)
-    return project
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train.py")
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -130,34 +40,6 @@ def test_one_process_trains_and_reports(finished):
     assert project.checkpoints() == ["step-00000006"]
     assert (project.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in text and "Warning" not in text
-
-
-def test_generate_continues_a_prompt_with_the_trained_run(finished, capsys):
-    project, _ = finished
-    for path in (project.run_dir, project.run_dir / "checkpoints" / "step-00000006"):
-        assert main(["generate", str(path), "--prompt", "the quick", "--max-new-tokens", "8"]) == 0
-        text = capsys.readouterr().out
-        assert text.startswith("the quick") and len(text.strip()) > len("the quick")
-
-
-@pytest.mark.parametrize("broken", ["no such folder", "no checkpoint", "not whole"])
-def test_generate_says_when_there_is_nothing_to_load(finished, tmp_path, capsys, broken):
-    path = tmp_path / "none"
-    if broken == "no checkpoint":
-        path.mkdir()
-    elif broken == "not whole":
-        path = copy_of(finished, tmp_path).run_dir
-        (path / "checkpoints" / "step-00000006" / "manifest.json").unlink()
-    assert main(["generate", str(path), "--prompt", "x"]) == 2
-    captured = capsys.readouterr()
-    assert f"{path} holds no complete checkpoint" in captured.err
-    assert ("no manifest.json" in captured.out) == (broken == "not whole")
-
-
-@pytest.mark.parametrize("option", [["--temperature", "-1"], ["--top-k", "0"], ["--max-new-tokens", "0"]])
-def test_generate_refuses_impossible_options(option, capsys):
-    assert main(["generate", "run", "--prompt", "x", *option]) == 2
-    assert "must be at least" in capsys.readouterr().err or "--top-k" in capsys.readouterr().err
 
 
 def torchrun(processes: int) -> list[str]:
@@ -288,9 +170,9 @@ def test_a_bad_config_under_a_launcher_is_told_once(project, launcher):
     assert not project.run_dir.exists()
 
 
-def rank_process(launcher: int, rank: int) -> int:
+def rank_process(launcher: int, folder: Path, rank: int) -> int:
     """Process id of a rank that our launcher started."""
-    for pid in living(launcher):
+    for pid in living(folder):
         with contextlib.suppress(OSError):
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent == launcher and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -312,14 +194,14 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     process = project.start([*LLMTRAIN, "train", "run.yaml", "--nproc", "2"])
     try:
         wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)
-        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        os.kill(rank_process(process.pid, project.folder, 1), signal.SIGKILL)
         began = time.monotonic()
         text, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < 15
         assert process.returncode == 128 + signal.SIGKILL
-        assert living(process.pid) == []
+        assert living(project.folder) == []
     finally:
-        stop_group(process)
+        stop(process, project.folder)
     errors = [line for line in text.splitlines() if not line.startswith("step ")]
     assert errors == [
         "rank 1 was killed by SIGKILL (the system may have run out of memory); the other ranks were stopped"
@@ -344,9 +226,9 @@ def test_a_rank_that_fails_tells_the_story_once(project, launcher):
     process = project.start([*LAUNCHERS[launcher](), "run.yaml"])
     try:
         text, _ = process.communicate(timeout=60)
-        assert living(process.pid) == []
+        assert living(project.folder) == []
     finally:
-        stop_group(process)
+        stop(process, project.folder)
     assert process.returncode != 0
     assert text.count("cannot be had") == 1, text
     ours = text.partition("ChildFailedError")[0] if launcher == "torchrun" else text  # it adds a report of its own

@@ -21,7 +21,10 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """A gloo group of `size` processes, forked from one that has imported Composer."""
+    """A gloo group of `size` processes, forked from one that has imported Composer.
+
+    `worn`: has run enough jobs. Composer keeps what it trained with until the process ends, open files among it.
+    """
 
     def __init__(self, size: int):
         context = multiprocessing.get_context("forkserver")
@@ -30,6 +33,7 @@ class Ranks:
             forkserver.ensure_running()
         port = free_port()
         self.alive = True
+        self.jobs = 0
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -42,6 +46,7 @@ class Ranks:
 
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """What job(*args) returns on each rank. Raises RankFailed if it raised on any, or a rank hung or died."""
+        self.jobs += 1
         for pipe in self.pipes:
             pipe.send((job, args))
         deadline = time.monotonic() + timeout
@@ -59,6 +64,10 @@ class Ranks:
         if failures:
             raise RankFailed("\n".join(failures))
         return [answer for _, answer in answers]
+
+    @property
+    def worn(self) -> bool:
+        return self.jobs >= 20
 
     def kill(self) -> None:
         self.alive = False

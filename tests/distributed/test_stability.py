@@ -1,0 +1,154 @@
+"""A loss or gradient that is not finite: the run ends or the step is dropped, on all ranks alike, with the step named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+
+from llmtrain.config.schema import Config
+from llmtrain.train import run
+from llmtrain.train.composer_model import ComposerHybridLM
+from tests.support.ranks import RankFailed
+from tests.support.runs import observed_by
+from tests.support.tiny import tiny_config
+
+
+@dataclass
+class Seen:
+    """What happened on one rank. ids: its sample ids by step; changed: whether a step changed weights or moments."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    changed: dict[int, bool] = field(default_factory=dict)
+    skipped: float = 0.0
+    error: str = ""
+
+
+class Watch(LoggerDestination):
+    def __init__(self):
+        self.seen = Seen()
+        self.before: list[torch.Tensor] = []
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self.seen.ids[state.timestamp.batch.value + 1] = state.batch["sample_ids"].tolist()
+        self.before = self.snapshot(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        after = self.snapshot(state)
+        same = len(after) == len(self.before) and all(
+            torch.equal(a, b) for a, b in zip(after, self.before, strict=True)
+        )
+        self.seen.changed[state.timestamp.batch.value] = not same
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.seen.skipped = metrics.get("train/skipped_steps", self.seen.skipped)
+
+    @staticmethod
+    def snapshot(state: State) -> list[torch.Tensor]:
+        moments = [value for entry in state.optimizers[0].state.values() for value in entry.values()]
+        tensors = [*state.model.parameters(), *moments]
+        return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in tensors]
+
+
+def train_with_nan(config: Config, bad_steps: list[int], bad_rank: int, what: str = "loss") -> Seen:
+    """A job: on `bad_rank`, the loss (or only its gradient) of `bad_steps` is NaN. Errors come back as text."""
+    watch, true_loss = Watch(), ComposerHybridLM.loss
+
+    def loss(self, outputs, batch, *args, **kwargs):
+        losses = true_loss(self, outputs, batch, *args, **kwargs)
+        if max(watch.seen.ids) in bad_steps and torch.distributed.get_rank() == bad_rank:
+            if what == "loss":
+                losses["total"] = losses["total"] * torch.nan
+            else:
+                losses["total"].register_hook(lambda gradient: gradient * torch.inf)
+        return losses
+
+    with observed_by(watch), patch.object(ComposerHybridLM, "loss", loss):
+        try:
+            run.train(config)
+        except RuntimeError as error:
+            watch.seen.error = f"{type(error).__name__}: {error}"
+    return watch.seen
+
+
+@pytest.fixture
+def config(shards, tmp_path):
+    def make(**train) -> Config:
+        changes = {f"train.{name}": value for name, value in train.items()}
+        return tiny_config(shards, tmp_path / "run", {"train.duration": "6 steps"} | changes)
+
+    return make
+
+
+@pytest.mark.parametrize(("size", "bad_rank"), [(1, 0), (2, 0), (2, 1)])
+def test_stop_names_the_step_and_the_samples(ranks, config, size, bad_rank):
+    seen = ranks(size).run(train_with_nan, config(), [3], bad_rank)
+    culprits = ", ".join(map(str, seen[bad_rank].ids[3]))
+    for rank in seen:
+        assert rank.error.startswith(
+            f"NonFiniteError: the loss is not finite at step 3; sample ids of rank {bad_rank}: {culprits}. Nothing of this"
+        )
+        assert rank.changed == {1: True, 2: True}
+
+
+def test_a_gradient_that_overflows_is_told_from_a_loss(ranks, config):
+    [seen] = ranks(1).run(train_with_nan, config(), [2], 0, "gradient")
+    assert re.match(r"NonFiniteError: the gradient norm \((nan|inf)\) is not finite at step 2; sample ids", seen.error)
+
+
+@pytest.mark.parametrize(("size", "bad_rank"), [(1, 0), (2, 1)])
+def test_skip_leaves_weights_and_moments_alone_and_goes_on(ranks, config, size, bad_rank):
+    for seen in ranks(size).run(train_with_nan, config(nonfinite="skip"), [1, 3], bad_rank):
+        assert seen.error == ""
+        assert seen.changed == {1: False, 2: True, 3: False, 4: True, 5: True, 6: True}
+        assert seen.skipped == 2
+
+
+def test_too_many_skipped_in_a_row_stop_the_run(ranks, config):
+    made = config(nonfinite="skip", max_skipped_steps=2)
+    for seen in ranks(2).run(train_with_nan, made, [1, 3, 4, 5], 1):
+        assert seen.error.startswith("NonFiniteError: the loss is not finite at step 5")
+        assert "2 steps in a row were skipped before it (train.max_skipped_steps)" in seen.error
+        assert max(seen.changed) == 4
+
+
+def test_finite_runs_are_not_touched(ranks, config):
+    [seen] = ranks(1).run(train_with_nan, config(nonfinite="skip"), [], 0)
+    assert all(seen.changed.values()) and seen.skipped == 0
+
+
+def gradient_norms(config: Config) -> list[float]:
+    """A job: the norm of the gradient that the optimizer was given, by step."""
+    norms: list[float] = []
+
+    class Norms(LoggerDestination):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            parameters: Any = state.model.parameters()
+            gradients = [p.grad.full_tensor() for p in parameters]
+            norms.append(float(torch.cat([g.flatten() for g in gradients]).norm()))
+
+    with observed_by(Norms()):
+        run.train(config)
+    return norms
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_clipping_bounds_the_norm_over_all_ranks(ranks, config, size):
+    for norms in ranks(size).run(gradient_norms, config(clip_grad_norm=0.5)):
+        assert norms == pytest.approx([0.5] * 6, rel=1e-4)
+
+
+def test_without_clipping_the_norm_is_larger(ranks, config):
+    [norms] = ranks(1).run(gradient_norms, config(clip_grad_norm=None))
+    assert min(norms) > 0.6
+
+
+def test_rank_failures_reach_the_test(ranks):
+    with pytest.raises(RankFailed, match=r"(?s)rank 0: .*ZeroDivisionError"):
+        ranks(1).run(divmod, 1, 0)

@@ -1,0 +1,85 @@
+"""A user's folder: run.yaml, commands run in it, and what they leave running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import tiny_settings
+
+LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
+
+
+class Project:
+    """A folder with run.yaml, and the runs it led to."""
+
+    def __init__(self, folder: Path, shards: Path):
+        self.folder = folder
+        self.shards = shards
+        self.run_dir = folder / "run"
+        self.write({})
+
+    def write(self, changes: dict[str, Any]) -> None:
+        defaults = {"train.duration": "6 steps", "train.microbatch_size": 2, "eval.prompt": "the quick"}
+        settings = tiny_settings(self.shards, self.run_dir, defaults | changes)
+        (self.folder / "run.yaml").write_text(json.dumps(settings))
+
+    def start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **options,
+        )
+
+    def run(self, *command: str, timeout: float = 120) -> tuple[int, str]:
+        """(exit status, everything printed)."""
+        process = self.start(list(command))
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        finally:
+            stop(process, self.folder)
+        return process.returncode, text
+
+    def train(self, *arguments: str) -> tuple[int, str]:
+        return self.run(*LLMTRAIN, "train", "run.yaml", *arguments)
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
+
+
+def stop(process: subprocess.Popen, folder: Path) -> None:
+    """Ends a command and whatever it started in its folder: torchrun's ranks are in sessions of their own."""
+    for pid in {process.pid, *living(folder)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def living(folder: Path) -> list[int]:
+    """Processes that run in a project's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or a zombie
+            if (entry / "cwd").readlink() == folder:
+                found.append(int(entry.name))
+    return found
+
+
+def copy_of(finished: tuple[Project, str], folder: Path) -> Project:
+    original, _ = finished
+    project = Project(folder, original.shards)
+    shutil.copytree(original.run_dir, project.run_dir)
+    return project
