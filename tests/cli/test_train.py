@@ -162,7 +162,7 @@ def test_a_bad_config_starts_nothing(project, arguments, expected):
     assert not project.run_dir.exists()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "composer"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.slow)])
 def test_a_bad_config_under_a_launcher_is_told_once(project, launcher):
     status, text = project.run(*LAUNCHERS[launcher](), "run.yaml", "train.microbatch_siz=1")
     assert status != 0

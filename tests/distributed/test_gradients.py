@@ -168,10 +168,17 @@ ACTIVATION_CHECKPOINTING = {
 }
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("size", "compiled_by"),
-    [(1, None), (2, None), (2, "aot_eager"), pytest.param(1, "inductor", marks=pytest.mark.slow)],
+    ("size", "compiled_by", "kind"),
+    [
+        *((size, None, kind) for size in (1, 2) for kind in ACTIVATION_CHECKPOINTING),
+        *((2, "aot_eager", kind) for kind in ("none", "selective")),
+        *(pytest.param(2, "aot_eager", kind, marks=SLOW) for kind in ("full", "every_k")),
+        *(pytest.param(1, "inductor", kind, marks=SLOW) for kind in ACTIVATION_CHECKPOINTING),
+    ],
 )
 def test_activation_checkpointing_and_compilation_leave_gradients_alone(ranks, config, kind, size, compiled_by):
     """aot_eager traces, and refuses graph breaks, as inductor does, but compiles nothing: that takes a minute here."""
