@@ -19,6 +19,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says which, why, and what to do."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a later llmtrain: whole, but not to be read here, nor to be passed over for an older one."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is, beyond its tensors. Plain JSON: nothing in it names a device, a rank count or a kernel.
@@ -64,7 +68,7 @@ def read(folder: Path) -> Manifest:
     if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
         raise CheckpointError(f"{folder / NAME} is not a checkpoint's manifest")
     if fields["format"] > FORMAT:
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{folder} was written in format {fields['format']}; this llmtrain reads up to {FORMAT}. Update llmtrain"
         )
     try:
@@ -87,10 +91,15 @@ def folders(root: Path) -> list[Path]:
 
 
 def latest(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest complete checkpoint under `root`; every newer one that is not whole is named through `warn`."""
+    """The newest complete checkpoint under `root`; every newer one that is not whole is named through `warn`.
+
+    Raises NewerFormatError rather than go back behind a checkpoint of a later llmtrain.
+    """
     for folder in reversed(folders(root)):
         try:
             return folder, read(folder)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             warn(f"{error}; trying the one before")
     return None

@@ -1,34 +1,10 @@
-"""FLOP counts: what modules say they cost, summed, and the two conventions that turn them into MFU.
-
-One multiply-add is 2 FLOP. Matrix products, attention, scan and convolution count; elementwise work and
-embedding look-ups do not. The backward pass costs twice the forward.
-"""
+"""FLOP counts: what modules say they cost (cost.py), summed, and the two conventions that turn them into MFU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from llmtrain.models.hybrid import HybridLM
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Forward FLOP of one sequence, by kind of work."""
-
-    projection: int = 0
-    attention: int = 0
-    scan: int = 0
-    convolution: int = 0
-    head: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+from llmtrain.models.hybrid import HybridLM
 
 
 def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:

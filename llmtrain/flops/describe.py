@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from llmtrain.config.schema import Config
-from llmtrain.flops.count import Flops, count_parameters, training_flops_per_token
+from llmtrain.flops.cost import Flops
+from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, shard_ranks
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device

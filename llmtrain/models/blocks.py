@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import Block as AnyBlock
 from llmtrain.models.config import Mamba2Block, ModelConfig, SharedAttentionBlock

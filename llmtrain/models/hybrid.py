@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.blocks import Block, ContextCache
 from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.models.config import MLPConfig, NormConfig
 from llmtrain.models.init import InitScale, Rule, constant, normal
 

@@ -22,11 +22,10 @@ def decays(name: str, parameter: torch.Tensor, decay_embeddings: bool = True) ->
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over two groups, with the fused kernel where the parameters are on a GPU."""
+    """AdamW over two groups, in one fused kernel each (on CPUs too: one operator instead of a dozen per DTensor)."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         groups[decays(name, parameter, config.decay_embeddings)].append(parameter)
-    fused = next(model.parameters()).device.type == "cuda"
     return torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},
@@ -35,7 +34,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        fused=fused,
+        fused=True,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.count import Flops
+from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig, SharedAttentionBlock
 from llmtrain.models.layers import MLP, Linear, LowRank, Norm

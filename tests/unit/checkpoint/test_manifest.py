@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.manifest import CheckpointError, Manifest, NewerFormatError
 
 
 def make(root: Path, step: int) -> Path:
@@ -44,7 +44,6 @@ DAMAGE = {
         "not a checkpoint's manifest",
     ),
     "unknown key": (lambda folder: rewrite(folder, extra=1), "not a checkpoint's manifest: .*extra"),
-    "newer format": (lambda folder: rewrite(folder, format=99), "written in format 99.*reads up to 1. Update llmtrain"),
     "missing file": (lambda folder: (folder / "shard.bin").unlink(), "incomplete: shard.bin is missing"),
     "truncated file": (lambda folder: (folder / "shard.bin").write_bytes(b"1234"), "shard.bin has 4 bytes, not 5"),
 }
@@ -62,6 +61,13 @@ def test_what_is_not_whole_is_refused_and_the_one_before_is_found(tmp_path, kind
     assert found is not None and found[0] == before and found[1].step == 5
     assert warnings == [f"{error.value}; trying the one before"]
     assert str(broken) in warnings[0]
+
+
+def test_a_checkpoint_of_a_later_llmtrain_is_not_passed_over_for_an_older_one(tmp_path):
+    make(tmp_path, 5)
+    rewrite(make(tmp_path, 10), format=99)
+    with pytest.raises(NewerFormatError, match=r"written in format 99; this llmtrain reads up to 1. Update llmtrain"):
+        manifests.latest(tmp_path, pytest.fail)
 
 
 def test_latest_goes_by_step_and_ignores_half_written_folders(tmp_path):
