@@ -1,5 +1,7 @@
 """The wiring of every model family against Hugging Face's implementation: same weights, same logits."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ def scramble(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def assert_same_logits(model: HybridLM, weights: dict[str, Tensor], peer: nn.Module) -> None:
+def assert_same_logits(model: HybridLM, weights: Mapping[str, Tensor], peer: nn.Module) -> None:
     """weights: the peer's, under our names."""
     assert weights.keys() == dict(model.named_parameters()).keys()
     with torch.no_grad():
@@ -118,7 +120,7 @@ def test_llama_with_grouped_queries():
     assert_same_logits(model, weights, peer)
 
 
-def mamba_weights(peer: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+def mamba_weights(peer: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
     names = {
         "in_proj.weight": "in_proj.weight",
         "conv1d.weight": "conv.weight",

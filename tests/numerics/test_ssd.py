@@ -50,7 +50,8 @@ def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
     """y, the final state, and every gradient of a random projection of both."""
     y, state = function(*tensors)
     g = torch.Generator().manual_seed(3)
-    loss = sum((t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state))
+    parts = [(t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state)]
+    loss = torch.stack(parts).sum()
     return [y.detach(), state.detach(), *torch.autograd.grad(loss, tensors)]
 
 
