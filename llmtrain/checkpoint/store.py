@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -82,7 +83,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
-    dcp.load(state, checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
+        dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
