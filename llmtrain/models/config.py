@@ -10,7 +10,9 @@ from pydantic import Field
 from llmtrain.config.base import PositiveInt, Probability, Problem, Section, free
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 
-AttentionBackend = Literal["auto", "reference", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex"]
+AttentionBackend = Literal[
+    "auto", "reference", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:cpu", "flex"
+]
 SSDBackend = Literal["auto", "reference"]
 
 

@@ -35,11 +35,25 @@ def launch(command: list[str], processes: int, run_dir: str) -> int:
         )
         for rank in range(processes)
     ]
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         return _watch(ranks, logs)
     except KeyboardInterrupt:
         _stop(ranks, signal.SIGINT)
         return 130
+    except _Terminated:  # a job manager ends the parent: the ranks must not outlive it
+        _stop(ranks, signal.SIGTERM)
+        return 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception."""
+
+
+def _raise_terminated(*_: object) -> None:
+    raise _Terminated
 
 
 def _start(command: list[str], environment: dict[str, str], log: Path | None) -> subprocess.Popen:
