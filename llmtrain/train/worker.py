@@ -31,7 +31,7 @@ def run_rank(args: argparse.Namespace) -> int:
         _prepare_data(config, world)
         if args.fresh and world.is_main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
-        return _train(config, args, world)
+        return _train(config, args)
     except KeyboardInterrupt:
         return _leave(130)
     except BaseException as error:
@@ -49,7 +49,7 @@ def run_rank(args: argparse.Namespace) -> int:
         return _leave(1)
 
 
-def _train(config: Config, args: argparse.Namespace, world: World) -> int:
+def _train(config: Config, args: argparse.Namespace) -> int:
     if not os.environ.get("LLMTRAIN_VERBOSE"):
         from llmtrain.train.composer_fixes import quiet
 
