@@ -16,6 +16,7 @@ from llmtrain.train.distributed import World, world_from_environment
 from llmtrain.train.resume import check_resumption
 
 _SECONDS_FOR_THE_LAUNCHER = 3.0
+_SECONDS_FOR_THE_RANK_THAT_SPEAKS = 30.0
 
 
 def run_rank(args: argparse.Namespace) -> int:
@@ -36,12 +37,12 @@ def run_rank(args: argparse.Namespace) -> int:
         return _leave(130)
     except BaseException as error:
         if isinstance(error, ValueError) and _raised_by_us(error):
-            if _first_to_fail(folder, world):
+            if _speaks(folder, world):
                 print(error, file=sys.stderr, flush=True)
             return _leave(2)
         if _lost_a_peer(error):
             time.sleep(_SECONDS_FOR_THE_LAUNCHER)
-        if _first_to_fail(folder, world):
+        if _speaks(folder, world):
             where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
             trace = _write_trace(folder, world, error)
             print(f"\n{where}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -89,6 +90,15 @@ def set_aside(folder: Path) -> None:
         aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
         folder.rename(aside)
         print(f"--fresh: the earlier run is now in {aside}", flush=True)
+
+
+def _speaks(folder: Path | None, world: World) -> bool:
+    """Whether this rank tells the story. One that does not waits to be stopped: were it the first to leave, the launcher
+    would stop the rank that speaks, perhaps before its first word."""
+    first = _first_to_fail(folder, world)
+    if not first:
+        time.sleep(_SECONDS_FOR_THE_RANK_THAT_SPEAKS)
+    return first
 
 
 def _first_to_fail(folder: Path | None, world: World) -> bool:
