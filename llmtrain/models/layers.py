@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
-from llmtrain.models.config import MLPConfig, NormConfig
+from llmtrain.models.config import MLPConfig, NormConfig, RotaryPosition
 from llmtrain.models.init import InitScale, Rule, constant, normal
 
 
@@ -142,10 +142,14 @@ class MLP(nn.Module):
         return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
 
 
-def rotary_tables(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of t * theta^(-2 i / head_dim) (arXiv:2104.09864), each [T, 1, head_dim / 2] in fp32."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None, None] * inverse
+def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:
+    """cos and sin of t * theta^(-2 i / head_dim) (arXiv:2104.09864), in fp32.
+
+    positions: [T] or [batch, T] -> each [T, 1, head_dim / 2], or with batch in front.
+    """
+    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    inverse = 1.0 / rotary.theta**steps
+    angle = positions.to(torch.float32)[..., None, None] * inverse
     return angle.cos(), angle.sin()
 
 

@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."))
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
-        self.rotary_theta = block.position.theta if block.position.type == "rotary" else None
+        self.rotary = block.position if block.position.type == "rotary" else None
 
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
@@ -62,12 +62,12 @@ class Attention(nn.Module):
     @property
     def context_key(self) -> tuple:
         """Mixers with equal keys share one context."""
-        return (self.backend.name, self.spec, self.rotary_theta)
+        return (self.backend.name, self.spec, self.rotary)
 
     def prepare(self, seq_len: int, device: torch.device) -> AttentionContext:
         rotary = None
-        if self.rotary_theta is not None:
-            rotary = rotary_tables(seq_len, self.spec.head_dim, self.rotary_theta, device)
+        if self.rotary is not None:
+            rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device))
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
