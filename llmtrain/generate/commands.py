@@ -1,41 +1,158 @@
-"""`llmtrain generate`: continue a prompt."""
+"""`llmtrain generate`: continue a prompt, a file of prompts, or what is typed."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def add_generate(commands) -> None:
     sub = commands.add_parser(
         "generate",
-        help="continue a prompt with a trained model",
-        description="Continues a prompt with the newest checkpoint of a run, or with one checkpoint.",
+        help="continue prompts with a trained model",
+        description="Continues a prompt, every prompt of a file, or (with neither) what is typed, line by line. "
+        "Text appears as it is decoded.",
     )
-    sub.add_argument("path", type=Path, metavar="RUN", help="a run's folder, or one of its checkpoints")
-    sub.add_argument("--prompt", required=True, metavar="TEXT")
+    sub.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run's folder (its newest checkpoint), a checkpoint, or a folder or hub name in Hugging Face format",
+    )
+    source = sub.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help='prompts: one per line, or {"prompt": ...} per line in a .jsonl; answers come as JSON lines, in order',
+    )
     sub.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     sub.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy; default 0.8")
-    sub.add_argument("--top-k", type=int, default=50, metavar="K", help="default 50")
+    sub.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    sub.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up P; default 0.95")
+    sub.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 discourages repetition"
+    )
+    sub.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end there; may be given several times"
+    )
     sub.add_argument("--seed", type=int, default=0, metavar="N")
+    sub.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts of --file at a time; default 32")
+    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
     sub.set_defaults(func=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    if args.temperature < 0 or args.top_k < 1 or args.max_new_tokens < 1:
-        raise ValueError("--temperature must be at least 0, --top-k and --max-new-tokens at least 1")
-    from llmtrain.generate.sampling import load_model, sample
+    if args.max_new_tokens < 1 or args.batch_size < 1:
+        raise ValueError("--max-new-tokens and --batch-size must be at least 1")
+    if "" in args.stop:
+        raise ValueError("--stop '' would end every answer at once; give some text")
+    prompts = read_prompts(args.file) if args.file else None
+    from llmtrain.generate.sampling import Sampling
 
-    model, tokenizer = load_model(args.path)
-    ids = tokenizer.encode(args.prompt) or [tokenizer.eod_id]
-    new = sample(
-        model,
-        ids,
-        max_new_tokens=args.max_new_tokens,
+    args.sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
-        stop_id=tokenizer.eod_id,
+        top_p=0.95 if args.top_p is None and args.top_k is None else args.top_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
-    print(tokenizer.decode([*ids, *new]))
+    import torch
+
+    from llmtrain.generate.load import load_model
+
+    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None)
+    if prompts is not None:
+        _answer_file(loaded, prompts, args)
+    elif args.prompt is not None:
+        _stream(loaded, args.prompt, args)
+    else:
+        for prompt in _typed():
+            _stream(loaded, prompt, args)
     return 0
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Raises ValueError that names the file and line of what is no prompt."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read prompts from {file}: {error}") from None
+    if file.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ValueError(f'{file}:{number}: expected an object with a text "prompt", found {line[:80]}')
+        prompts.append(prompt)
+    return prompts
+
+
+def _stream(loaded: tuple[Any, Any], prompt: str, args: argparse.Namespace) -> None:
+    from llmtrain.generate.text import complete
+
+    model, tokenizer = loaded
+    print(prompt, end="", flush=True)
+    began, end = time.perf_counter(), None
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "stops": args.stop}
+    for piece in complete(model, tokenizer, [prompt], args.sampling, **options):
+        print(piece.text, end="", flush=True)
+        end = piece.end
+    print(flush=True)
+    if sys.stderr.isatty():
+        print(f"({end}; {time.perf_counter() - began:.1f} s)", file=sys.stderr)
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal until Ctrl-D; from a pipe, all of it as one prompt."""
+    if not sys.stdin.isatty():
+        yield sys.stdin.read()
+        return
+    print("Type a prompt and Enter; Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Namespace) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from llmtrain.generate.text import complete
+
+    model, tokenizer = loaded
+    from rich.console import Console
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(prompts))
+        for start in range(0, len(prompts), args.batch_size):
+            batch = prompts[start : start + args.batch_size]
+            answers: list[dict[str, Any]] = [{"prompt": prompt, "completion": "", "end": None} for prompt in batch]
+            for piece in complete(
+                model,
+                tokenizer,
+                batch,
+                args.sampling,
+                max_new_tokens=args.max_new_tokens,
+                stops=args.stop,
+                numbers=range(start, start + len(batch)),
+            ):
+                answers[piece.row]["completion"] += piece.text
+                if piece.end:
+                    answers[piece.row]["end"] = piece.end
+                    bar.advance(task)
+            for answer in answers:
+                print(json.dumps(answer, ensure_ascii=False), flush=True)

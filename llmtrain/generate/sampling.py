@@ -1,81 +1,107 @@
-"""Sampling from a HybridLM, one full forward pass per token."""
+"""From logits to the next token: repetition penalty, temperature, top-k, top-p, in that order (as in transformers)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import store
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.hybrid import HybridLM
+from torch import Tensor
 
 
-def load_model(path: Path) -> tuple[HybridLM, TextTokenizer]:
-    """The model and tokenizer of a run's folder (its newest complete checkpoint) or of one checkpoint.
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: 0 takes the likeliest token. top_k: keep the k likeliest. top_p: keep the likeliest whose
+    probabilities first add up to top_p (Holtzman et al., arXiv:1904.09751). repetition_penalty: divide the positive and
+    multiply the negative logits of tokens seen before (Keskar et al., arXiv:1909.05858).
 
-    Raises ValueError when there is no checkpoint, or its run's tokenizer is gone.
+    Raises ValueError for a value out of range.
     """
-    if (path / manifests.NAME).exists():
-        folder, manifest = path, manifests.read(path)
-    else:
-        found = manifests.latest(path / "checkpoints", warn=print) if path.is_dir() else None
-        if found is None:
-            raise ValueError(
-                f"{path} holds no complete checkpoint; give a run's folder (runs/NAME) or RUN/checkpoints/step-N"
-            )
-        folder, manifest = found
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device("meta"):
-        model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifest.config["model"])))
-    model.to_empty(device=device)
-    store.load(folder, model)
-    return model.eval(), load_tokenizer(tokenizer_path(manifest.config["data"]))
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is none)"),
+            ("seed", 0 <= self.seed < 2**40, "between 0 and 2^40"),
+        ):
+            if not good:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be {allowed}")
 
 
-def tokenizer_path(data: dict) -> str:
-    """Where the shards of a run (its config's `data` section) keep their tokenizer. Raises ValueError if nowhere."""
-    prepare, train = data["prepare"], data["train"]
-    candidates = [prepare["out"]] if prepare else []
-    candidates += [stream["local"] for stream in train["streams"].values()] if train else []
-    for candidate in candidates:
-        if (Path(candidate) / "tokenizer").is_dir():
-            return str(Path(candidate) / "tokenizer")
-    raise ValueError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")
+class Sampler:
+    """Draws tokens for a batch. What a row draws depends on its seed and number alone, not on the rows beside it.
+
+    prompts: token ids of every row; numbers: which row of the whole request each is.
+    """
+
+    def __init__(
+        self,
+        options: Sampling,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        *,
+        vocab_size: int,
+        draws: int,
+        device: torch.device,
+    ):
+        self.options = options
+        self.seen = None
+        if options.repetition_penalty != 1:
+            self.seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+            for row, ids in enumerate(prompts):
+                self.seen[row, torch.tensor(ids, device=device)] = True
+        if options.temperature > 0:
+            generator = torch.Generator()
+            rows = [
+                torch.rand(draws, generator=generator.manual_seed(options.seed * 2**20 + number), dtype=torch.float64)
+                for number in numbers
+            ]
+            self.uniform = torch.stack(rows, dim=1).to(device)  # [draws, batch]
+
+    def __call__(self, logits: Tensor, draw: int) -> Tensor:
+        """logits: [batch, vocab_size]; draw: how many tokens were drawn before -> token ids [batch]."""
+        logits = logits.float()
+        if self.seen is not None:
+            logits = penalize(logits, self.seen, self.options.repetition_penalty)
+        if self.options.temperature == 0:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = invert(probabilities(logits, self.options), self.uniform[draw])
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        return tokens
 
 
-@torch.no_grad()
-def sample(
-    model: HybridLM,
-    ids: list[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    stop_id: int | None = None,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yields new token ids. temperature 0 is greedy. Reads at most the last max_seq_len tokens."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(ids)
-    for _ in range(max_new_tokens):
-        context = torch.tensor([ids[-model.config.max_seq_len :]], device=device)
-        logits = model(context)[0, -1].float().cpu()
-        token = int(_choose(logits, temperature, top_k, generator))
-        if token == stop_id:
-            return
-        ids.append(token)
-        yield token
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax()
-    if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+def probabilities(logits: Tensor, options: Sampling) -> Tensor:
+    """The distribution to draw from, [batch, vocab_size] in fp32; zero for tokens that are cut off."""
+    logits = logits / options.temperature
+    if options.top_k is not None and options.top_k < logits.shape[-1]:
+        least = logits.topk(options.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if options.top_p is not None and options.top_p < 1:
+        ordered, order = logits.sort(dim=-1)
+        # Ascending, so that the likeliest, the last, always stays.
+        below = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - options.top_p
+        below[:, -1] = False
+        logits = logits.masked_fill(below.scatter(1, order, below), -torch.inf)
+    return logits.softmax(dim=-1)
+
+
+def invert(probability: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes `uniform`. [batch, vocab_size], [batch] -> [batch]."""
+    cumulative = probability.double().cumsum(dim=-1)
+    target = (uniform * cumulative[:, -1])[:, None]
+    # right=True: a token of probability zero is never where the sum passes the target.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probability.shape[-1] - 1)

@@ -19,12 +19,14 @@ class Platform:
 
     arch: `sm90` (NVIDIA compute capability), `gfx942` (AMD), or `cpu`.
     memory_bytes: of the device.
+    processors: multiprocessors of a GPU (compute units of AMD's).
     """
 
     vendor: Vendor
     arch: str
     device_name: str
     memory_bytes: int
+    processors: int = 1
 
     @property
     def device_type(self) -> str:
@@ -52,5 +54,7 @@ def detect(device: torch.device | str | None = None) -> Platform:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         # gcnArchName reads 'gfx942:sramecc+:xnack-'
-        return Platform("amd", properties.gcnArchName.split(":")[0], properties.name, properties.total_memory)
-    return Platform("nvidia", f"sm{properties.major}{properties.minor}", properties.name, properties.total_memory)
+        vendor, arch = "amd", properties.gcnArchName.split(":")[0]
+    else:
+        vendor, arch = "nvidia", f"sm{properties.major}{properties.minor}"
+    return Platform(vendor, arch, properties.name, properties.total_memory, properties.multi_processor_count)

@@ -16,7 +16,7 @@ from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import spec as ssd
 
-Operation = Literal["attention", "ssd", "conv1d"]
+Operation = Literal["attention", "ssd", "conv1d", "attention_step", "ssd_step", "conv1d_step"]
 Spec = Any  # AttentionSpec, SSDSpec or Conv1dSpec, by operation
 
 
@@ -58,13 +58,29 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
         Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
     ),
+    # One new token per row, for decoding from a cache.
+    "attention_step": (
+        Backend("reference", "llmtrain.kernels.attention.step", attention.refuse_reference),
+        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_step_triton),
+    ),
+    "ssd_step": (
+        Backend("reference", "llmtrain.kernels.ssd.step", ssd.refuse_reference),
+        Backend("triton", "llmtrain.kernels.ssd.step_triton", ssd.refuse_step_triton),
+    ),
+    "conv1d_step": (
+        Backend("reference", "llmtrain.kernels.conv1d.step", conv1d.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.conv1d.step_triton", conv1d.refuse_step_triton),
+    ),
 }
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
     "ssd": ssd.preference,
     "conv1d": conv1d.preference,
+    "attention_step": attention.preference_step,
+    "ssd_step": ssd.preference_step,
+    "conv1d_step": conv1d.preference_step,
 }
-OPERATIONS: tuple[Operation, ...] = ("attention", "ssd", "conv1d")
+OPERATIONS: tuple[Operation, ...] = ("attention", "ssd", "conv1d", "attention_step", "ssd_step", "conv1d_step")
 
 
 @dataclass(frozen=True)

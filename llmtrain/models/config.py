@@ -52,11 +52,44 @@ class AlibiPosition(Section):
     """Slopes are 2^(-max_bias * i / n_heads)."""
 
 
+class LinearScaling(Section):
+    """Positions divided by `factor` (position interpolation, Chen et al., arXiv:2306.15595)."""
+
+    type: Literal["linear"]
+    factor: Annotated[float, Field(gt=0)]
+
+
+class Llama3Scaling(Section):
+    """Llama 3.1's: low frequencies divided by `factor`, high ones kept, a ramp in between (arXiv:2407.21783).
+
+    A frequency's turns within original_max_seq_len tell which it is: fewer than low_freq_factor, or more than
+    high_freq_factor.
+    """
+
+    type: Literal["llama3"]
+    factor: Annotated[float, Field(gt=0)]
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    original_max_seq_len: PositiveInt = 8192
+    """Longest sequence before the extension."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.low_freq_factor >= self.high_freq_factor:
+            yield Problem(
+                "low_freq_factor", self.low_freq_factor, f"must be below high_freq_factor ({self.high_freq_factor})"
+            )
+
+
+RotaryScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="type")]
+
+
 class RotaryPosition(Section):
     """Rotary embeddings (Su et al., arXiv:2104.09864), rotating the two halves of each head."""
 
     type: Literal["rotary"]
     theta: Annotated[float, Field(gt=0)] = 10_000.0
+    scaling: RotaryScaling | None = None
+    """Frequencies lowered for contexts longer than those of the first training."""
 
 
 Position = Annotated[NoPosition | AlibiPosition | RotaryPosition, Field(discriminator="type")]
@@ -127,6 +160,8 @@ class Mamba2Block(Section):
     proj_bias: bool = False
     norm_before_gate: bool = False
     """Gated norm: norm(x * silu(z)) when false, norm(x) * silu(z) when true."""
+    gated_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Default: the norm's eps."""
     norm: NormConfig | None = None
     """Default: model.norm."""
     mlp: MLPConfig | None = None

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform, detect
-from llmtrain.models.blocks import Block, ContextCache
+from llmtrain.models.blocks import Block, BlockContext, ContextCache
+from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
-from llmtrain.models.loss import LossOutput, build_loss, soft_cap
+from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_tokens, soft_cap
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 
 
@@ -58,25 +59,54 @@ class HybridLM(nn.Module):
         self.loss = build_loss(loss, config.logit_softcap, platform)
         self._contexts = ContextCache()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | LossOutput:
-        """input_ids: [batch, T]. Without labels: logits [batch, T, vocab_size].
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: Cache | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor | LossOutput | TokenScores:
+        """input_ids: [batch, T]; labels: [batch, T], already shifted, -100 where there is none.
 
-        labels: [batch, T], already shifted, -100 where there is none. Then the loss, averaged over labels.
-        Raises ValueError for a sequence longer than the learned positions.
+        Without a cache: logits [batch, T, vocab_size], or with labels the loss, averaged over them.
+        cache: the tokens are read on from what it holds, into it. Then: the logits after the last, [batch, vocab_size],
+            or with labels the score of each. padding: [batch], tokens at the left of each row to pass over (first call only).
+
+        Raises ValueError for a sequence longer than the learned positions or the cache.
         """
+        if cache is not None:
+            x = self._read(input_ids, cache, padding)
+            if labels is None:
+                return self.logits(x[:, -1])
+            return score_tokens(x, self.head_weight, labels, self.config.logit_softcap)
         seq_len = input_ids.shape[1]
         x = self.embed(input_ids)
         if self.positions is not None:
             if seq_len > self.config.max_seq_len:
                 raise ValueError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
             x = x + self.positions(seq_len)
-        x = embedding = F.dropout(x, self.config.dropout, self.training)
-        for block, context in zip(self.blocks, self._contexts(self.blocks, seq_len, x.device), strict=True):
+        x = F.dropout(x, self.config.dropout, self.training)
+        x = self._layers(x, self._contexts(self.blocks, seq_len, x.device))
+        return self.logits(x) if labels is None else self.loss(x, self.head_weight, labels)
+
+    def _read(self, input_ids: Tensor, cache: Cache, padding: Tensor | None) -> Tensor:
+        span = cache.begin(input_ids.shape[1], padding)
+        x = self.embed(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(span.positions.clamp(min=0))
+        x = self._layers(x, cache.contexts(span))
+        cache.advance(input_ids.shape[1])
+        return x
+
+    def _layers(self, x: Tensor, contexts: list[BlockContext]) -> Tensor:
+        embedding = x
+        for block, context in zip(self.blocks, contexts, strict=True):
             x = block(x, embedding, context)
-        x = self.norm(x)
-        if labels is None:
-            return soft_cap(F.linear(x, self.head_weight), self.config.logit_softcap)
-        return self.loss(x, self.head_weight, labels)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [..., d_model], after the final norm -> [..., vocab_size]."""
+        return soft_cap(F.linear(x, self.head_weight), self.config.logit_softcap)
 
     @property
     def head_weight(self) -> Tensor:

@@ -6,12 +6,14 @@ parameters start as. Norms compute in fp32 whatever their input's dtype, and ret
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
-from llmtrain.models.config import MLPConfig, NormConfig, RotaryPosition
+from llmtrain.models.config import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
 from llmtrain.models.init import InitScale, Rule, constant, normal
 
 
@@ -51,10 +53,12 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(Embedding):
-    """One vector per position. seq_len -> [seq_len, d]."""
+    """One vector per position. seq_len -> [seq_len, d], or positions [batch, T] -> [batch, T, d]."""
 
-    def forward(self, seq_len: int) -> Tensor:
-        return self.weight[:seq_len]
+    def forward(self, positions: int | Tensor) -> Tensor:
+        if isinstance(positions, int):
+            return self.weight[:positions]
+        return F.embedding(positions, self.weight)
 
 
 class Norm(nn.Module):
@@ -143,14 +147,28 @@ class MLP(nn.Module):
 
 
 def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:
-    """cos and sin of t * theta^(-2 i / head_dim) (arXiv:2104.09864), in fp32.
+    """cos and sin of t * frequency_i (arXiv:2104.09864), in fp32.
 
     positions: [T] or [batch, T] -> each [T, 1, head_dim / 2], or with batch in front.
     """
-    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    inverse = 1.0 / rotary.theta**steps
-    angle = positions.to(torch.float32)[..., None, None] * inverse
+    angle = positions.to(torch.float32)[..., None, None] * rotary_frequencies(head_dim, rotary, positions.device)
     return angle.cos(), angle.sin()
+
+
+def rotary_frequencies(head_dim: int, rotary: RotaryPosition, device: torch.device) -> Tensor:
+    """Radians per token of each pair of channels: theta^(-2 i / head_dim), scaled. [head_dim / 2] in fp32."""
+    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequency = 1.0 / rotary.theta**steps
+    match rotary.scaling:
+        case None:
+            return frequency
+        case LinearScaling(factor=factor):
+            return frequency / factor
+        case Llama3Scaling() as scaling:
+            turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

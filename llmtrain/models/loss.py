@@ -35,6 +35,35 @@ class LossOutput:
     """Tokens with a label."""
 
 
+@dataclass
+class TokenScores:
+    """Per token, [batch, T]. log_likelihood: of the label in nats, fp32 or wider. greedy: the label is the argmax.
+
+    0 and True where there is no label.
+    """
+
+    log_likelihood: Tensor
+    greedy: Tensor
+
+
+@torch.no_grad()
+def score_tokens(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
+) -> TokenScores:
+    """Logits exist for labelled tokens alone, a chunk of them at a time. Shapes as in PlainLoss."""
+    at = labels != IGNORE
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    scores = TokenScores(torch.zeros(labels.shape, dtype=wide, device=hidden.device), torch.ones_like(at))
+    found = []
+    for x, label in zip(hidden[at].split(chunk_tokens), labels[at].split(chunk_tokens), strict=True):
+        logits = soft_cap(F.linear(x, weight).to(wide), softcap)
+        picked = logits.gather(-1, label[:, None])[:, 0]
+        found.append((picked - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == label))
+    if found:
+        scores.log_likelihood[at], scores.greedy[at] = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return scores
+
+
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(logits / cap), or the logits as they are."""
     return logits if cap is None else cap * torch.tanh(logits / cap)

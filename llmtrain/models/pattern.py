@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<count>[0-9]+)|(?P<sign>[()*+]))")
@@ -36,6 +38,32 @@ def parse_pattern(text: str) -> list[Layer]:
     if not layers:
         raise PatternError("the pattern is empty; name at least one block, for example 'm*6'")
     return layers
+
+
+def format_pattern(layers: Sequence[Layer]) -> str:
+    """A short way to write a stack; parse_pattern gives the same layers back.
+
+    Runs become `x*3`, and two runs that take turns `(x y*5)*7`.
+    """
+    runs = [(layer, len(list(group))) for layer, group in itertools.groupby(layers)]
+    parts, at = [], 0
+    while at < len(runs):
+        pair, times = runs[at : at + 2], 1
+        while len(pair) == 2 and runs[at + 2 * times : at + 2 * times + 2] == pair:
+            times += 1
+        if times > 1:
+            parts.append(f"({' '.join(map(_format_run, pair))})*{times}")
+            at += 2 * times
+        else:
+            parts.append(_format_run(runs[at]))
+            at += 1
+    return " ".join(parts)
+
+
+def _format_run(run: tuple[Layer, int]) -> str:
+    layer, count = run
+    name = f"{layer.shared}+{layer.block}" if layer.shared else layer.block
+    return name if count == 1 else f"{name}*{count}"
 
 
 def _tokenize(text: str) -> list[tuple[str, str, int]]:

@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from composer.utils import dist
 
 from llmtrain.config.schema import Config
 from llmtrain.data.baselines import read_baselines
 from llmtrain.data.tokenizer import load_tokenizer
-from llmtrain.generate.sampling import sample, tokenizer_path
+from llmtrain.generate.decoding import decode
+from llmtrain.generate.load import tokenizer_path
+from llmtrain.generate.sampling import Sampling
 from llmtrain.train.loggers import read_metrics
 from llmtrain.train.run import Outcome
 
@@ -96,18 +97,14 @@ def _complete(config: Config, outcome: Outcome) -> str | None:
     if config.eval.prompt is None:
         return None
     tokenizer = load_tokenizer(tokenizer_path(config.data.model_dump(mode="json")))
-    model = outcome.model.eval()
-    # One short sequence is not worth a compilation. No stop token: every rank must take every step.
-    with torch.compiler.set_stance("force_eager"):
-        new = sample(
-            model,
-            tokenizer.encode(config.eval.prompt),
-            max_new_tokens=SAMPLE_TOKENS,
-            temperature=0.8,
-            top_k=50,
-            seed=config.seed,
-        )
-        return config.eval.prompt + tokenizer.decode(new)
+    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eod_id]
+    new = min(SAMPLE_TOKENS, config.model.max_seq_len - len(prompt))
+    if new < 1:
+        return None
+    # No stop token: every rank must take every step.
+    options = Sampling(temperature=0.8, top_k=50, seed=config.seed)
+    steps = decode(outcome.model.eval(), [prompt], options, max_new_tokens=new)
+    return config.eval.prompt + tokenizer.decode([step[0] for step in steps if step[0] is not None])
 
 
 def _print_next(config: Config, file: str, overrides: Sequence[str]) -> None:

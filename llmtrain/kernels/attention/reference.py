@@ -38,12 +38,20 @@ class ReferenceAttention:
 
 
 def score_bias(spec: AttentionSpec, seq_len: int, device: torch.device) -> Tensor:
-    """[n_heads or 1, T, T] in fp32: -slope * (i - j) under ALiBi (else 0) where i may see j, -inf elsewhere."""
+    """bias_between for a whole sequence, [n_heads or 1, T, T]."""
     at = torch.arange(seq_len, device=device)
-    distance = at[:, None] - at[None, :]
+    return bias_between(spec, at, at)
+
+
+def bias_between(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:
+    """[n_heads or 1, T, K] in fp32: -slope * (i - j) under ALiBi (else 0) where i may see j, -inf elsewhere.
+
+    queries: [T] and keys: [K], their positions.
+    """
+    distance = queries[:, None] - keys[None, :]
     hidden = distance < 0
     if spec.sliding_window is not None:
         hidden = hidden | (distance >= spec.sliding_window)
     slopes = [0.0] if spec.alibi_max_bias is None else alibi_slopes(spec.n_heads, spec.alibi_max_bias)
-    bias = -torch.tensor(slopes, device=device)[:, None, None] * distance
+    bias = -torch.tensor(slopes, device=queries.device)[:, None, None] * distance
     return bias.masked_fill(hidden, float("-inf"))

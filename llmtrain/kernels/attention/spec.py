@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
     return None
 
 
+def refuse_step_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
+    return refuse_triton(spec.dtype, platform)
+
+
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto` and `sdpa`.
 
@@ -117,6 +124,11 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
         return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference")
     return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference")
+
+
+def preference_step(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
 
 
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ def refuse_nothing(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     return None
 
 
+def refuse_step_triton(spec: Conv1dSpec, platform: Platform | None) -> str | None:
+    return refuse_triton(spec.dtype, platform)
+
+
 def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`.
 
@@ -33,3 +38,8 @@ def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
     reference (15 against 26 ms forward and backward, 2048 tokens x 640 channels, one core).
     """
     return ("aten", "reference") if platform.vendor == "cpu" else ("reference", "aten")
+
+
+def preference_step(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ def refuse_reference(spec: SSDSpec, platform: Platform | None) -> str | None:
     return None
 
 
+def refuse_step_triton(spec: SSDSpec, platform: Platform | None) -> str | None:
+    return refuse_triton(spec.dtype, platform)
+
+
 def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`."""
     return ("reference",)
+
+
+def preference_step(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

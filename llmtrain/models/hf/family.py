@@ -21,19 +21,32 @@ _FAMILIES = {name: f"llmtrain.models.hf.{name}" for name in ("mpt", "llama", "ma
 
 
 class UnsupportedModelError(ValueError):
-    """A feature that the other side cannot express; the message names it, with the value found and what would do."""
+    """Features that the other side cannot express. Each reason names one, the value found, and what would do."""
+
+    def __init__(self, *reasons: str):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
 
 
 @dataclass(frozen=True)
 class Part:
-    """A published tensor, or one that makes up some rows of one of ours."""
+    """A published tensor that is one of ours, or some rows of one.
+
+    copies: further names under which checkpoints hold the same tensor: what is tied to it, and older spellings.
+        Read when `name` is absent, compared with it when both are there, never written.
+    """
 
     name: str
     shape: tuple[int, ...]
+    copies: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.copies)
 
 
 @dataclass(frozen=True)
@@ -41,8 +54,6 @@ class Weight:
     """One parameter of ours and the published tensors it is made of: laid out flat one after another, then viewed as ours.
 
     So wqkv [3 d, d] is q, k, v [d, d] each, and conv.weight [channels, K] is conv1d.weight [channels, 1, K].
-    copies: further names under which the published state dict repeats a part (tied or shared modules). Ignored on
-        import when present; never written.
     """
 
     ours: str
@@ -53,21 +64,32 @@ class Weight:
         assert sum(part.size for part in self.parts) == math.prod(self.shape), self
 
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
-        """Published tensors, by name -> ours. Raises ValueError for one that is absent or has another shape."""
-        found = []
-        for part in self.parts:
-            if part.name not in published:
-                raise ValueError(f"tensor {part.name} is missing (for our {self.ours})")
-            tensor = published[part.name]
-            if tuple(tensor.shape) != part.shape:
-                raise ValueError(f"tensor {part.name} has shape {list(tensor.shape)}, expected {list(part.shape)}")
-            found.append(tensor.reshape(-1))
+        """Published tensors, by name -> ours. Raises ValueError for one that is absent or has another shape, and for
+        copies that differ."""
+        found = [_read(part, published, self.ours).reshape(-1) for part in self.parts]
         return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
 
     def split(self, ours: Tensor) -> dict[str, Tensor]:
         """Ours -> published tensors by name, as views where the layout allows."""
         flat = ours.reshape(-1).split([part.size for part in self.parts])
         return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, flat, strict=True)}
+
+
+def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
+    present = [name for name in part.names if name in published]
+    if not present:
+        raise ValueError(f"tensor {part.name} is missing (for our {ours})")
+    first, *copies = present
+    tensor = published[first]
+    if tuple(tensor.shape) != part.shape:
+        raise ValueError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(part.shape)}")
+    for name in copies:
+        if not torch.equal(published[name], tensor):
+            raise ValueError(
+                f"tensors {first} and {name} differ, though config.json ties them (or they name one weight); "
+                "for an output layer of its own, set tie_word_embeddings: false there"
+            )
+    return tensor
 
 
 class Family(Protocol):
@@ -78,15 +100,18 @@ class Family(Protocol):
     model_type: str
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json -> our `model` section, valid for ModelConfig. Raises UnsupportedModelError."""
+        """config.json -> our `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
         ...
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """Our model -> config.json, loadable without remote code. Raises UnsupportedModelError."""
+        """Our model -> config.json, loadable without remote code; dtype and token ids are the caller's to add.
+
+        Raises UnsupportedModelError with every reason.
+        """
         ...
 
     def weights(self, config: ModelConfig) -> list[Weight]:
-        """Every parameter of HybridLM(config), in its order."""
+        """Every parameter of HybridLM(config), in its order. config: one that write_config takes, or from read_config."""
         ...
 
 
@@ -95,25 +120,27 @@ def family_of(published: Mapping[str, Any]) -> Family:
     found = published.get("model_type")
     if found in _FAMILIES:
         return _load(found)
-    raise UnsupportedModelError(
-        f"config.json has model_type {found!r}; there is {', '.join(sorted(_FAMILIES))}"
-    )
+    if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, which knows no model_type
+        return _load("mamba2")
+    raise UnsupportedModelError(f"config.json has model_type {found!r}; there is {', '.join(sorted(_FAMILIES))}")
 
 
 def family_for(config: ModelConfig) -> Family:
     """The family that can express a model of ours.
 
-    Raises UnsupportedModelError with, for every family, the first feature that it lacks.
+    Raises UnsupportedModelError with what each family lacks; the family that lacks least comes first.
     """
-    reasons = []
+    lacks: list[tuple[str, tuple[str, ...]]] = []
     for family in families():
         try:
             family.write_config(config)
         except UnsupportedModelError as error:
-            reasons.append(f"  {family.architecture}: {error}")
+            lacks.append((family.architecture, error.reasons))
         else:
             return family
-    raise UnsupportedModelError("no published class expresses this model:\n" + "\n".join(reasons))
+    lacks.sort(key=lambda item: len(item[1]))
+    lines = [f"  {architecture}: {reason}" for architecture, reasons in lacks for reason in reasons]
+    raise UnsupportedModelError("no published class expresses this model:\n" + "\n".join(lines))
 
 
 def families() -> list[Family]:
@@ -122,7 +149,7 @@ def families() -> list[Family]:
 
 def unread(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
     """Published tensors that no weight of ours takes: each is something that would be lost."""
-    taken = {part.name for weight in weights for part in weight.parts}
+    taken = {name for weight in weights for part in weight.parts for name in part.names}
     return sorted(set(names) - taken)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,14 @@ from llmtrain.models.specs import attention_spec
 
 @dataclass
 class AttentionContext:
-    """What depends on the sequence length and device alone.
+    """What depends on the sequence length and device alone; attend: reads keys and values on from a cache instead.
 
     Not a tuple or dict on purpose: FSDP2 casts every tensor that it finds in those to bf16.
     """
 
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 class Attention(nn.Module):
@@ -44,7 +46,7 @@ class Attention(nn.Module):
         residual: bool = True,
     ):
         super().__init__()
-        self.block = block
+        self.block, self.platform = block, platform
         self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."))
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
@@ -70,6 +72,12 @@ class Attention(nn.Module):
             rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device))
 
+    def cached_context(self, once: Callable, positions: Tensor, attend: Callable) -> AttentionContext:
+        """positions: [batch, T] of the tokens being read; see models/cache.py for the others."""
+        rotary, head_dim = self.rotary, self.spec.head_dim
+        tables = rotary and once((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
+        return AttentionContext(tables, None, attend)
+
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
         qkv = self.wqkv(x)
@@ -85,7 +93,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        return self.wo(self.kernel(q, k, v, context.kernel).flatten(-2))
+        out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
+        return self.wo(out.flatten(-2))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         kernel = Flops(attention=self.spec.flops(seq_len, causal))

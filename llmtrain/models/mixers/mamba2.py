@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from llmtrain.models.init import (
 )
 from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.specs import ssd_spec
+
+if TYPE_CHECKING:
+    from llmtrain.models.cache import CachedMamba2
 
 
 class SSMParameters(nn.Module):
@@ -76,6 +80,7 @@ class Mamba2(nn.Module):
     def __init__(self, block: Mamba2Block, config: ModelConfig, platform: Platform, dtype: torch.dtype):
         super().__init__()
         dtype_name = str(dtype).removeprefix("torch.")
+        self.platform = platform
         self.spec = ssd_spec(block, config.d_model, dtype_name)
         self.backend = registry.resolve("ssd", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
@@ -86,20 +91,25 @@ class Mamba2(nn.Module):
         self.in_proj = Linear(config.d_model, sum(self.widths), block.proj_bias)
         self.conv = CausalConv1d(Conv1dSpec(self.widths[1], block.d_conv, dtype_name), block.conv_bias, platform)
         self.ssm = SSMParameters(block, self.spec.n_heads)
-        eps = (block.norm or config.norm).eps
+        eps = block.gated_norm_eps or (block.norm or config.norm).eps
         self.norm = GatedRMSNorm(d_inner, block.n_groups, eps, block.norm_before_gate)
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
 
     def prepare(self, seq_len: int, device: torch.device) -> None:
         """Nothing here depends on the sequence length alone."""
 
-    def forward(self, x: Tensor, context: None = None) -> Tensor:
+    def forward(self, x: Tensor, context: CachedMamba2 | None = None) -> Tensor:
+        """context: the layer's memory, when it reads on from a cache."""
         z, xBC, dt = self.in_proj(x).split(self.widths, dim=-1)
-        x, B, C = self.conv(xBC).split(self.conv_widths, dim=-1)
+        xBC = self.conv(xBC) if context is None else context.convolve(xBC)
+        x, B, C = xBC.split(self.conv_widths, dim=-1)
         x = x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
         B, C = (t.unflatten(-1, (self.spec.n_groups, self.spec.d_state)) for t in (B, C))
         A = -torch.exp(self.ssm.A_log.to(torch.promote_types(self.ssm.A_log.dtype, torch.float32)))
-        y, _ = self.kernel(x, dt, A, B, C, self.ssm.D, self.ssm.dt_bias)
+        if context is None:
+            y, _ = self.kernel(x, dt, A, B, C, self.ssm.D, self.ssm.dt_bias)
+        else:
+            y = context.scan(x, dt, A, B, C)
         return self.out_proj(self.norm(y.flatten(-2), z))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:

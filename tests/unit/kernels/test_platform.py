@@ -23,11 +23,10 @@ def test_a_cpu_knows_its_memory():
 )
 def test_gpus(monkeypatch, hip, properties, vendor, arch):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 37, **properties)
-    )
+    reported = SimpleNamespace(total_memory=1 << 37, multi_processor_count=132, **properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: reported)
     found = platform.detect("cuda")
-    assert found == platform.Platform(vendor, arch, properties["name"], 1 << 37)
+    assert found == platform.Platform(vendor, arch, properties["name"], 1 << 37, 132)
     assert found.device_type == "cuda"
 
 

@@ -1,0 +1,100 @@
+"""Writing a checkpoint's tensors one after another, by one process, in bounded memory.
+
+torch's dcp.save asks a SavePlanner what there is and then, item by item, for the data: here a tensor is made at that
+moment and forgotten after. Nothing of it is private to torch: SavePlanner is the interface torch has for this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+PIECE_BYTES = 128 * 2**20
+"""Of a piece of a tensor, each in a file of its own: what a rank holds, beside its shard, while it loads."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A parameter to be, and how to make it (in any floating dtype; it is stored in fp32)."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def write_parameters(folder: Path, tensors: Iterable[LazyTensor], progress: Callable[[int], None]) -> None:
+    """Writes the shards of a checkpoint into `folder`, as store.load reads them; fp32, without optimizer state.
+
+    progress: is told the bytes of each piece.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({}, storage_writer=writer, planner=_Planner(list(tensors), progress), no_dist=True)
+
+
+class _Planner(SavePlanner):
+    """Cuts every tensor into runs of rows, and makes each tensor when its first run is asked for."""
+
+    def __init__(self, tensors: list[LazyTensor], progress: Callable[[int], None]):
+        self._tensors = {f"model.{tensor.name}": tensor for tensor in tensors}
+        self._progress = progress
+        self._current: tuple[str, Tensor] | None = None
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """What there is to save came with the constructor."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([item for key, tensor in self._tensors.items() for item in _items(key, tensor.shape)])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        # The way back from flat keys to {"model": {name: tensor}}, for torch's own tools.
+        nesting = {key: ("model", tensor.name) for key, tensor in self._tensors.items()}
+        return plans, dataclasses.replace(metadata, planner_data=nesting)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        if self._current is None or self._current[0] != key:
+            self._current = None  # before the next one is made
+            self._current = key, self._tensors[key].make()
+        tensor = self._current[1]
+        assert write_item.tensor_data is not None and tensor.shape == self._tensors[key].shape, key
+        chunk = write_item.tensor_data.chunk
+        if chunk.sizes:
+            tensor = tensor.narrow(0, chunk.offsets[0], chunk.sizes[0])
+        self._progress(tensor.numel() * torch.float32.itemsize)
+        return tensor.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+
+def _items(key: str, shape: tuple[int, ...]) -> list[WriteItem]:
+    rows_at_once = max(PIECE_BYTES // (math.prod(shape[1:]) * torch.float32.itemsize), 1)
+    starts = range(0, shape[0], rows_at_once) if shape else [0]
+    items = []
+    for start in starts:
+        offsets = torch.Size([start, *[0] * (len(shape) - 1)] if shape else [])
+        sizes = torch.Size([min(rows_at_once, shape[0] - start), *shape[1:]] if shape else [])
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, sizes),
+            properties=TensorProperties(torch.float32),
+            size=torch.Size(shape),
+        )
+        items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+    return items

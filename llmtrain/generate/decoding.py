@@ -1,0 +1,108 @@
+"""Token ids in, token ids out, one at a time, from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llmtrain.generate.sampling import Sampler, Sampling
+from llmtrain.models.cache import Cache
+from llmtrain.models.hybrid import HybridLM
+
+PREFILL_TOKENS = 32_768
+"""Prompts are read in groups of rows of about this many tokens, which bounds the memory of activations."""
+
+
+def decode(
+    model: HybridLM,
+    prompts: Sequence[Sequence[int]],
+    options: Sampling = Sampling(),  # noqa: B008 (frozen)
+    *,
+    max_new_tokens: int,
+    stop: Callable[[int, int], bool] = lambda row, token: False,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[list[int | None]]:
+    """Yields, per step, the next token of every row; None for rows that have ended.
+
+    stop: (row, token) -> whether this token ends its row. Called in order for every token yielded.
+    numbers: the seeds' row numbers; default 0, 1, ...
+    Raises ValueError for an empty prompt, or one too long for the model's learned positions.
+    """
+    if any(not ids for ids in prompts):
+        raise ValueError("a prompt has no tokens; give it at least the end-of-document token")
+    longest = max(map(len, prompts))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # blocks compiled for training take no cache
+        cache = Cache(model, len(prompts), longest + max_new_tokens - 1)
+        device = cache.next.device
+        sampler = Sampler(
+            options,
+            prompts,
+            numbers or range(len(prompts)),
+            vocab_size=model.config.vocab_size,
+            draws=max_new_tokens,
+            device=device,
+        )
+        tokens = sampler(read_prompts(model, cache, prompts), 0)
+    step = Step(model, cache, max_new_tokens)
+    live = set(range(len(prompts)))
+    for draw in range(1, max_new_tokens + 1):
+        found = [token if row in live else None for row, token in enumerate(tokens.tolist())]
+        live -= {row for row, token in enumerate(found) if token is not None and stop(row, token)}
+        yield found
+        if not live or draw == max_new_tokens:
+            return
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            tokens = sampler(step(tokens), draw)
+
+
+def read_prompts(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Fills the cache; the logits after every prompt, [batch, vocab_size]."""
+    device = cache.next.device
+    longest = max(map(len, prompts))
+    padding = [longest - len(ids) for ids in prompts]
+    ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(padding, prompts, strict=True)], device=device)
+    shift = torch.tensor(padding, device=device) if any(padding) else None
+    size = max(PREFILL_TOKENS // longest, 1)
+    found = []
+    for start in range(0, len(prompts), size):
+        part = slice(start, start + size)
+        rows = cache.rows(part)
+        found.append(model(ids[part], cache=rows, padding=None if shift is None else shift[part]))
+    cache.advance(longest)
+    return torch.cat(found)
+
+
+class Step:
+    """Reads one token per row: tokens [batch] -> logits [batch, vocab_size].
+
+    On a GPU the second call records a CUDA graph and later ones replay it: a token costs hundreds of small kernels,
+    and launching them one by one would take longer than running them.
+    """
+
+    def __init__(self, model: HybridLM, cache: Cache, steps: int):
+        self.model, self.cache = model, cache
+        weight = model.embed.weight
+        self.record = weight.is_cuda and not isinstance(weight, DTensor) and steps > 4
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.record or self.calls == 1:  # the first compiles kernels and sets up libraries
+            return self._read(tokens[:, None])
+        if self.graph is None:
+            self.ids = tokens[:, None].clone()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._read(self.ids)
+        else:
+            self.ids.copy_(tokens[:, None])
+            self.cache.length += 1
+        self.graph.replay()
+        return self.logits
+
+    def _read(self, ids: Tensor) -> Tensor:
+        return self.model(ids, cache=self.cache)

@@ -1,0 +1,71 @@
+"""A model ready to generate: of a run, of one checkpoint, or published in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.checkpoint import lookup, store
+from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.mixers.mamba2 import SSMParameters
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.manifest import Manifest
+
+
+def load_model(source: str, dtype: torch.dtype | None = None) -> tuple[HybridLM, TextTokenizer]:
+    """The model and its tokenizer, on this process's GPU or else its CPU.
+
+    source: a run's folder (its newest complete checkpoint), a checkpoint, or a folder or hub name in Hugging Face format.
+    dtype: of weights and activations; default bf16 on a GPU, fp32 on a CPU. A_log, D and dt_bias stay fp32.
+    Raises ValueError when there is nothing to load there, or no tokenizer with it.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    path = Path(source).expanduser()
+    if (path / "config.json").is_file() or not path.exists():
+        from llmtrain.models.hf.load import load_hf
+        from llmtrain.models.hf.published import resolve
+
+        folder = resolve(source)
+        model, tokenizer = load_hf(folder, dtype=dtype), load_tokenizer(folder)
+    else:
+        folder, manifest = lookup.find(path)
+        with torch.device("meta"):
+            model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifest.config["model"])), dtype=dtype)
+        model.to_empty(device=device)
+        store.load(folder, model)
+        tokenizer = load_tokenizer(tokenizer_of(folder, manifest))
+    return cast(model, dtype).to(device).eval(), tokenizer
+
+
+def cast(model: HybridLM, dtype: torch.dtype) -> HybridLM:
+    """All parameters to `dtype`, except those of the recurrences, which stay fp32."""
+    for module in model.modules():
+        if not isinstance(module, SSMParameters):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tokenizer_of(folder: Path, manifest: Manifest) -> str:
+    """Where a checkpoint's tokenizer is: in its own folder, or beside its run's shards. Raises ValueError if nowhere."""
+    if (folder / "tokenizer").is_dir():
+        return str(folder / "tokenizer")
+    return tokenizer_path(manifest.config["data"])
+
+
+def tokenizer_path(data: dict) -> str:
+    """Where the shards of a run (its config's `data` section) keep their tokenizer. Raises ValueError if nowhere."""
+    prepare, train = data["prepare"], data["train"]
+    candidates = [prepare["out"]] if prepare else []
+    candidates += [stream["local"] for stream in train["streams"].values()] if train else []
+    for candidate in candidates:
+        if (Path(candidate) / "tokenizer").is_dir():
+            return str(Path(candidate) / "tokenizer")
+    raise ValueError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")

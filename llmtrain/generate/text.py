@@ -1,0 +1,113 @@
+"""Prompts in, text out, as it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.generate.decoding import decode
+from llmtrain.generate.sampling import Sampling
+from llmtrain.models.hybrid import HybridLM
+
+_CONTEXT = 6
+"""Prompt tokens decoded along with the first new ones: some tokenizers write a word differently at the start of a text."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some more text of one row; `end` says why it is the row's last: a stop string, the end-of-document token, or length."""
+
+    row: int
+    text: str
+    end: Literal["stop", "eod", "length"] | None = None
+
+
+@dataclass
+class TextStream:
+    """Tokens to text, piece by piece. What may yet become part of a character or of a stop string is held back."""
+
+    tokenizer: TextTokenizer
+    context: list[int]
+    stops: Sequence[str] = ()
+    _ids: list[int] = field(default_factory=list)
+    _start: int = 0
+    _read: int = 0
+    _held: str = ""
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._ids = list(self.context)
+        self._read = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text that is now certain. After a stop string nothing follows; `stopped` is then set."""
+        self._ids.append(token)
+        before = self.tokenizer.decode(self._ids[self._start : self._read])
+        now = self.tokenizer.decode(self._ids[self._start :])
+        if now.endswith("\ufffd"):  # the bytes so far end within a character
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return self._release(now[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back."""
+        if self.stopped:
+            return ""
+        before = self.tokenizer.decode(self._ids[self._start : self._read])
+        rest = self.tokenizer.decode(self._ids[self._start :])[len(before) :]
+        return self._release(rest, last=True)
+
+    def _release(self, new: str, last: bool = False) -> str:
+        text = self._held + new
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        hold = 0 if last else max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def complete(
+    model: HybridLM,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    options: Sampling = Sampling(),  # noqa: B008 (frozen)
+    *,
+    max_new_tokens: int,
+    stops: Sequence[str] = (),
+    numbers: Sequence[int] | None = None,
+) -> Iterator[Piece]:
+    """Continues a batch of prompts; pieces come as they are decoded, one with an `end` for every row.
+
+    Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
+    """
+    ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
+    streams = [TextStream(tokenizer, row[-_CONTEXT:], stops) for row in ids]
+    pieces: list[Piece] = []
+
+    def take(row: int, token: int) -> bool:
+        stream = streams[row]
+        if token == tokenizer.eod_id:
+            pieces.append(Piece(row, stream.finish(), "eod"))
+            return True
+        text = stream.add(token)
+        if text or stream.stopped:
+            pieces.append(Piece(row, text, "stop" if stream.stopped else None))
+        return stream.stopped
+
+    ended = set()
+    for _ in decode(model, ids, options, max_new_tokens=max_new_tokens, stop=take, numbers=numbers):
+        ended |= {piece.row for piece in pieces if piece.end}
+        yield from pieces
+        pieces.clear()
+    for row in sorted(set(range(len(prompts))) - ended):
+        text = streams[row].finish()
+        yield Piece(row, text, "stop" if streams[row].stopped else "length")

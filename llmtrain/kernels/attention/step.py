@@ -1,0 +1,68 @@
+"""Attention of one new token per row to a cache of keys and values, in plain PyTorch, written to be read.
+
+Shapes are static and the position stays in device memory: a CUDA graph can hold the call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> ReferenceAttentionStep:
+    return ReferenceAttentionStep(spec)
+
+
+class ReferenceAttentionStep:
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+        self.slopes = Slopes(spec)
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
+        """softmax(softcap(scale * q k^T) - slope * (position - slot)) v over the slots that a row may see.
+
+        q: [batch, n_heads, head_dim]; k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], the new token's
+        key and value included; position: one integer on the device, the slot of the new token; first: [batch],
+        each row's first valid slot. All other slots may hold anything, NaN included.
+
+        Returns a tensor like q; zeros for a row that may see no slot.
+        """
+        spec = self.spec
+        slots = torch.arange(k_cache.shape[2], device=q.device)
+        distance = position - slots
+        hidden = (distance < 0) | (slots < first[:, None])  # [batch, capacity]
+        if spec.sliding_window is not None:
+            hidden = hidden | (distance >= spec.sliding_window)
+
+        wide = torch.promote_types(q.dtype, torch.float32)
+        by_group = q.unflatten(1, (spec.n_kv_heads, -1))
+        scores = (by_group @ k_cache.transpose(-1, -2)).to(wide) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if (slopes := self.slopes.on(q.device)) is not None:
+            scores = scores - slopes.to(wide).view(spec.n_kv_heads, -1, 1) * distance
+        over_heads = hidden[:, None, None]
+        weights = torch.softmax(scores.masked_fill(over_heads, float("-inf")), dim=-1).masked_fill(over_heads, 0.0)
+        # A weight of zero is not enough: 0 * NaN is NaN.
+        v = v_cache.masked_fill(hidden[:, None, :, None], 0.0)
+        return (weights.to(v.dtype) @ v).flatten(1, 2)
+
+
+class Slopes:
+    """ALiBi's slopes as a tensor, made once per device: a copy from the host cannot be captured in a CUDA graph."""
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+        self._made: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """[n_heads] in fp32; None without ALiBi."""
+        if self.spec.alibi_max_bias is None:
+            return None
+        if device not in self._made:
+            slopes = alibi_slopes(self.spec.n_heads, self.spec.alibi_max_bias)
+            self._made[device] = torch.tensor(slopes, dtype=torch.float32, device=device)
+        return self._made[device]

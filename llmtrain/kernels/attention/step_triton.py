@@ -1,0 +1,332 @@
+"""Attention of one new token per row to a cache, in Triton: memory-bound, so what counts is to read the cache once.
+
+The slots of a row are shared out over several programs ("flash-decoding", Dao et al. 2023), each of which keeps an
+online softmax over its share; a second kernel merges the shares. A share is cut from the slots that the row may see
+at this position, not from the capacity: all programs stay busy while the cache fills, and no other slot is read.
+
+A head_dim that is no power of two is held as two parts, the largest power of two and the rest (160 = 128 + 32):
+padding to 256 would waste registers. Columns and slots beyond the end are masked, hence not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.platform import Platform
+
+# Untuned; for AMD compiled only. tile: elements of a tile of keys. stages: tiles in flight through shared memory
+# (1: straight to registers, where many small programs per processor hide the latency).
+_ONE_HEAD = {
+    "nvidia": {"tile": 4096, "stages": 1, "options": {"num_warps": 4}},
+    "amd": {"tile": 4096, "stages": 1, "options": {"num_warps": 4}},
+}
+_GROUPED = {
+    "nvidia": {"tile": 8192, "stages": 3, "options": {"num_warps": 4}},
+    "amd": {"tile": 8192, "stages": 2, "options": {"num_warps": 4, "matrix_instr_nonkdim": 16}},
+}
+_MERGE_COLUMNS = 64
+_PROGRAMS_PER_PROCESSOR = 32  # several rounds of what fits at once: the last, partial round then costs little
+_MIN_SLOTS, _MAX_SPLITS = 64, 64
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> TritonAttentionStep:
+    return TritonAttentionStep(spec, platform)
+
+
+class TritonAttentionStep:
+    """The signature of ReferenceAttentionStep. The caches are contiguous; q may have strides but for its last dim."""
+
+    def __init__(self, spec: AttentionSpec, platform: Platform):
+        self.spec, self.slopes, self.processors = spec, Slopes(spec), platform.processors
+        vendor = "amd" if platform.vendor == "amd" else "nvidia"
+        self.group = spec.n_heads // spec.n_kv_heads
+        launch = (_ONE_HEAD if self.group == 1 else _GROUPED)[vendor]
+        self.stages, self.options = launch["stages"], launch["options"]
+
+        # tl.dot wants at least 16 of everything.
+        smallest = 8 if self.group == 1 else 16
+        self.main = max(smallest, 1 << (spec.head_dim.bit_length() - 1))
+        rest = spec.head_dim - self.main
+        self.tail = max(smallest, triton.next_power_of_2(rest)) if rest > 0 else 0
+        tile = launch["tile"] // (2 if spec.dtype == "float32" else 1)
+        self.slots = max(16, tile // triton.next_power_of_2(spec.head_dim))
+        # Query heads of one program. Beyond 32 the sums take too many registers: more programs, served by the cache.
+        self.heads = min(32, max(16, triton.next_power_of_2(self.group)))
+        self.precision = "tf32x3" if vendor == "nvidia" else "ieee"  # of fp32 products: fp32's accuracy in both
+
+    def splits(self, batch: int, capacity: int) -> int:
+        """Programs that share one head's slots. Fixed by shapes alone."""
+        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * self.processors, batch * self.spec.n_kv_heads)
+        return min(wanted, triton.cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
+        spec = self.spec
+        batch, capacity = q.shape[0], k_cache.shape[2]
+        assert q.shape == (batch, spec.n_heads, spec.head_dim) and q.stride(2) == 1
+        assert k_cache.shape == v_cache.shape == (batch, spec.n_kv_heads, capacity, spec.head_dim)
+        assert k_cache.is_contiguous() and v_cache.is_contiguous() and first.is_contiguous()
+        assert k_cache.dtype == v_cache.dtype == q.dtype
+        assert capacity * spec.head_dim < 1 << 31, "offsets inside a head are 32 bits wide"
+
+        splits = self.splits(batch, capacity)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # With one split its result is the result.
+        parts, weights = out, None
+        if splits > 1:
+            parts = torch.empty(batch, spec.n_heads, splits, spec.head_dim, dtype=torch.float32, device=q.device)
+            weights = torch.empty(batch, spec.n_heads, splits, dtype=torch.float32, device=q.device)
+        inputs = (q, k_cache, v_cache, position, first, self.slopes.on(q.device), parts, weights)
+        sizes = (q.stride(0), q.stride(1), capacity, spec.scale, spec.softcap)
+        fixed = {
+            "WINDOW": spec.sliding_window,
+            "N_HEADS": spec.n_heads,
+            "HEAD_DIM": spec.head_dim,
+            "MAIN": self.main,
+            "TAIL": self.tail,
+            "SLOTS": self.slots,
+            "SPLITS": splits,
+            "STAGES": self.stages,
+        }
+        if self.group == 1:
+            _one_head[batch * spec.n_heads, splits](*inputs, *sizes, **fixed, **self.options)
+        else:
+            tiles = triton.cdiv(self.group, self.heads)
+            _grouped[batch * spec.n_kv_heads * tiles, splits](
+                *inputs, *sizes, **fixed, GROUP=self.group, HEADS=self.heads, PRECISION=self.precision, **self.options
+            )
+        if splits > 1:
+            padded = triton.next_power_of_2(splits)
+            grid = (triton.cdiv(spec.head_dim, _MERGE_COLUMNS), batch * spec.n_heads)
+            _merge[grid](parts, weights, out, spec.head_dim, splits, padded, _MERGE_COLUMNS, num_warps=4)
+        return out
+
+
+@triton.jit
+def _one_head(
+    q,
+    k_cache,
+    v_cache,
+    position,
+    first,
+    slopes,
+    parts,
+    weights,
+    q_row,
+    q_head,
+    capacity,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
+
+    Every lane (slot modulo SLOTS) keeps a softmax of its own, merged at the end: inside the loop the only reduction
+    is that over head_dim, within a warp, so that warps never wait for each other.
+    """
+    row_head, split = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // N_HEADS, row_head % N_HEADS
+    newest = tl.load(position).to(tl.int32)
+    begin, end = _share(newest, tl.load(first + row), split, WINDOW, SPLITS, SLOTS)
+
+    main, tail = tl.arange(0, MAIN), tl.arange(0, TAIL if TAIL else 1) + MAIN
+    q += row * q_row + head * q_head
+    q_main = tl.load(q + main, mask=main < HEAD_DIM, other=0.0).to(tl.float32)
+    acc_main = tl.zeros((SLOTS, MAIN), tl.float32)
+    if TAIL:
+        q_tail = tl.load(q + tail, mask=tail < HEAD_DIM, other=0.0).to(tl.float32)
+        acc_tail = tl.zeros((SLOTS, TAIL), tl.float32)
+    slope = 0.0 if slopes is None else tl.load(slopes + head)
+    k_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
+    v_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
+    # Below every score, and finite: -inf - -inf would be NaN.
+    top = tl.full((SLOTS,), -1e38, tl.float32)
+    total = tl.zeros((SLOTS,), tl.float32)
+
+    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+        slots = start + tl.arange(0, SLOTS)
+        valid = slots < end
+        k_main = _tile(k_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
+        v_main = _tile(v_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
+        score = tl.sum(q_main[None, :] * k_main.to(tl.float32), 1)
+        if TAIL:
+            k_tail = _tile(k_cache, slots, tail, valid, HEAD_DIM, True)
+            v_tail = _tile(v_cache, slots, tail, valid, HEAD_DIM, True)
+            score += tl.sum(q_tail[None, :] * k_tail.to(tl.float32), 1)
+        score = tl.where(valid, _change(score, scale, softcap, slopes, slope, newest - slots), float("-inf"))
+        higher = tl.maximum(top, score)
+        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher)
+        top = higher
+        total = total * shrink + weight
+        acc_main = acc_main * shrink[:, None] + weight[:, None] * v_main.to(tl.float32)
+        if TAIL:
+            acc_tail = acc_tail * shrink[:, None] + weight[:, None] * v_tail.to(tl.float32)
+
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - highest)
+    total = tl.sum(total * weight, 0)
+    factor = weight[:, None] / tl.where(total > 0, total, 1.0)
+    at = row_head.to(tl.int64) * SPLITS + split
+    kind = parts.dtype.element_ty
+    tl.store(parts + at * HEAD_DIM + main, tl.sum(acc_main * factor, 0).to(kind), mask=main < HEAD_DIM)
+    if TAIL:
+        tl.store(parts + at * HEAD_DIM + tail, tl.sum(acc_tail * factor, 0).to(kind), mask=tail < HEAD_DIM)
+    if SPLITS > 1:
+        tl.store(weights + at, highest + tl.log2(total))
+
+
+@triton.jit
+def _grouped(
+    q,
+    k_cache,
+    v_cache,
+    position,
+    first,
+    slopes,
+    parts,
+    weights,
+    q_row,
+    q_head,
+    capacity,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The query heads that share a key head (HEADS of them at a time), one share of its keys and values.
+
+    Program ((row * n_kv_heads + kv_head) * tiles + tile of heads, split). The group is padded to HEADS >= 16, what a
+    matrix instruction takes; that it idles on the padding costs nothing, the memory is the bottleneck.
+    """
+    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    row_kv, split = tl.program_id(0) // TILES, tl.program_id(1)
+    row, kv_head = row_kv // (N_HEADS // GROUP), row_kv % (N_HEADS // GROUP)
+    member = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
+    exists = member < GROUP
+    heads = kv_head * GROUP + member
+    newest = tl.load(position).to(tl.int32)
+    begin, end = _share(newest, tl.load(first + row), split, WINDOW, SPLITS, SLOTS)
+
+    main, tail = tl.arange(0, MAIN), tl.arange(0, TAIL if TAIL else 1) + MAIN
+    q += row * q_row + heads[:, None] * q_head
+    q_main = tl.load(q + main[None, :], mask=exists[:, None] & (main < HEAD_DIM)[None, :], other=0.0)
+    acc_main = tl.zeros((HEADS, MAIN), tl.float32)
+    if TAIL:
+        q_tail = tl.load(q + tail[None, :], mask=exists[:, None] & (tail < HEAD_DIM)[None, :], other=0.0)
+        acc_tail = tl.zeros((HEADS, TAIL), tl.float32)
+    slope = 0.0 if slopes is None else tl.load(slopes + heads, mask=exists, other=0.0)[:, None]
+    k_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
+    v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
+    top = tl.full((HEADS,), -1e38, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+
+    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+        slots = start + tl.arange(0, SLOTS)
+        valid = slots < end
+        k_main = _tile(k_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
+        score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+        if TAIL:
+            k_tail = _tile(k_cache, slots, tail, valid, HEAD_DIM, True)
+            score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION)
+        score = _change(score, scale, softcap, slopes, slope, (newest - slots)[None, :])
+        score = tl.where(valid[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
+        top = higher
+        total = total * shrink + tl.sum(weight, 1)
+        v_main = _tile(v_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
+        weight = weight.to(v_main.dtype)
+        acc_main = tl.dot(weight, v_main, acc_main * shrink[:, None], input_precision=PRECISION)
+        if TAIL:
+            v_tail = _tile(v_cache, slots, tail, valid, HEAD_DIM, True)
+            acc_tail = tl.dot(weight, v_tail, acc_tail * shrink[:, None], input_precision=PRECISION)
+
+    factor = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    at = (row * N_HEADS + heads).to(tl.int64) * SPLITS + split
+    kind = parts.dtype.element_ty
+    parts += at[:, None] * HEAD_DIM
+    tl.store(parts + main[None, :], (acc_main * factor).to(kind), mask=exists[:, None] & (main < HEAD_DIM)[None, :])
+    if TAIL:
+        mask = exists[:, None] & (tail < HEAD_DIM)[None, :]
+        tl.store(parts + tail[None, :], (acc_tail * factor).to(kind), mask=mask)
+    if SPLITS > 1:
+        tl.store(weights + at, top + tl.log2(total), mask=exists)
+
+
+@triton.jit
+def _merge(
+    parts,
+    weights,
+    out,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out = the mean of the shares, weighted by 2^weights. Program (columns, row * n_heads + head).
+
+    parts: [batch, n_heads, SPLITS, head_dim]; weights: [batch, n_heads, SPLITS], log2 of the sum of a share's
+    exponentials, -inf where the share is empty.
+    """
+    split = tl.arange(0, PADDED)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row_head = tl.program_id(1).to(tl.int64)
+    weight = tl.load(weights + row_head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    mask = (split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :]
+    part = tl.load(parts + (row_head * SPLITS + split)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e38))
+    total = tl.sum(weight, 0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row_head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _share(newest, first, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
+    """[begin, end): the slots of one split among those that the row may see; empty when begin >= end."""
+    first = first.to(tl.int32)
+    if WINDOW is not None:
+        first = tl.maximum(first, newest - WINDOW + 1)
+    each = tl.cdiv(tl.maximum(newest + 1 - first, 0), SPLITS * SLOTS) * SLOTS
+    begin = first + split * each
+    return begin, tl.minimum(begin + each, newest + 1)
+
+
+@triton.jit
+def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr):
+    """[slots, columns] of one head's cache; zeros, not read, where a slot is not valid."""
+    mask = valid[:, None]
+    if RAGGED:
+        mask = mask & (columns < HEAD_DIM)[None, :]
+    return tl.load(cache + slots[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _change(score, scale, softcap, slopes, slope, distance):
+    """From q k^T to the score, times log2(e): 2^x is what the hardware has."""
+    score = score * scale
+    if softcap is not None:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; libdevice.tanh fails in the interpreter.
+        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * 1.4426950408889634 / softcap)) + 1.0))
+    if slopes is not None:
+        score = score - slope * distance
+    return score * 1.4426950408889634

@@ -1,0 +1,141 @@
+"""One token of Mamba-2's recurrence in Triton: the state is read once and written once, nothing else is large."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+
+# Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
+_LAUNCH = {
+    "nvidia": {"tile": 2048, "num_warps": 4},
+    "amd": {"tile": 2048, "num_warps": 2},
+}
+
+
+def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSDStep:
+    return TritonSSDStep(spec, platform)
+
+
+class TritonSSDStep:
+    """The signature of ReferenceSSDStep; everything in fp32 until y is stored.
+
+    The state is contiguous and fp32. x, dt, B and C may be slices of a projection: any strides, but the last dim of
+    x, B and C is contiguous.
+    """
+
+    def __init__(self, spec: SSDSpec, platform: Platform):
+        self.spec = spec
+        launch = _LAUNCH["amd" if platform.vendor == "amd" else "nvidia"]
+        self.columns = triton.next_power_of_2(spec.d_state)
+        self.rows = min(triton.next_power_of_2(spec.head_dim), max(1, launch["tile"] // self.columns))
+        self.num_warps = launch["num_warps"]
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+    ) -> Tensor:
+        spec = self.spec
+        batch = x.shape[0]
+        assert x.shape == (batch, spec.n_heads, spec.head_dim) and dt.shape == (batch, spec.n_heads)
+        assert B.shape == C.shape == (batch, spec.n_groups, spec.d_state)
+        assert state.shape == (batch, spec.n_heads, spec.head_dim, spec.d_state)
+        assert state.dtype == torch.float32 and state.is_contiguous()
+        assert x.stride(2) == B.stride(2) == C.stride(2) == 1
+        assert A.is_contiguous() and D.is_contiguous() and dt_bias.is_contiguous()
+
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        strides = [s for t in (x, dt, B, C) for s in t.stride()[:2]]
+        _step[triton.cdiv(spec.head_dim, self.rows), spec.n_heads, batch](
+            *(x, dt, A, B, C, D, dt_bias, state, y),
+            *strides,
+            *(spec.dt_limit or (None, None)),
+            N_HEADS=spec.n_heads,
+            N_GROUPS=spec.n_groups,
+            HEAD_DIM=spec.head_dim,
+            D_STATE=spec.d_state,
+            ROWS=self.rows,
+            COLUMNS=self.columns,
+            num_warps=self.num_warps,
+        )
+        return y
+
+
+@triton.jit
+def _step(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    dt_bias,
+    state,
+    y,
+    x_row,
+    x_head,
+    dt_row,
+    dt_head,
+    B_row,
+    B_group,
+    C_row,
+    C_group,
+    dt_min,
+    dt_max,
+    N_HEADS: tl.constexpr,
+    N_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (tile of head_dim, head, row of the batch)."""
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = head // (N_HEADS // N_GROUPS)
+    p, n = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    p_valid, n_valid = p < HEAD_DIM, n < D_STATE
+    valid = p_valid[:, None] & n_valid[None, :]
+
+    # The state first: it is what takes time to arrive.
+    at = (row * N_HEADS + head).to(tl.int64) * HEAD_DIM * D_STATE
+    state += at + p[:, None] * D_STATE + n[None, :]
+    h = tl.load(state, mask=valid, other=0.0)
+    x_in = tl.load(x + row * x_row + head * x_head + p, mask=p_valid, other=0.0).to(tl.float32)
+    B_in = tl.load(B + row * B_row + group * B_group + n, mask=n_valid, other=0.0).to(tl.float32)
+    C_in = tl.load(C + row * C_row + group * C_group + n, mask=n_valid, other=0.0).to(tl.float32)
+    raw = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
+    step = _softplus(raw + tl.load(dt_bias + head).to(tl.float32))
+    if dt_min is not None:
+        step = tl.maximum(step, dt_min)
+    if dt_max is not None:
+        step = tl.minimum(step, dt_max)
+
+    decay = tl.exp(step * tl.load(A + head).to(tl.float32))
+    h = h * decay + (step * x_in)[:, None] * B_in[None, :]
+    tl.store(state, h, mask=valid)
+    out = tl.sum(h * C_in[None, :], 1) + tl.load(D + head).to(tl.float32) * x_in
+    tl.store(y + (row * N_HEADS + head) * HEAD_DIM + p, out.to(y.dtype.element_ty), mask=p_valid)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)) to fp32's relative accuracy, which log of a sum near 1 would lose: small time steps are usual.
+
+    = max(x, 0) + log1p(e), e = exp(-|x|); log1p(e) = 2 atanh(z), z = e / (2 + e) <= 1/3, by its series up to z^15.
+    """
+    e = tl.exp(-tl.abs(x))
+    z = e / (2.0 + e)
+    s = z * z
+    series = 1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15))))))
+    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + s * series)

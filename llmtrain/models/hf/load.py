@@ -1,0 +1,106 @@
+"""A published checkpoint as a HybridLM, one tensor in memory at a time beside the model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import Weight, family_of, unread
+from llmtrain.models.hf.published import Published, open_published
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.mixers.mamba2 import SSMParameters
+
+# Tables that old versions of transformers stored beside the weights; computed here.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SHOWN = 20
+
+
+def load_hf(
+    folder: str | os.PathLike[str], platform: Platform | None = None, dtype: torch.dtype | None = None
+) -> HybridLM:
+    """The model in a folder of config.json and weights (see published.resolve for names), on the CPU, in eval mode.
+
+    dtype: of the parameters and of activations in the kernels; default fp32. The recurrence's own parameters (A_log,
+    D, dt_bias) stay in fp32 at least. platform: as for HybridLM.
+    Raises UnsupportedModelError for a model that ours cannot express, ValueError for weights that do not fit it.
+    """
+    published = open_published(folder)
+    return build(published.config, published, platform, dtype)
+
+
+def build(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    platform: Platform | None = None,
+    dtype: torch.dtype | None = None,
+) -> HybridLM:
+    """Like load_hf, from the content of config.json and the tensors by name."""
+    dtype = dtype or torch.float32
+    family = family_of(config)
+    model_config = ModelConfig.model_validate(family.read_config(config))
+    weights = family.weights(model_config)
+    check(tensors, weights)
+    with torch.device("meta"):
+        model = HybridLM(model_config, platform=platform, dtype=dtype).to(dtype)
+    for module in model.modules():
+        if isinstance(module, SSMParameters):
+            module.to(torch.promote_types(dtype, torch.float32))
+    model.to_empty(device="cpu")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for weight, tensor in read_weights(tensors, weights):
+            parameters.pop(weight.ours).copy_(tensor)
+    assert not parameters, f"no published tensor for {', '.join(parameters)}"
+    return model.eval()
+
+
+def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> Iterator[tuple[Weight, Tensor]]:
+    """Every parameter of ours with its value, one after another. Raises ValueError for copies that differ; run `check`
+    first for all that can be known without reading."""
+    for weight in weights:
+        yield weight, weight.join(tensors)
+
+
+def check(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
+    """Whether tensors and weights fit, from the headers alone when `tensors` is a Published.
+
+    Raises ValueError with everything that is wrong, by file and tensor: missing, of another shape, quantised, or left
+    over (each of those would be lost).
+    """
+    wrong = []
+    for weight in weights:
+        for part in weight.parts:
+            present = [name for name in part.names if name in tensors]
+            if not present:
+                wrong.append(f"tensor {part.name} {list(part.shape)} is missing")
+            for name in present:
+                shape, dtype = _header(tensors, name)
+                if shape != part.shape:
+                    wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(part.shape)}")
+                if dtype not in _READABLE:
+                    wrong.append(f"{_where(tensors, name)} is stored as {dtype}; only plain floating point is read")
+    for name in unread(weights, tensors):
+        if not _HARMLESS.search(name):
+            wrong.append(f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost")
+    if wrong:
+        more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        place = f" in {tensors.folder}" if isinstance(tensors, Published) else ""
+        raise ValueError(f"the weights{place} do not fit config.json:\n  " + "\n  ".join(wrong[:_SHOWN] + more))
+
+
+def _header(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(tensors, Published):
+        return tensors.shape(name), tensors.dtype(name)
+    return tuple(tensors[name].shape), tensors[name].dtype
+
+
+def _where(tensors: Mapping[str, Tensor], name: str) -> str:
+    return f"{tensors.file(name).name}: tensor {name}" if isinstance(tensors, Published) else f"tensor {name}"

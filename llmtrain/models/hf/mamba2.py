@@ -1,0 +1,199 @@
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060) as transformers' Mamba2ForCausalLM, and as mamba_ssm publishes it (read only)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Mamba2Config
+
+from llmtrain.models.config import Mamba2Block, ModelConfig
+from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.family import Weight
+from llmtrain.models.hf.settings import Refusals
+from llmtrain.models.specs import ssd_spec
+
+
+class Mamba2:
+    """Not read, as it changes no function: residual_in_fp32 (a precision), norm_before_gate (the class passes it over
+    and gates first; Mamba-Codestral's file has `true` there, and its weights want `false`), chunk sizes aside.
+    Not written: model.max_seq_len, model.dropout and a_init_range, for which the class has no place.
+    """
+
+    architecture = "Mamba2ForCausalLM"
+    model_type = "mamba2"
+
+    def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        if "ssm_cfg" in published and "model_type" not in published:
+            return settings.validated(_read_mamba_ssm(published))
+        config = settings.parse(Mamba2Config, published)
+        refusals = Refusals()
+        refusals.unless(config.hidden_act in ("silu", "swish"), "hidden_act", config.hidden_act, "only silu")
+        rms_norm = published.get("rms_norm", True)
+        refusals.unless(rms_norm, "rms_norm", rms_norm, "the mixer's gated norm is always there; true is possible")
+        refusals.check()
+        low, high = config.time_step_limit
+        block: dict[str, Any] = {
+            "type": "mamba2",
+            "d_state": config.state_size,
+            "head_dim": config.head_dim,
+            "expand": config.expand,
+            "n_groups": config.n_groups,
+            "d_conv": config.conv_kernel,
+            "chunk_size": config.chunk_size,
+            "conv_bias": config.use_conv_bias,
+            "proj_bias": config.use_bias,
+            **_dt_limit(low, high),
+            **settings.read_dt_range(config),
+        }
+        return settings.validated(
+            {
+                "vocab_size": config.vocab_size,
+                "d_model": config.hidden_size,
+                "norm": {"type": "rmsnorm", "eps": config.layer_norm_epsilon},
+                "tie_embeddings": config.tie_word_embeddings,
+                "blocks": {"m": block},
+                "layers": f"m*{config.num_hidden_layers}",
+                **settings.read_init(config.initializer_range),
+            }
+        )
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        refusals = Refusals()
+        key, block = settings.only_block(config, Mamba2Block, self.architecture, refusals)
+        self._refuse(config, key, block, refusals)
+        refusals.check()
+        # Without the key the class has no limit; infinity is no number in strict JSON.
+        low, high = block.dt_limit or (0.0, None)
+        limit = {} if (low, high) == (0, None) else {"time_step_limit": [low, math.inf if high is None else high]}
+        written = settings.publish(
+            Mamba2Config,
+            self.architecture,
+            {
+                "vocab_size": config.vocab_size,
+                "hidden_size": config.d_model,
+                "num_hidden_layers": len(config.layer_list()),
+                "state_size": block.d_state,
+                "num_heads": ssd_spec(block, config.d_model).n_heads,
+                "head_dim": block.head_dim,
+                "expand": block.expand,
+                "n_groups": block.n_groups,
+                "conv_kernel": block.d_conv,
+                "chunk_size": block.chunk_size,
+                "hidden_act": "silu",
+                "use_bias": block.proj_bias,
+                "use_conv_bias": block.conv_bias,
+                "layer_norm_epsilon": config.norm.eps,
+                "initializer_range": config.init.std,
+                "time_step_min": block.dt_min,
+                "time_step_max": block.dt_max,
+                "time_step_floor": min(1e-4, block.dt_min),
+                "tie_word_embeddings": config.tie_embeddings,
+                **limit,
+            },
+        )
+        return {name: value for name, value in written.items() if name != "time_step_limit" or limit}
+
+    def _refuse(self, config: ModelConfig, key: str, block: Mamba2Block, refusals: Refusals) -> None:
+        name = self.architecture
+        settings.refuse_model_features(config, name, "rmsnorm", refusals)
+        settings.refuse_mamba2_features(config, key, block, name, refusals)
+        for layer in dict.fromkeys(config.layer_list()):
+            refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{name} has no shared blocks")
+        refusals.unless(
+            block.gated_norm_eps in (None, config.norm.eps),
+            f"{key}.gated_norm_eps",
+            block.gated_norm_eps,
+            f"{name} has one eps for all norms; set gated_norm_eps: null",
+        )
+
+    def weights(self, config: ModelConfig) -> list[Weight]:
+        _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
+        # mamba_ssm's files say `embedding`; all other names are equal.
+        older = ("backbone.embedding.weight",)
+        made = [tensors.embedding(config, "backbone.embeddings.weight", "lm_head.weight", older)]
+        for i in range(len(config.layer_list())):
+            theirs = f"backbone.layers.{i}"
+            made.append(tensors.same(f"blocks.{i}.norm.weight", f"{theirs}.norm.weight", config.d_model))
+            made += tensors.mamba2_mixer(f"blocks.{i}.mixer", f"{theirs}.mixer", block, config)
+        made.append(tensors.same("norm.weight", "backbone.norm_f.weight", config.d_model))
+        return made + tensors.head(config, "lm_head.weight")
+
+
+def _dt_limit(low: float, high: float) -> dict[str, Any]:
+    """softplus is positive, so that (0, inf) limits nothing."""
+    if low <= 0 and math.isinf(high):
+        return {}
+    return {"dt_limit": (float(low), None if math.isinf(high) else float(high))}
+
+
+# mamba_ssm's MambaConfig and Mamba2 module: what is published of state-spaces/mamba2-*.
+
+_SSM_DEFAULTS: dict[str, Any] = {
+    "d_state": 128,
+    "headdim": 64,
+    "expand": 2,
+    "ngroups": 1,
+    "d_conv": 4,
+    "chunk_size": 256,
+    "dt_min": 1e-3,
+    "dt_max": 1e-1,
+    "dt_limit": (0.0, math.inf),
+    "A_init_range": (1, 16),
+    "norm_before_gate": False,
+    "conv_bias": True,
+    "bias": False,
+}
+# Of training or of the kernels only.
+_SSM_HARMLESS = ("dt_init_floor", "use_mem_eff_path", "conv_init")
+
+
+def _read_mamba_ssm(published: Mapping[str, Any]) -> dict[str, Any]:
+    refusals = Refusals()
+    for key, possible, what in (
+        ("d_intermediate", 0, "layers without an MLP only"),
+        ("attn_layer_idx", [], "Mamba-2 layers only; give a hybrid as transformers publishes it"),
+        ("rms_norm", True, "RMSNorm only"),
+    ):
+        found = published.get(key, possible)
+        refusals.unless(found == possible, key, found, what)
+    ssm = dict(published["ssm_cfg"])
+    layer = ssm.pop("layer", "Mamba1")  # mamba_ssm's own default
+    refusals.unless(layer == "Mamba2", "ssm_cfg.layer", layer, "only Mamba2 layers")
+    for key, found in ssm.items():
+        known = key in _SSM_DEFAULTS or key in _SSM_HARMLESS or (key, found) in (("rmsnorm", True), ("D_has_hdim", False))
+        refusals.unless(known, f"ssm_cfg.{key}", found, f"cannot be expressed; there are {', '.join(_SSM_DEFAULTS)}")
+    refusals.check()
+    ssm = _SSM_DEFAULTS | ssm
+    multiple = published.get("pad_vocab_size_multiple", 8)
+    a_low, a_high = ssm["A_init_range"]
+    return {
+        # The published tables are padded.
+        "vocab_size": -(-published["vocab_size"] // multiple) * multiple,
+        "d_model": published["d_model"],
+        "norm": {"type": "rmsnorm", "eps": published.get("norm_epsilon", 1e-5)},
+        "tie_embeddings": published.get("tie_embeddings", True),
+        "blocks": {
+            "m": {
+                "type": "mamba2",
+                "d_state": ssm["d_state"],
+                "head_dim": ssm["headdim"],
+                "expand": ssm["expand"],
+                "n_groups": ssm["ngroups"],
+                "d_conv": ssm["d_conv"],
+                "chunk_size": ssm["chunk_size"],
+                "conv_bias": ssm["conv_bias"],
+                "proj_bias": ssm["bias"],
+                "norm_before_gate": ssm["norm_before_gate"],
+                **_dt_limit(*ssm["dt_limit"]),
+                "dt_min": float(ssm["dt_min"]),
+                "dt_max": float(ssm["dt_max"]),
+                "a_init_range": (float(a_low), float(a_high)),
+            }
+        },
+        "layers": f"m*{published['n_layer']}",
+    }
+
+
+FAMILY = Mamba2()

@@ -1,0 +1,177 @@
+"""MPT (MosaicML's LLM Foundry) as transformers' MptForCausalLM: ALiBi, LayerNorm, GELU, and no bias anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import MptConfig
+
+from llmtrain.models.config import AttentionBlock, ModelConfig
+from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.family import Weight
+from llmtrain.models.hf.settings import Refusals
+from llmtrain.models.specs import attention_spec
+
+# Features of LLM Foundry's MPT that the class in transformers passes over: what it then computes is not the model that
+# was trained, so they are refused. Key -> the values without effect, and what there is instead.
+_PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expansion_ratio": ((4,), "MptForCausalLM has 4"),
+    "no_bias": ((True,), "MptForCausalLM has no biases"),
+    "logit_scale": ((None,), "MptForCausalLM does not scale its logits"),
+    "norm_type": (("low_precision_layernorm", "layernorm"), "MptForCausalLM has LayerNorm"),
+    "ffn_config": ((None,), "MptForCausalLM has a GELU MLP"),
+    "final_logit_softcapping": ((None,), "MptForCausalLM has none"),
+    "block_overrides": ((None,), "MptForCausalLM has one kind of layer"),
+}
+_ATTENTION_PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attn_type": (("multihead_attention",), "MptForCausalLM has as many key and value heads as query heads"),
+    "alibi": ((True,), "MptForCausalLM always has ALiBi"),
+    "prefix_lm": ((False,), "MptForCausalLM is causal throughout"),
+    "qk_ln": ((False,), "MptForCausalLM has none"),
+    "qk_gn": ((False,), "MptForCausalLM has none"),
+    "rope": ((False,), "MptForCausalLM has ALiBi"),
+    "kv_n_heads": ((None,), "MptForCausalLM has as many key and value heads as query heads"),
+    "head_dim": ((None,), "MptForCausalLM has d_model / n_heads"),
+    "sliding_window_size": ((-1, None), "MptForCausalLM has none"),
+    "attn_logit_softcapping": ((None,), "MptForCausalLM has none"),
+}
+
+
+class Mpt:
+    """Not read, as it changes no function: attn_impl, attn_uses_sequence_id (packed sequences, which the class takes no
+    ids for), learned_pos_emb (without effect beside ALiBi), embedding_fraction (of a gradient), attn_pdrop.
+    model.dropout is resid_pdrop and emb_pdrop; when those differ it is read as 0.
+    """
+
+    architecture = "MptForCausalLM"
+    model_type = "mpt"
+
+    def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        refusals = Refusals()
+        attention = dict(published.get("attn_config") or {})
+        for section, prefix, features in (
+            (published, "", _PASSED_OVER),
+            (attention, "attn_config.", _ATTENTION_PASSED_OVER),
+        ):
+            for key, (harmless, instead) in features.items():
+                found = section.get(key, harmless[0])
+                refusals.unless(found in harmless, prefix + key, found, f"cannot be expressed: {instead}")
+        refusals.check()
+
+        config = settings.parse(MptConfig, published)
+        attn = config.attn_config
+        block: dict[str, Any] = {"type": "attention", "n_heads": config.n_heads, "position": {"type": "alibi"}}
+        if attn.alibi_bias_max != 8:
+            block["position"]["max_bias"] = float(attn.alibi_bias_max)
+        if attn.clip_qkv:  # the class takes 0 for none
+            block["clip_qkv"] = float(attn.clip_qkv)
+        if attn.softmax_scale is not None:
+            block["softmax_scale"] = float(attn.softmax_scale)
+        block["mlp"] = {"type": "gelu", "d_ff": 4 * config.d_model}
+        same_dropout = config.resid_pdrop == config.emb_pdrop
+        return settings.validated(
+            {
+                "vocab_size": config.vocab_size,
+                "d_model": config.d_model,
+                "max_seq_len": config.max_seq_len,
+                "norm": {"type": "layernorm", "eps": config.layer_norm_epsilon},
+                "tie_embeddings": config.tie_word_embeddings,
+                "blocks": {"attn": block},
+                "layers": f"attn*{config.n_layers}",
+                **({"dropout": float(config.resid_pdrop)} if same_dropout and config.resid_pdrop else {}),
+                **settings.read_init(config.initializer_range),
+            }
+        )
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        refusals = Refusals()
+        key, block = settings.only_block(config, AttentionBlock, self.architecture, refusals)
+        self._refuse(config, key, block, refusals)
+        refusals.check()
+        assert block.position.type == "alibi"
+        attention = {
+            "attn_type": "multihead_attention",
+            "alibi": True,
+            "alibi_bias_max": int(block.position.max_bias),
+            "clip_qkv": block.clip_qkv,
+            "softmax_scale": block.softmax_scale,
+            "qk_ln": False,
+            "prefix_lm": False,
+            "attn_uses_sequence_id": False,
+            "attn_pdrop": 0,
+        }
+        written = settings.publish(
+            MptConfig,
+            self.architecture,
+            {
+                "vocab_size": config.vocab_size,
+                "d_model": config.d_model,
+                "n_heads": block.n_heads,
+                "n_layers": len(config.layer_list()),
+                "expansion_ratio": 4,
+                "max_seq_len": config.max_seq_len,
+                "learned_pos_emb": False,
+                "attn_config": attention,
+                "layer_norm_epsilon": config.norm.eps,
+                "no_bias": True,
+                "resid_pdrop": config.dropout,
+                "emb_pdrop": config.dropout,
+                "initializer_range": config.init.std,
+                "tie_word_embeddings": config.tie_embeddings,
+            },
+        )
+        # The class adds every default of a config to this section, labels of classifiers among them.
+        return written | {"attn_config": attention}
+
+    def _refuse(self, config: ModelConfig, key: str, block: AttentionBlock, refusals: Refusals) -> None:
+        name, d = self.architecture, config.d_model
+        settings.refuse_model_features(config, name, "layernorm", refusals)
+        settings.refuse_own_norm(key, block, config, name, refusals)
+        settings.refuse_attention_features(key, block, name, refusals)
+        unless = refusals.unless
+        alibi = f"{name} has ALiBi only; set positions: none and {key.removeprefix('model.')}.position: {{type: alibi}}"
+        unless(config.positions == "none", "model.positions", config.positions, alibi)
+        unless(block.position.type == "alibi", f"{key}.position", block.position.type, alibi)
+        if block.position.type == "alibi":
+            max_bias = block.position.max_bias
+            unless(max_bias.is_integer(), f"{key}.position.max_bias", max_bias, f"{name} takes whole numbers only")
+        for field, value in (("qkv_bias", block.qkv_bias), ("out_bias", block.out_bias)):
+            unless(not value, f"{key}.{field}", value, f"{name} has no biases; set {field}: false")
+        unless(
+            block.kv_heads == block.n_heads,
+            f"{key}.n_kv_heads",
+            block.n_kv_heads,
+            f"{name} has as many key and value heads as query heads; set n_kv_heads: null",
+        )
+        unless(
+            attention_spec(block, d).head_dim * block.n_heads == d,
+            f"{key}.head_dim",
+            block.head_dim,
+            f"{name} has d_model / n_heads; set head_dim: null",
+        )
+        mlp = block.mlp
+        if mlp is None or mlp.type != "gelu":
+            unless(False, f"{key}.mlp", mlp and mlp.type, f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}")
+            return
+        unless(mlp.d_ff == 4 * d, f"{key}.mlp.d_ff", mlp.d_ff, f"{name} has 4 * d_model ({4 * d})")
+        unless(not mlp.bias, f"{key}.mlp.bias", mlp.bias, f"{name} has no biases; set bias: false")
+
+    def weights(self, config: ModelConfig) -> list[Weight]:
+        d = config.d_model
+        made = [tensors.embedding(config, "transformer.wte.weight", "lm_head.weight")]
+        for i in range(len(config.layer_list())):
+            ours, theirs = f"blocks.{i}", f"transformer.blocks.{i}"
+            made += [
+                tensors.same(f"{ours}.norm.weight", f"{theirs}.norm_1.weight", d),
+                *tensors.linear(f"{ours}.mixer.wqkv", {f"{theirs}.attn.Wqkv": 3 * d}, d),
+                *tensors.linear(f"{ours}.mixer.wo", {f"{theirs}.attn.out_proj": d}, d),
+                tensors.same(f"{ours}.mlp_norm.weight", f"{theirs}.norm_2.weight", d),
+                *tensors.linear(f"{ours}.mlp.w_in", {f"{theirs}.ffn.up_proj": 4 * d}, d),
+                *tensors.linear(f"{ours}.mlp.w_out", {f"{theirs}.ffn.down_proj": d}, 4 * d),
+            ]
+        made.append(tensors.same("norm.weight", "transformer.norm_f.weight", d))
+        return made + tensors.head(config, "lm_head.weight")
+
+
+FAMILY = Mpt()

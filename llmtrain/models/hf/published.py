@@ -1,0 +1,223 @@
+"""A checkpoint folder as published: config.json, and tensors that are read one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_SAFETENSORS = "model.safetensors"
+_PICKLE = "pytorch_model.bin"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class _Shard(Protocol):
+    """One file of tensors."""
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class Published(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each read from its file when asked for, in the dtype it is stored in.
+
+    config: the content of config.json. Make one with open_published.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], shards: dict[Path, _Shard]):
+        self.folder, self.config = folder, config
+        self._shards = shards
+        self._file_of: dict[str, Path] = {}
+        for file, shard in shards.items():
+            for name in shard.names():
+                if name in self._file_of:
+                    raise ValueError(f"tensor {name} is in two files: {self._file_of[name]} and {file}")
+                self._file_of[name] = file
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shards[self._file_of[name]].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ValueError for one that torch does not have."""
+        return self._shards[self._file_of[name]].dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU. Raises KeyError for an unknown name, ValueError for a damaged file."""
+        return self._shards[self._file_of[name]].read(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def open_published(folder: str | os.PathLike[str]) -> Published:
+    """Reads config.json and the headers of model*.safetensors, or of pytorch_model*.bin where there are none.
+
+    Raises ValueError that names the file that is missing or damaged, or the tensor that a shard should hold.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    config = _read_json(folder / "config.json")
+    for name, kind in ((_SAFETENSORS, _Safetensors), (_PICKLE, _Pickle)):
+        index, single = folder / f"{name}.index.json", folder / name
+        if index.is_file():
+            return Published(folder, config, _open_indexed(index, kind))
+        if single.is_file():
+            return Published(folder, config, {single: kind(single)})
+    raise ValueError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
+
+
+def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> dict[Path, _Shard]:
+    promised = _read_json(index).get("weight_map")
+    if not isinstance(promised, dict):
+        raise ValueError(f"{index} has no weight_map")
+    files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
+    absent = [name for name, file in files.items() if not file.is_file()]
+    if absent:
+        raise ValueError(f"{index} names {len(absent)} shards that are missing: {', '.join(absent[:5])}")
+    shards: dict[Path, _Shard] = {file: kind(file) for file in files.values()}
+    held = {file: set(shard.names()) for file, shard in shards.items()}
+    for tensor, name in promised.items():
+        if tensor not in held[files[name]]:
+            raise ValueError(f"{files[name]} does not hold tensor {tensor}, which {index.name} says it does")
+    return shards
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} holds no {file.name}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return content
+
+
+class _Safetensors:
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            self._open = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+
+    def names(self) -> list[str]:
+        return list(self._open.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._open.get_slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ValueError(f"{self.file}: tensor {name} is stored as {found}, which cannot be read here")
+        return _DTYPES[found]
+
+    def read(self, name: str) -> Tensor:
+        return self._open.get_tensor(name)
+
+
+class _Pickle:
+    """torch.save's format, restricted to tensors; mapped rather than read into memory, except in its oldest form."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            # Files from before torch 1.6 are no zip archives and cannot be mapped.
+            mapped = torch.serialization._is_zipfile(file.open("rb"))
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as error:  # unpickling raises what it likes
+            raise ValueError(f"{file} is damaged or no file of tensors: {error}") from error
+        self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def resolve(name: str | os.PathLike[str]) -> Path:
+    """A folder with config.json and weights: a local one, or a name on the Hugging Face hub, downloaded.
+
+    Raises ValueError that says what is wrong, and for the hub what to do without it.
+    """
+    text = os.fspath(name)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"{text} is a file; name the folder that holds config.json and the weights")
+    if text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise ValueError(f"there is no checkpoint at {text}: no such folder")
+    return _download(text)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    def fetch(*weights: str) -> Path:
+        others = ["config.json", "generation_config.json", "token*", "special_tokens_map.json", "vocab*", "merges*"]
+        return Path(snapshot_download(name, allow_patterns=[*others, *weights]))
+
+    try:
+        # Two calls, so that a repository with both formats gives the pickled one only when there is no other.
+        folder = fetch("model*.safetensors", f"{_SAFETENSORS}.index.json")
+        if not any(folder.glob("model*.safetensors")):
+            folder = fetch("pytorch_model*.bin", f"{_PICKLE}.index.json")
+    except HFValidationError as error:
+        raise ValueError(f"'{name}' is neither a folder nor a name on the Hugging Face hub") from error
+    except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
+        raise ValueError(
+            f"'{name}' is not a local folder, and the Hugging Face hub did not give it ({type(error).__name__}). Check "
+            f"the name; for a gated model run `hf auth login`; without internet, run `hf download {name} --local-dir DIR` "
+            "elsewhere and name a copy of DIR."
+        ) from error
+    return folder

@@ -1,0 +1,257 @@
+"""Reading and writing config.json: what the families share. No model of transformers is built here."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
+from transformers import PreTrainedConfig
+
+from llmtrain.models.config import (
+    AttentionBlock,
+    Block,
+    LinearScaling,
+    Llama3Scaling,
+    Mamba2Block,
+    ModelConfig,
+    NormConfig,
+    RotaryPosition,
+    SharedAttentionBlock,
+)
+from llmtrain.models.hf.family import UnsupportedModelError
+
+AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
+
+# What the caller adds: the dtype depends on the export, the token ids on the tokenizer.
+_CALLERS_KEYS = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+# Fields of blocks by which two blocks may differ and still compute the same function.
+_NO_FUNCTION = ("backend", "chunk_size", "dt_min", "dt_max", "a_init_range")
+
+
+class Refusals:
+    """Collects whatever one side cannot express, so that a user reads all of it at once."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def unless(self, expressed: bool, key: str, found: Any, what_to_do: str) -> None:
+        if not expressed:
+            self.reasons.append(f"{key} = {_as_yaml(found)}: {what_to_do}")
+
+    def check(self) -> None:
+        """Raises UnsupportedModelError when there is any reason."""
+        if self.reasons:
+            raise UnsupportedModelError(*self.reasons)
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+# Reading
+
+
+def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
+    """config.json as the class reads it, old spellings renamed and defaults filled in.
+
+    Raises UnsupportedModelError for what the class itself does not accept, and for quantised weights.
+    """
+    refusals = Refusals()
+    for key in ("quantization_config", "per_layer_config"):
+        refusals.unless(published.get(key) is None, key, published.get(key), "only plain weights, alike in every layer")
+    refusals.check()
+    try:
+        return kind.from_dict(_decode_floats(copy.deepcopy(dict(published))))
+    except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        text = " ".join(str(error).split())
+        raise UnsupportedModelError(f"transformers' {kind.__name__} does not accept this config.json: {text}") from error
+
+
+def _decode_floats(value: Any) -> Any:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}; older files have the bare word."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decode_floats(item) for key, item in value.items()}
+    return [_decode_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def validated(section: dict[str, Any]) -> dict[str, Any]:
+    """The section as it is, if it is a valid `model` section. Raises UnsupportedModelError otherwise."""
+    try:
+        ModelConfig.model_validate(section)
+    except ValidationError as error:
+        reasons = [f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UnsupportedModelError(*(f"config.json gives {reason}" for reason in reasons)) from error
+    return section
+
+
+def read_init(initializer_range: float) -> dict[str, Any]:
+    """Init is for fresh weights; a class may hold 0 there, which ours has no use for."""
+    return {"init": {"std": float(initializer_range)}} if initializer_range > 0 else {}
+
+
+def read_dt_range(config: Any) -> dict[str, float]:
+    """The time steps that fresh weights start from: log-uniform between two ends, raised to the floor."""
+    low, high = sorted(max(t, config.time_step_floor) for t in (config.time_step_min, config.time_step_max))
+    return {"dt_min": float(low), "dt_max": float(high)} if low > 0 else {}
+
+
+def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
+    """rope_parameters (or rope_theta and rope_scaling, as before transformers 5) -> our `position`."""
+    rope = config.rope_parameters
+    kind, fraction = rope["rope_type"], rope.get("partial_rotary_factor")
+    refusals.unless(fraction in (None, 1), "partial_rotary_factor", fraction, "rotary positions turn whole heads here")
+    position: dict[str, Any] = {"type": "rotary", "theta": float(rope["rope_theta"])}
+    if kind == "linear":
+        position["scaling"] = {"type": "linear", "factor": float(rope["factor"])}
+    elif kind == "llama3":
+        position["scaling"] = {
+            "type": "llama3",
+            "factor": float(rope["factor"]),
+            "low_freq_factor": float(rope["low_freq_factor"]),
+            "high_freq_factor": float(rope["high_freq_factor"]),
+            "original_max_seq_len": int(rope["original_max_position_embeddings"]),
+        }
+    else:
+        refusals.unless(kind == "default", "rope_scaling.rope_type", kind, "there are default, linear and llama3")
+    return position
+
+
+# Writing
+
+
+def publish(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json: everything the class holds, and `fields` that it folds into others.
+
+    Raises UnsupportedModelError for what the class itself does not accept.
+    """
+    held = {key: value for key, value in parse(kind, fields).to_diff_dict().items() if key not in _CALLERS_KEYS}
+    return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}
+
+
+def write_rotary(position: RotaryPosition) -> dict[str, Any]:
+    """Both spellings: rope_parameters, and rope_theta with rope_scaling, which transformers 4 and others read.
+
+    Without the latter those would take the default theta, silently.
+    """
+    match position.scaling:
+        case None:
+            scaling = None
+        case LinearScaling(factor=factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling() as llama3:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": llama3.factor,
+                "low_freq_factor": llama3.low_freq_factor,
+                "high_freq_factor": llama3.high_freq_factor,
+                "original_max_position_embeddings": llama3.original_max_seq_len,
+            }
+    return {
+        "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": position.theta,
+        "rope_scaling": scaling,
+    }
+
+
+def blocks_in_turn(config: ModelConfig) -> Iterator[tuple[str, Block]]:
+    """The named blocks that layers are made of, each once; not the shared ones that feed them."""
+    for name in dict.fromkeys(layer.block for layer in config.layer_list()):
+        yield name, config.blocks[name]
+
+
+def only_block(
+    config: ModelConfig, kind: type[AnyBlock], architecture: str, refusals: Refusals
+) -> tuple[str, AnyBlock]:
+    """The one block that all layers are made of, and its dotted key.
+
+    Raises UnsupportedModelError when it is of another kind; collects a reason when blocks differ.
+    """
+    found = list(blocks_in_turn(config))
+    type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
+    for name, block in found:
+        refusals.unless(
+            isinstance(block, kind), f"model.blocks.{name}.type", block.type, f"{architecture} has {type_name} layers"
+        )
+    refusals.check()
+    (first, block), *others = found
+    for name, other in others:
+        differing = [
+            field
+            for field in kind.model_fields
+            if field not in _NO_FUNCTION and _resolved(block, field, config) != _resolved(other, field, config)
+        ]
+        refusals.unless(
+            not differing,
+            f"model.blocks.{name}",
+            f"unlike {first} in {', '.join(differing)}",
+            f"{architecture} has one kind of layer; make them equal",
+        )
+    assert isinstance(block, kind)
+    return f"model.blocks.{first}", block
+
+
+def _resolved(block: Block, field: str, config: ModelConfig) -> Any:
+    value = getattr(block, field)
+    return config.norm if field == "norm" and value is None else value
+
+
+def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
+    """What no published class has, and a final norm of another type than `norm` without bias.
+
+    Learned positions are the caller's, who can say what to set instead.
+    """
+    refusals.unless(
+        config.logit_softcap is None,
+        "model.logit_softcap",
+        config.logit_softcap,
+        f"{architecture} has none; set logit_softcap: null",
+    )
+    _refuse_norm("model.norm", config.norm, architecture, norm, refusals)
+
+
+def refuse_own_norm(
+    key: str, block: AttentionBlock | Mamba2Block | SharedAttentionBlock, config: ModelConfig, architecture: str, refusals: Refusals
+) -> None:
+    """A block whose norm is not the model's: the published classes have one norm setting."""
+    own = block.norm or config.norm
+    found = "another than model.norm"
+    refusals.unless(own == config.norm, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
+
+
+def refuse_attention_features(
+    key: str, block: AttentionBlock | SharedAttentionBlock, architecture: str, refusals: Refusals
+) -> None:
+    """What none of the published attention layers has."""
+    for field, plain in (("qk_norm", "none"), ("sliding_window", None), ("softcap", None)):
+        found = getattr(block, field)
+        refusals.unless(
+            found == plain, f"{key}.{field}", found, f"{architecture} has none; set {field}: {_as_yaml(plain)}"
+        )
+
+
+def _refuse_norm(key: str, found: NormConfig, architecture: str, norm: str, refusals: Refusals) -> None:
+    refusals.unless(found.type == norm, f"{key}.type", found.type, f"{architecture} has {norm}; set type: {norm}")
+    refusals.unless(not found.bias, f"{key}.bias", found.bias, f"{architecture} has no bias there; set bias: false")
+
+
+def refuse_mamba2_features(
+    config: ModelConfig, key: str, block: Mamba2Block, architecture: str, refusals: Refusals
+) -> None:
+    """What neither published Mamba-2 layer has."""
+    unless = refusals.unless
+    positions = config.positions
+    unless(positions == "none", "model.positions", positions, f"{architecture} has none; set positions: none")
+    unless(block.mlp is None, f"{key}.mlp", block.mlp and block.mlp.type, f"{architecture} has none; set mlp: null")
+    unless(
+        not block.norm_before_gate,
+        f"{key}.norm_before_gate",
+        block.norm_before_gate,
+        f"{architecture} gates first; set norm_before_gate: false",
+    )
+    refuse_own_norm(key, block, config, architecture, refusals)
