@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from llmtrain import __version__
 from llmtrain.config.commands import add_check, add_schema
+from llmtrain.convert.commands import add_export, add_import
 from llmtrain.data.commands import add_prepare
 from llmtrain.flops.commands import add_describe, add_mfu
 from llmtrain.generate.commands import add_generate
@@ -18,7 +19,17 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="llmtrain", description="Pretrain language models from a YAML.")
     root.add_argument("--version", action="version", version=f"llmtrain {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_train, add_prepare, add_check, add_describe, add_generate, add_mfu, add_schema):
+    for add in (
+        add_train,
+        add_prepare,
+        add_check,
+        add_describe,
+        add_generate,
+        add_import,
+        add_export,
+        add_mfu,
+        add_schema,
+    ):
         add(commands)
     return root
 

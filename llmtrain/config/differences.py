@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -13,7 +13,18 @@ from llmtrain.config.base import Section
 from llmtrain.config.schema import Config
 from llmtrain.config.walk import default
 
-_ABSENT = object()
+ABSENT = object()
+
+
+class Change(NamedTuple):
+    """A setting whose meaning changed; the values as a checkpoint stores them."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {text(self.old)} -> {text(self.new)}"
 
 
 def differences(old: Mapping[str, Any], new: Config) -> list[str]:
@@ -22,39 +33,40 @@ def differences(old: Mapping[str, Any], new: Config) -> list[str]:
     old: `config.model_dump(mode="json")` as a checkpoint stores it. A setting it lacks counts as its present
     default. Settings marked `free` (see config.base.free), and all below them, may differ.
     """
-    return list(_of_section(old, new, ""))
+    return [str(change) for change in changes(old, new)]
 
 
-def _of_section(old: Mapping[str, Any], new: Section, prefix: str) -> Iterator[str]:
+def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[Change]:
+    """The same for any section; prefix: its path and a dot."""
     if old.get("type") not in (None, getattr(new, "type", None)) and not _is_free(type(new).model_fields["type"]):
         # Another kind of block or layer: comparing its other settings would say nothing more.
-        yield _line(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
+        yield Change(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
         return
     written = new.model_dump(mode="json")
     for name, field in type(new).model_fields.items():
         if _is_free(field):
             continue
-        before = old.get(name, _ABSENT)
-        if before is _ABSENT and (missing := default(field)) is not PydanticUndefined:
+        before = old.get(name, ABSENT)
+        if before is ABSENT and (missing := default(field)) is not PydanticUndefined:
             before = missing
         yield from _of_value(before, getattr(new, name), written[name], prefix + name)
     for name in old:
         if name not in type(new).model_fields:
-            yield _line(prefix + name, old[name], _ABSENT)
+            yield Change(prefix + name, old[name], ABSENT)
 
 
-def _of_value(old: Any, new: Any, written: Any, path: str) -> Iterator[str]:
+def _of_value(old: Any, new: Any, written: Any, path: str) -> Iterator[Change]:
     """new: the decoded value; written: the same as a checkpoint stores it."""
     if isinstance(new, Section) and isinstance(old, Mapping):
-        yield from _of_section(old, new, path + ".")
+        yield from changes(old, new, path + ".")
     elif isinstance(new, dict) and isinstance(old, Mapping):
         for name in new:
-            yield from _of_value(old.get(name, _ABSENT), new[name], written[name], f"{path}.{name}")
+            yield from _of_value(old.get(name, ABSENT), new[name], written[name], f"{path}.{name}")
         for name in old:
             if name not in new:
-                yield _line(f"{path}.{name}", old[name], _ABSENT)
+                yield Change(f"{path}.{name}", old[name], ABSENT)
     elif old != written:
-        yield _line(path, old, written)
+        yield Change(path, old, written)
 
 
 def _is_free(field: FieldInfo) -> bool:
@@ -62,11 +74,7 @@ def _is_free(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and extra.get("resume") == "free"
 
 
-def _line(path: str, old: Any, new: Any) -> str:
-    return f"{path}: {_text(old)} -> {_text(new)}"
-
-
-def _text(value: Any) -> str:
-    if value is _ABSENT:
+def text(value: Any) -> str:
+    if value is ABSENT:
         return "(absent)"
     return value if isinstance(value, str) else json.dumps(value)

@@ -19,13 +19,19 @@ __all__ = ["ConfigError", "check_for_world", "differences", "load_config"]
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, check_data: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    check_data: bool = False,
+    fresh: bool = False,
 ) -> Config:
     """Reads and checks a config.
 
     overrides: `a.b=c`, applied in order; c is YAML and takes the place of what the file says.
     world_size: ranks of the run, where known; adds `check_for_world`.
-    check_data: look at the data folders too.
+    check_data: look at the data folders too, and at the weights of init_from where the run will read them.
+    fresh: the run will not continue an earlier one in its folder.
 
     Raises ConfigError, which holds every problem and prints as the whole report.
     """
@@ -42,6 +48,8 @@ def load_config(
             problems += readable(check_for_world(config, world_size))
         if check_data and not any(path.startswith("data") for path in wrong):
             problems += readable(_data_problems(config))
+        if check_data and not any(path.startswith(("model", "init_from", "run_dir", "name")) for path in wrong):
+            problems += readable(_initial_problems(config, fresh))
     if problems or config is None:
         raise ConfigError(source.title, problems, source.origins)
     return config
@@ -82,3 +90,9 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     from llmtrain.data.shards import check_streams
 
     yield from check_streams(config.data, config.train.global_batch_size)
+
+
+def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
+    from llmtrain.checkpoint.initial import initial_problems
+
+    yield from initial_problems(config, fresh)

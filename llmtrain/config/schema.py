@@ -30,6 +30,9 @@ class Config(Section):
     """Checkpoints, logs and plots go here."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 17
     """Of the weights, the dropout, and (with data.shuffle_seed) the sample order."""
+    init_from: str | None = None
+    """Start from these weights (a run's folder, a checkpoint, or what `llmtrain import` wrote) with a fresh optimizer,
+    schedule and data. Not read once the run has a checkpoint of its own; another value then is another run."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -74,9 +74,9 @@ def _flush(path: Path) -> None:
 
 def readable(nbytes: int) -> str:
     """13.3 GB."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):  # noqa: B007
-        if size < 1000 or unit == "TB":
-            break
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.3g} TB"

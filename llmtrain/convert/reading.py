@@ -62,7 +62,7 @@ class CheckpointTensors:
         source: IO[bytes] = io.BytesIO()
         for count in counts:
             wanted = torch.empty(count, dtype=self.dtype(name))
-            view = memoryview(wanted.view(torch.uint8).numpy())
+            view = wanted.view(torch.uint8).numpy().data
             while view:
                 got = source.readinto(view)  # type: ignore[attr-defined]
                 if not got:
@@ -95,8 +95,9 @@ class CheckpointTensors:
         """The elements of a piece, as bytes."""
         place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
         raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
-        # On the meta device torch.load reads the description of a tensor, not its data.
-        described = torch.load(_Window(raw, place.offset, place.length), map_location="meta", weights_only=True)
+        # For the meta device torch.load reads the description of a tensor, not its data.
+        window: Any = _Window(raw, place.offset, place.length)
+        described = torch.load(window, map_location="meta", weights_only=True)
         archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
         data = next(info for info in archive.infolist() if info.filename.split("/", 1)[-1] == "data/0")
         if described.dtype != self.dtype(name) or described.shape != chunk.sizes or not _is_plain(described, data):

@@ -62,7 +62,7 @@ class TensorFile:
     def append(self, piece: Tensor) -> None:
         """piece: the next elements, of the dtype of the tensor they belong to."""
         self._missing -= piece.nbytes
-        self._file.write(memoryview(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> TensorFile:
         return self

@@ -1,4 +1,4 @@
-"""The progress bar of `prepare`."""
+"""The progress bar of commands that work through bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 class ByteBar:
     """Bytes done of `total`, on standard error; silent when not `shown`. `total` may be an estimate."""
 
-    def __init__(self, shown: bool, total: int) -> None:
+    def __init__(self, shown: bool, total: int, title: str = "prepare") -> None:
         self._bar = Progress(
-            TextColumn("prepare: {task.description:<10}"),
+            TextColumn(f"{title}: {{task.description:<10}}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),

@@ -41,7 +41,7 @@ def run_train(args: argparse.Namespace) -> int:
             )
         return run_rank(args)
 
-    config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
+    config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True, fresh=args.fresh)
     if not args.fresh:
         check_resumption(config)
     processes = args.nproc or _gpus() or 1
@@ -51,7 +51,7 @@ def run_train(args: argparse.Namespace) -> int:
         return run_rank(args)
     from llmtrain.train.launch import launch
 
-    config = load_config(args.file, args.overrides, world_size=processes, check_data=True)
+    config = load_config(args.file, args.overrides, world_size=processes, check_data=True, fresh=args.fresh)
     if args.fresh:
         set_aside(Path(config.run_dir))
     return launch(

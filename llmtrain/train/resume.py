@@ -24,7 +24,7 @@ def refuse_another_meaning(config: Config, folder: Path, manifest: Manifest) -> 
     """
     changed = differences(manifest.config, config)
     try:
-        if manifest.data["fingerprint"] != data_fingerprint(config.data):
+        if manifest.data.get("fingerprint") != data_fingerprint(config.data):
             changed.append("data: the shards are not those the run was started on")
     except ShardError:
         pass  # to be made or downloaded first; train() asks again after that

@@ -14,6 +14,7 @@ from composer.utils import dist
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
+from llmtrain.checkpoint.initial import initial_checkpoint
 from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
@@ -65,6 +66,9 @@ def train(config: Config) -> Outcome:
     if resumed:
         refuse_another_meaning(config, *resumed)  # the worker asked before, but remote data is known only now
         store.load(resumed[0], model, optimizer)
+    elif config.init_from:
+        store.load(initial_checkpoint(config), model)
+        say(f"starting from the weights in {config.init_from}")
     else:
         model.init_weights(config.seed)
 

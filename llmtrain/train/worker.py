@@ -24,7 +24,7 @@ def run_rank(args: argparse.Namespace) -> int:
     world = world_from_environment()
     folder = None
     try:
-        config = load_config(args.file, args.overrides, world_size=world.size, check_data=True)
+        config = load_config(args.file, args.overrides, world_size=world.size, check_data=True, fresh=args.fresh)
         folder = Path(config.run_dir)
         if not args.fresh:
             check_resumption(config)

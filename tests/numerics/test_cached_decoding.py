@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,65 +10,13 @@ from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampler, Sampling
 from llmtrain.kernels import platform
 from llmtrain.models.cache import Cache
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-
-VOCAB = 97
-GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
-MAMBA = {"type": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 16}
-SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
-ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
-ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
-MODELS: dict[str, dict[str, Any]] = {
-    "mpt with alibi": {
-        "norm": {"type": "layernorm"},
-        "blocks": {"a": ATTENTION | {"n_heads": 3, "head_dim": 8, "position": ALIBI, "mlp": GELU}},
-        "layers": "a*3",
-    },
-    "mpt with learned positions and clipping": {
-        "norm": {"type": "layernorm", "bias": True},
-        "positions": "learned",
-        "blocks": {"a": ATTENTION | {"qk_norm": "full", "clip_qkv": 1.0, "mlp": GELU}},
-        "layers": "a*2",
-    },
-    "llama with grouped queries": {
-        "blocks": {"a": ATTENTION | {"n_kv_heads": 2, "position": ROTARY}},
-        "layers": "a*3",
-        "tie_embeddings": False,
-    },
-    "a window and soft caps": {
-        "blocks": {
-            "a": ATTENTION | {"n_kv_heads": 1, "position": ROTARY, "softcap": 5.0},
-            "w": ATTENTION | {"position": ALIBI, "sliding_window": 9, "qk_norm": "head"},
-        },
-        "layers": "(a w)*2",
-        "logit_softcap": 10.0,
-    },
-    "mamba2 with groups": {"blocks": {"m": MAMBA | {"n_groups": 2, "conv_bias": False}}, "layers": "m*3"},
-    "zamba2 as the 1.2B": {
-        "blocks": {
-            "m": MAMBA | {"dt_limit": [0.3, None]},
-            "s": SHARED | {"attn_adapter_rank": 4, "position": ROTARY},
-        },
-        "layers": "m s+m m s+m",
-    },
-    "zamba2 as the 2.7B": {
-        "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
-        "layers": "m s+m m (s+m)*2",
-    },
-}
+from tests.support.models import MODELS, VOCAB, build
 
 
 @pytest.fixture(params=MODELS, scope="module")
 def model(request) -> HybridLM:
-    settings = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[request.param]}
-    config = ModelConfig.model_validate_json(json.dumps(settings))
-    made = HybridLM(config, platform=platform.cpu())
-    made.init_weights(seed=5)
-    with torch.no_grad():
-        for parameter in made.parameters():  # far from uniform, so that tokens differ
-            parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return made.eval()
+    return build(request.param, platform.cpu())
 
 
 def text(length: int, seed: int = 0) -> list[int]:

@@ -4,8 +4,9 @@ The slots of a row are shared out over several programs ("flash-decoding", Dao e
 online softmax over its share; a second kernel merges the shares. A share is cut from the slots that the row may see
 at this position, not from the capacity: all programs stay busy while the cache fills, and no other slot is read.
 
-A head_dim that is no power of two is held as two parts, the largest power of two and the rest (160 = 128 + 32):
-padding to 256 would waste registers. Columns and slots beyond the end are masked, hence not read.
+A head_dim that is no power of two is padded to one in registers; the padding is masked, hence not read. So are slots
+that a row may not see. (Two tiles, 160 = 128 + 32, were tried: their layouts differ, and every step then waits for
+barriers that bring the scores of the two together.)
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
-# Untuned; for AMD compiled only. tile: elements of a tile of keys. stages: tiles in flight through shared memory
-# (1: straight to registers, where many small programs per processor hide the latency).
+# Untuned; for AMD compiled only. tile: elements of a tile of keys in two bytes each. stages: tiles in flight, through
+# shared memory; left to itself (1), ptxas loads 16 bytes per thread, waits, and computes before it loads more.
 _ONE_HEAD = {
-    "nvidia": {"tile": 4096, "stages": 1, "options": {"num_warps": 4}},
+    "nvidia": {"tile": 4096, "stages": 3, "options": {"num_warps": 4}},
     "amd": {"tile": 4096, "stages": 1, "options": {"num_warps": 4}},
 }
 _GROUPED = {
@@ -49,12 +50,8 @@ class TritonAttentionStep:
         self.stages, self.options = launch["stages"], launch["options"]
 
         # tl.dot wants at least 16 of everything.
-        smallest = 8 if self.group == 1 else 16
-        self.main = max(smallest, 1 << (spec.head_dim.bit_length() - 1))
-        rest = spec.head_dim - self.main
-        self.tail = max(smallest, triton.next_power_of_2(rest)) if rest > 0 else 0
-        tile = launch["tile"] // (2 if spec.dtype == "float32" else 1)
-        self.slots = max(16, tile // triton.next_power_of_2(spec.head_dim))
+        self.columns = max(16, triton.next_power_of_2(spec.head_dim))
+        self.slots = max(16, launch["tile"] // (2 if spec.dtype == "float32" else 1) // self.columns)
         # Query heads of one program. Beyond 32 the sums take too many registers: more programs, served by the cache.
         self.heads = min(32, max(16, triton.next_power_of_2(self.group)))
         self.precision = "tf32x3" if vendor == "nvidia" else "ieee"  # of fp32 products: fp32's accuracy in both
@@ -86,8 +83,7 @@ class TritonAttentionStep:
             "WINDOW": spec.sliding_window,
             "N_HEADS": spec.n_heads,
             "HEAD_DIM": spec.head_dim,
-            "MAIN": self.main,
-            "TAIL": self.tail,
+            "COLUMNS": self.columns,
             "SLOTS": self.slots,
             "SPLITS": splits,
             "STAGES": self.stages,
@@ -124,8 +120,7 @@ def _one_head(
     WINDOW: tl.constexpr,
     N_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -140,13 +135,9 @@ def _one_head(
     newest = tl.load(position).to(tl.int32)
     begin, end = _share(newest, tl.load(first + row), split, WINDOW, SPLITS, SLOTS)
 
-    main, tail = tl.arange(0, MAIN), tl.arange(0, TAIL if TAIL else 1) + MAIN
-    q += row * q_row + head * q_head
-    q_main = tl.load(q + main, mask=main < HEAD_DIM, other=0.0).to(tl.float32)
-    acc_main = tl.zeros((SLOTS, MAIN), tl.float32)
-    if TAIL:
-        q_tail = tl.load(q + tail, mask=tail < HEAD_DIM, other=0.0).to(tl.float32)
-        acc_tail = tl.zeros((SLOTS, TAIL), tl.float32)
+    column = tl.arange(0, COLUMNS)
+    q_in = tl.load(q + row * q_row + head * q_head + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    acc = tl.zeros((SLOTS, COLUMNS), tl.float32)
     slope = 0.0 if slopes is None else tl.load(slopes + head)
     k_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
@@ -157,31 +148,22 @@ def _one_head(
     for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
-        k_main = _tile(k_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
-        v_main = _tile(v_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
-        score = tl.sum(q_main[None, :] * k_main.to(tl.float32), 1)
-        if TAIL:
-            k_tail = _tile(k_cache, slots, tail, valid, HEAD_DIM, True)
-            v_tail = _tile(v_cache, slots, tail, valid, HEAD_DIM, True)
-            score += tl.sum(q_tail[None, :] * k_tail.to(tl.float32), 1)
+        k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        score = tl.sum(q_in[None, :] * k.to(tl.float32), 1)
         score = tl.where(valid, _change(score, scale, softcap, slopes, slope, newest - slots), float("-inf"))
         higher = tl.maximum(top, score)
         shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher)
         top = higher
         total = total * shrink + weight
-        acc_main = acc_main * shrink[:, None] + weight[:, None] * v_main.to(tl.float32)
-        if TAIL:
-            acc_tail = acc_tail * shrink[:, None] + weight[:, None] * v_tail.to(tl.float32)
+        acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)
 
     highest = tl.max(top, 0)
     weight = tl.exp2(top - highest)
     total = tl.sum(total * weight, 0)
-    factor = weight[:, None] / tl.where(total > 0, total, 1.0)
+    mean = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     at = row_head.to(tl.int64) * SPLITS + split
-    kind = parts.dtype.element_ty
-    tl.store(parts + at * HEAD_DIM + main, tl.sum(acc_main * factor, 0).to(kind), mask=main < HEAD_DIM)
-    if TAIL:
-        tl.store(parts + at * HEAD_DIM + tail, tl.sum(acc_tail * factor, 0).to(kind), mask=tail < HEAD_DIM)
+    tl.store(parts + at * HEAD_DIM + column, mean.to(parts.dtype.element_ty), mask=column < HEAD_DIM)
     if SPLITS > 1:
         tl.store(weights + at, highest + tl.log2(total))
 
@@ -204,8 +186,7 @@ def _grouped(
     WINDOW: tl.constexpr,
     N_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -227,13 +208,10 @@ def _grouped(
     newest = tl.load(position).to(tl.int32)
     begin, end = _share(newest, tl.load(first + row), split, WINDOW, SPLITS, SLOTS)
 
-    main, tail = tl.arange(0, MAIN), tl.arange(0, TAIL if TAIL else 1) + MAIN
-    q += row * q_row + heads[:, None] * q_head
-    q_main = tl.load(q + main[None, :], mask=exists[:, None] & (main < HEAD_DIM)[None, :], other=0.0)
-    acc_main = tl.zeros((HEADS, MAIN), tl.float32)
-    if TAIL:
-        q_tail = tl.load(q + tail[None, :], mask=exists[:, None] & (tail < HEAD_DIM)[None, :], other=0.0)
-        acc_tail = tl.zeros((HEADS, TAIL), tl.float32)
+    column = tl.arange(0, COLUMNS)
+    stored = exists[:, None] & (column < HEAD_DIM)[None, :]
+    q_in = tl.load(q + row * q_row + heads[:, None] * q_head + column[None, :], mask=stored, other=0.0)
+    acc = tl.zeros((HEADS, COLUMNS), tl.float32)
     slope = 0.0 if slopes is None else tl.load(slopes + heads, mask=exists, other=0.0)[:, None]
     k_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
@@ -243,32 +221,20 @@ def _grouped(
     for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
-        k_main = _tile(k_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
-        score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-        if TAIL:
-            k_tail = _tile(k_cache, slots, tail, valid, HEAD_DIM, True)
-            score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION)
+        k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        score = tl.dot(q_in, tl.trans(k), input_precision=PRECISION)
         score = _change(score, scale, softcap, slopes, slope, (newest - slots)[None, :])
         score = tl.where(valid[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
         top = higher
         total = total * shrink + tl.sum(weight, 1)
-        v_main = _tile(v_cache, slots, main, valid, HEAD_DIM, MAIN > HEAD_DIM)
-        weight = weight.to(v_main.dtype)
-        acc_main = tl.dot(weight, v_main, acc_main * shrink[:, None], input_precision=PRECISION)
-        if TAIL:
-            v_tail = _tile(v_cache, slots, tail, valid, HEAD_DIM, True)
-            acc_tail = tl.dot(weight, v_tail, acc_tail * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
-    factor = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = (row * N_HEADS + heads).to(tl.int64) * SPLITS + split
-    kind = parts.dtype.element_ty
-    parts += at[:, None] * HEAD_DIM
-    tl.store(parts + main[None, :], (acc_main * factor).to(kind), mask=exists[:, None] & (main < HEAD_DIM)[None, :])
-    if TAIL:
-        mask = exists[:, None] & (tail < HEAD_DIM)[None, :]
-        tl.store(parts + tail[None, :], (acc_tail * factor).to(kind), mask=mask)
+    tl.store(parts + at[:, None] * HEAD_DIM + column[None, :], mean.to(parts.dtype.element_ty), mask=stored)
     if SPLITS > 1:
         tl.store(weights + at, top + tl.log2(total), mask=exists)
 
@@ -312,10 +278,10 @@ def _share(newest, first, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SLO
 
 
 @triton.jit
-def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr):
+def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """[slots, columns] of one head's cache; zeros, not read, where a slot is not valid."""
     mask = valid[:, None]
-    if RAGGED:
+    if COLUMNS > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
     return tl.load(cache + slots[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
 

@@ -66,7 +66,11 @@ def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> It
     """Every parameter of ours with its value, one after another. Raises ValueError for copies that differ; run `check`
     first for all that can be known without reading."""
     for weight in weights:
-        yield weight, weight.join(tensors)
+        try:
+            joined = weight.join(tensors)
+        except ValueError as error:
+            raise ValueError(f"{tensors.folder}: {error}" if isinstance(tensors, Published) else str(error)) from error
+        yield weight, joined
 
 
 def check(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:

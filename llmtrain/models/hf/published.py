@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -164,8 +165,8 @@ class _Pickle:
         self.file = file
         try:
             # Files from before torch 1.6 are no zip archives and cannot be mapped.
-            mapped = torch.serialization._is_zipfile(file.open("rb"))
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            mapped = zipfile.is_zipfile(file)
+            content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # unpickling raises what it likes
             raise ValueError(f"{file} is damaged or no file of tensors: {error}") from error
         self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}

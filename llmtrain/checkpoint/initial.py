@@ -1,0 +1,57 @@
+"""The weights that a run starts from (`init_from`): where they are, and whether they fit. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint.manifest import CheckpointError, Manifest, latest
+from llmtrain.config.base import Problem
+from llmtrain.config.differences import ABSENT, changes, text
+from llmtrain.config.schema import Config
+
+# Settings of training, or of weights drawn at random: another value of these still takes the same weights.
+_MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")
+
+
+def initial_checkpoint(config: Config) -> Path:
+    """The checkpoint that `config.init_from` names. Raises CheckpointError when it is gone, or of another model."""
+    assert config.init_from is not None
+    folder, manifest = lookup.find(Path(config.init_from))
+    mismatches = list(_mismatches(config, manifest))
+    if mismatches:
+        lines = "\n".join(f"  {problem.path}: {problem.message}" for problem in mismatches)
+        raise CheckpointError(f"init_from: {folder} holds another model\n{lines}")
+    return folder
+
+
+def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
+    """What keeps `init_from` from serving; nothing once the run has a checkpoint of its own and will continue it."""
+    if config.init_from is None:
+        return
+    path, run_dir = Path(config.init_from).expanduser(), Path(config.run_dir)
+    if not fresh and latest(run_dir / "checkpoints", warn=lambda text: None):
+        return
+    if path.resolve().is_relative_to(run_dir.resolve()):
+        yield Problem("init_from", config.init_from, "is the folder of this run; choose another name or run_dir")
+        return
+    try:
+        _, manifest = lookup.find(path)
+    except CheckpointError as error:
+        yield Problem("init_from", config.init_from, str(error))
+        return
+    yield from _mismatches(config, manifest)
+
+
+def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:
+    """Every setting by which the checkpoint's model is another."""
+    for change in changes(manifest.config["model"], config.model, "model."):
+        if _MAY_DIFFER.fullmatch(change.path):
+            continue
+        if change.path == "model.max_seq_len" and config.model.positions == "none":
+            continue  # no parameter has this length
+        found = None if change.new is ABSENT else change.new
+        wanted = "is not in" if change.old is ABSENT else f"must be {text(change.old)}, as in"
+        yield Problem(change.path, found, f"{wanted} the checkpoint of init_from ({config.init_from})")

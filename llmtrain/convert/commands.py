@@ -1,0 +1,101 @@
+"""`llmtrain export` and `llmtrain import`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def add_export(commands) -> None:
+    sub = commands.add_parser(
+        "export",
+        help="write a checkpoint in Hugging Face format",
+        description="Writes a checkpoint as a folder that transformers loads by itself: AutoModelForCausalLM and "
+        "AutoTokenizer .from_pretrained(OUT). OUT appears when it is complete.",
+    )
+    sub.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a run's folder (its newest checkpoint), or a checkpoint",
+    )
+    sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    sub.add_argument("--dtype", choices=_DTYPES, default="auto", help="default: auto, as in the checkpoint")
+    sub.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights: 5GB (the default), 500MB, ..."
+    )
+    sub.add_argument(
+        "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the run's own"
+    )
+    sub.set_defaults(func=run_export)
+
+
+def add_import(commands) -> None:
+    sub = commands.add_parser(
+        "import",
+        help="make a checkpoint of a model in Hugging Face format",
+        description="Makes a checkpoint of MPT, Llama, Mamba-2 or Zamba2 weights, for `generate`, `export`, and "
+        "`init_from` in a run's YAML. OUT appears when it is complete.",
+    )
+    sub.add_argument("source", metavar="HF_FOLDER", help="a folder with config.json and weights, or a hub name")
+    sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    sub.set_defaults(func=run_import)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from llmtrain.convert.folder import readable, refuse_existing
+
+    size = parse_size(args.max_shard_size)
+    refuse_existing(args.out)  # before torch is imported
+    import torch
+
+    from llmtrain.convert.export import export
+
+    made = export(
+        args.checkpoint,
+        args.out,
+        dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
+        max_shard_bytes=size,
+        tokenizer=args.tokenizer,
+        progress=sys.stderr.isatty(),
+    )
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in made.dtypes))
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    print(
+        f"{made.checkpoint} -> {made.out}: {made.architecture}, {dtypes}, {readable(made.nbytes)} in {files}. "
+        f"Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(made.out)!r})"
+    )
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    from llmtrain.convert.folder import readable, refuse_existing
+
+    refuse_existing(args.out)
+    from llmtrain.convert.importing import import_hf
+
+    made = import_hf(args.source, args.out, progress=sys.stderr.isatty())
+    if not made.has_tokenizer:
+        print(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer", file=sys.stderr)
+    print(
+        f"{made.source} -> {made.out}: {made.architecture}, {made.parameters:,} parameters, {readable(made.nbytes)}. "
+        f"Next: llmtrain generate {made.out} --prompt TEXT, or in a run's YAML the model section of "
+        f"{made.out / 'model.yaml'} and init_from: {made.out}"
+    )
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "1.5 GiB" or "500_000". Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    size = int(float(match[1].replace("_", "")) * unit) if match and unit else 0
+    if size < 1:
+        raise ValueError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return size

@@ -1,0 +1,188 @@
+"""A checkpoint of ours -> a folder that `transformers` loads, without remote code and without llmtrain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.convert.folder import appearing, refuse_existing, require_space
+from llmtrain.convert.reading import CheckpointTensors
+from llmtrain.convert.safetensors import Entry, TensorFile, divide, file_names
+from llmtrain.data.progress import ByteBar
+from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import Weight, family_for
+
+PIECE_ELEMENTS = 4 * 2**20
+"""Elements that are in memory at a time."""
+_SMALL_FILES = 64 * 2**20
+"""An allowance for headers, configs and the tokenizer in the check of disk space."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. nbytes: of tensors; files: how many hold them."""
+
+    out: Path
+    checkpoint: Path
+    architecture: str
+    dtypes: set[torch.dtype]
+    nbytes: int
+    files: int
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: str | None = None,
+    progress: bool = False,
+) -> Exported:
+    """Writes config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears whole.
+
+    checkpoint: a run's folder (its newest complete checkpoint) or one checkpoint.
+    dtype: of every tensor; default: as in the checkpoint. Mamba-2's A_log, D and dt_bias are no exception: the classes
+        in transformers keep no parameter in fp32, they cast all to the dtype of config.json when they load.
+    tokenizer: a folder, tokenizer.json or hub name; default: the checkpoint's.
+
+    Raises ValueError, before it reads or writes a weight, for anything at `out`, no checkpoint, a model that no
+    published class expresses, a tokenizer that does not fit, tensors that are not the config's, too little disk space;
+    and later for a damaged shard, or a weight that float16 cannot hold.
+    """
+    refuse_existing(out)
+    folder, manifest = lookup.find(checkpoint)
+    config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
+    family = family_for(config)
+    weights = family.weights(config)
+    text = load_tokenizer(tokenizer or _tokenizer_of(folder, manifest))
+    _check_tokenizer(text, config)
+    tensors = CheckpointTensors(folder)
+    _check_tensors(tensors, weights, folder)
+
+    parts = [part for weight in weights for part in weight.parts]
+    source = {part.name: tensors.dtype(_key(weight)) for weight in weights for part in weight.parts}
+    entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
+    shards = divide(entries, max_shard_bytes)
+    nbytes = sum(entry.nbytes for entry in entries)
+    require_space(out, nbytes + _SMALL_FILES)
+
+    with ByteBar(progress, nbytes, title="export") as bar, appearing(out) as partial:
+        # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
+        main = max(entries, key=lambda entry: entry.nbytes).dtype
+        _write_configs(partial, family.write_config(config), main, text)
+        pieces = _pieces(tensors, weights)
+        for name, shard in zip(file_names(len(shards)), shards, strict=True):
+            _write_shard(partial / name, shard, pieces, bar.advance)
+        if len(shards) > 1:
+            _write_index(partial, shards, nbytes)
+    dtypes = {entry.dtype for entry in entries}
+    return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards))
+
+
+def _key(weight: Weight) -> str:
+    return f"model.{weight.ours}"
+
+
+def _tokenizer_of(folder: Path, manifest: Manifest) -> str:
+    from llmtrain.generate.load import tokenizer_of
+
+    if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
+        raise ValueError(f"{folder} was imported without a tokenizer; name one with --tokenizer")
+    try:
+        return tokenizer_of(folder, manifest)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}; name one with --tokenizer") from None
+
+
+def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+            "name the tokenizer it was trained with with --tokenizer"
+        )
+
+
+def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Path) -> None:
+    """Raises CheckpointError with every parameter that is missing, of another shape, or would be lost."""
+    wrong = []
+    for weight in weights:
+        shape = tensors.shape(_key(weight))
+        if shape is None:
+            wrong.append(f"{weight.ours} {list(weight.shape)} is missing")
+        elif shape != weight.shape:
+            wrong.append(f"{weight.ours} has shape {list(shape)}, its config says {list(weight.shape)}")
+    known = {_key(weight) for weight in weights}
+    lost = [name.removeprefix("model.") for name in tensors.names("model.") if name not in known]
+    wrong += [f"{name} has no place in the model of its config" for name in lost]
+    if wrong:
+        raise CheckpointError(f"{folder} does not hold the parameters of its config:\n  " + "\n  ".join(wrong[:20]))
+
+
+def _pieces(tensors: CheckpointTensors, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
+    """(published name, some of its elements), in order: a weight's parts lie flat in ours, one after another."""
+    for weight in weights:
+        plan = [(part.name, count) for part in weight.parts for count in _counts(part.size)]
+        elements = tensors.elements(_key(weight), [count for _, count in plan])
+        for name, _ in plan:
+            yield name, next(elements)
+        next(elements, None)  # the end of the data, where its checksum is compared
+
+
+def _counts(total: int) -> list[int]:
+    return [min(PIECE_ELEMENTS, total - start) for start in range(0, total, PIECE_ELEMENTS)]
+
+
+def _write_shard(
+    path: Path, entries: list[Entry], pieces: Iterator[tuple[str, Tensor]], advance: Callable[[int], None]
+) -> None:
+    with TensorFile(path, entries) as file:
+        for entry in entries:
+            for _ in _counts(entry.elements):
+                name, piece = next(pieces)
+                assert name == entry.name, (name, entry.name)
+                cast = piece.to(entry.dtype)
+                if entry.dtype == torch.float16 and not torch.isfinite(cast).all():
+                    raise ValueError(f"{name} holds numbers that float16 cannot (above 65504); use --dtype bfloat16")
+                file.append(cast)
+                advance(cast.nbytes)
+
+
+def _write_index(folder: Path, shards: list[list[Entry]], nbytes: int) -> None:
+    names = file_names(len(shards))
+    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_configs(folder: Path, config: dict[str, Any], dtype: torch.dtype, tokenizer: TextTokenizer) -> None:
+    tokenizer.save(folder)
+    ids = _token_ids(tokenizer)
+    _write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")} | ids)
+    given = {name: token for name, token in ids.items() if token is not None}
+    # Without a padding token generate() takes the end of a document, and says so each time.
+    _write_json(folder / "generation_config.json", {"pad_token_id": tokenizer.eod_id} | given)
+
+
+def _token_ids(tokenizer: TextTokenizer) -> dict[str, int | None]:
+    """For config.json: null for a token that the tokenizer has not, where the classes' defaults name another's."""
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
+    for name in ("bos", "pad"):
+        token = tokenizer.config.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token:
+            ids[f"{name}_token_id"] = tokenizer.backend.token_to_id(token)
+    return ids
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,122 @@
+"""A folder in Hugging Face format -> a checkpoint of ours: to generate from, to train on, to export again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial as bind
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.convert.folder import appearing, refuse_existing, require_space
+from llmtrain.convert.writing import LazyTensor, write_parameters
+from llmtrain.data.progress import ByteBar
+from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import Weight, family_of
+from llmtrain.models.hf.load import check
+from llmtrain.models.hf.published import Published, open_published, resolve
+
+_SMALL_FILES = 64 * 2**20
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written. parameters: how many numbers; nbytes: of their fp32."""
+
+    out: Path
+    source: Path
+    architecture: str
+    parameters: int
+    nbytes: int
+    has_tokenizer: bool
+
+
+def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
+    """Writes a checkpoint of step 0, fp32 and without optimizer state, into `out`, which appears whole. With it come
+    tokenizer/, when the source has one, and model.yaml, the `model` section for a run's YAML.
+
+    source: a folder with config.json and weights, or a name on the Hugging Face hub.
+    Raises ValueError, before it reads or writes a weight, for anything at `out`, a source that is not there, a model
+    that ours cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
+    """
+    refuse_existing(out)
+    folder = resolve(source)
+    published = open_published(folder)
+    family = family_of(published.config)
+    section = family.read_config(published.config)
+    config = ModelConfig.model_validate(section)
+    weights = family.weights(config)
+    check(published, weights)
+    tokenizer = _tokenizer_of(folder)
+    parameters = sum(part.size for weight in weights for part in weight.parts)
+    nbytes = parameters * torch.float32.itemsize
+    require_space(out, nbytes + _SMALL_FILES)
+
+    with ByteBar(progress, nbytes, title="import") as bar, appearing(out) as partial:
+        write_parameters(partial, _lazily(published, weights), bar.advance)
+        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, folder, partial / "tokenizer")
+        (partial / "model.yaml").write_text(_model_yaml(section, source), encoding="utf-8")
+        manifests.write(
+            partial,
+            Manifest(
+                step=0,
+                tokens=0,
+                config={"model": config.model_dump(mode="json")},
+                clock={},
+                data={},
+                versions={"torch": version("torch")},
+                files=files,  # the tensors: the tokenizer and model.yaml may be edited
+            ),
+        )
+    return Imported(out, folder, family.architecture, parameters, nbytes, tokenizer is not None)
+
+
+def _lazily(published: Published, weights: list[Weight]) -> Iterator[LazyTensor]:
+    for weight in weights:
+        yield LazyTensor(weight.ours, weight.shape, bind(_make, published, weight))
+
+
+def _make(published: Published, weight: Weight) -> Tensor:
+    names = [name for part in weight.parts for name in part.names if name in published]
+    return weight.join({name: _read(published, name) for name in names})
+
+
+def _read(published: Published, name: str) -> Tensor:
+    """The library maps a file into memory, and what was read from it stays there as long as the file is open: all the
+    model in the end. So each tensor is read from the file opened anew."""
+    file = published.file(name)
+    if file.suffix != ".safetensors":
+        return published.read(name)  # mapped too, but opening it means unpickling it
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def _tokenizer_of(folder: Path) -> TextTokenizer | None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return load_tokenizer(folder)
+
+
+def _save_tokenizer(tokenizer: TextTokenizer, source: Path, folder: Path) -> None:
+    tokenizer.save(folder)
+    template = source / "chat_template.jinja"
+    if template.is_file():
+        shutil.copyfile(template, folder / template.name)
+
+
+def _model_yaml(section: dict[str, Any], source: str) -> str:
+    text = yaml.safe_dump({"model": section}, sort_keys=False, default_flow_style=None, width=110)
+    return f"# {source}, as `llmtrain import` read it. Paste it into a run's YAML, with init_from: the folder of this file.\n{text}"

@@ -1,0 +1,247 @@
+"""Random small models of transformers, ours made from them, and how far the two are apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llmtrain.kernels import platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import Family
+from llmtrain.models.hf.load import build, load_hf
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import LossOutput
+
+SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261121"))
+CASES = 24
+VOCAB = 61
+TOLERANCE = 1e-4
+"""Norm of the difference over norm, fp32 on both sides."""
+VANISHING = 1e-5
+"""A gradient of less than this share of all is taken for zero but for rounding (queries and keys of a single token)."""
+
+# Of config.json, what no model computes with: token ids and dtype are the exporter's, the rest is bookkeeping.
+_BOOKKEEPING = {
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "_name_or_path",
+}
+
+
+@dataclass
+class Case:
+    """A random config of one class, and the size of a batch for it."""
+
+    config: Any
+    batch: int
+    seq_len: int
+    seed: int
+
+
+def cases(name: str, draw: Callable[[random.Random, int], dict[str, Any]], config_class: Any) -> list[Any]:
+    """CASES random cases. draw: a generator and the case's number -> arguments of the config class."""
+    made = []
+    for i in range(CASES):
+        rng = random.Random(f"{SEED} {name} {i}")
+        config = config_class(vocab_size=VOCAB, **draw(rng, i))
+        chunk = getattr(config, "chunk_size", 16)
+        seq_len = [1, 2, chunk - 1, chunk, chunk + 1, 37][i % 6] if i < 18 else rng.randint(1, 48)
+        case = Case(config, rng.choice([2, 3]), seq_len, rng.randrange(2**31))
+        made.append(pytest.param(case, id=f"{name}-{SEED}-{i}"))
+    return made
+
+
+def published_config(config: Any) -> dict[str, Any]:
+    """What save_pretrained writes as config.json."""
+    return json.loads(config.to_json_string())
+
+
+def random_peer(case: Case, model_class: Any) -> nn.Module:
+    """Every weight away from its initial value, so that none can be swapped or dropped unseen."""
+    torch.manual_seed(case.seed)
+    peer = model_class._from_config(case.config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(math.log(0.3), math.log(4.0))
+            elif name.endswith("dt_bias"):
+                parameter.uniform_(-3.0, 1.0)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return peer
+
+
+def tokens_of(case: Case, length: int | None = None, batch: int | None = None) -> Tensor:
+    """Not 0, which Zamba2 takes for padding and learns nothing about."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randint(1, VOCAB, (batch or case.batch, length or case.seq_len), generator=generator)
+
+
+def our_config(family: Family, config: Any) -> ModelConfig:
+    return ModelConfig.model_validate(family.read_config(published_config(config)))
+
+
+def ours_in_memory(peer: Any) -> HybridLM:
+    return build(published_config(peer.config), peer.state_dict(), platform=platform.cpu())
+
+
+def ours_from_folder(peer: Any, folder: Path, **save: Any) -> HybridLM:
+    peer.save_pretrained(folder, **save)
+    return load_hf(folder, platform=platform.cpu())
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over norm."""
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+
+
+def logits_of(peer: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    return peer(tokens, attention_mask=mask, use_cache=False).logits
+
+
+def logits_apart(ours: HybridLM, peer: Any, tokens: Tensor) -> float:
+    with torch.no_grad():
+        theirs = logits_of(peer, tokens)
+        assert theirs.std() > 0.1
+        return distance(ours(tokens), theirs)
+
+
+def gradients_apart(family: Family, ours: HybridLM, peer: Any, tokens: Tensor) -> dict[str, float]:
+    """Norm of the difference over norm, for the mean next-token loss, by published name. tokens: [batch, T + 1]."""
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    ours.zero_grad()
+    peer.zero_grad()
+    out = ours(inputs, labels)
+    assert isinstance(out, LossOutput)
+    out.loss.backward()
+    F.cross_entropy(logits_of(peer, inputs).flatten(0, 1), labels.flatten()).backward()
+
+    found: dict[str, Tensor] = {}
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    for weight in family.weights(ours.config):
+        gradient = gradients.pop(weight.ours)
+        assert gradient is not None, weight.ours
+        found |= weight.split(gradient)
+    assert not gradients
+    theirs = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    assert found.keys() == theirs.keys()
+    total = math.sqrt(sum(float(g.norm()) ** 2 for g in theirs.values()))
+    apart = {}
+    for name, g in theirs.items():
+        vanishes = float(g.norm()) < VANISHING * total
+        # A vanishing one may be off by 1e-7 of the whole gradient, the rounding of fp32.
+        apart[name] = float((found[name] - g).norm()) / (1e-3 * total if vanishes else float(g.norm()))
+    return apart
+
+
+def assert_same_function(family: Family, ours: HybridLM, peer: Any, case: Case) -> None:
+    tokens = tokens_of(case, case.seq_len + 1)
+    assert logits_apart(ours, peer, tokens[:, :-1]) < TOLERANCE
+    apart = gradients_apart(family, ours, peer, tokens)
+    assert not {name: d for name, d in apart.items() if not d < TOLERANCE}
+
+
+def published_tensors(family: Family, ours: HybridLM, names: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """Ours as published tensors; with `names`, also under those copies' names that are among them."""
+    made: dict[str, Tensor] = {}
+    parameters = dict(ours.named_parameters())
+    for weight in family.weights(ours.config):
+        made |= weight.split(parameters[weight.ours].detach())
+        for part in weight.parts:
+            made |= {name: made[part.name] for name in part.copies if name in (names or ())}
+    return made
+
+
+def export_to_folder(family: Family, ours: HybridLM, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(family.write_config(ours.config)), encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in published_tensors(family, ours).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_back_is_equal(family: Family, ours: HybridLM, peer: Any, case: Case, other: frozenset[str]) -> None:
+    """Our config and weights as a fresh model of the class: same config, same state dict, the same bits out.
+
+    other: further keys of config.json that need not be equal.
+    """
+    written = json.loads(json.dumps(family.write_config(ours.config)))
+    config = type(case.config).from_dict(written)
+    fresh = type(peer)._from_config(config, attn_implementation="eager").float().eval()
+    state = peer.state_dict()
+    fresh.load_state_dict(published_tensors(family, ours, state), strict=True)
+    assert_equal_models(fresh, peer, case, other)
+
+
+def assert_export_loads(
+    family: Family, ours: HybridLM, peer: Any, case: Case, folder: Path, other: frozenset[str]
+) -> None:
+    """Ours as a folder, read by from_pretrained without a key missing or left over."""
+    export_to_folder(family, ours, folder)
+    fresh, info = type(peer).from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert_equal_models(fresh.eval(), peer, case, other)
+
+
+def assert_equal_models(fresh: Any, peer: Any, case: Case, other: frozenset[str]) -> None:
+    theirs, found = peer.state_dict(), fresh.state_dict()
+    assert found.keys() == theirs.keys()
+    assert not [name for name, tensor in theirs.items() if not torch.equal(found[name], tensor)]
+    tokens = tokens_of(case)
+    with torch.no_grad():
+        assert torch.equal(logits_of(fresh, tokens), logits_of(peer, tokens))
+    before, after = (_compared(model.config, other) for model in (peer, fresh))
+    assert after == before
+
+
+def _compared(config: Any, other: frozenset[str]) -> dict[str, Any]:
+    content = config.to_diff_dict()
+    kept = {key: value for key, value in content.items() if key not in _BOOKKEEPING | other}
+    if rope := kept.get("rope_parameters"):
+        kept["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
+    return kept
+
+
+def names_of(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Every parameter of HybridLM(config) and its shape, in order; nothing is allocated."""
+    with torch.device("meta"):
+        model = HybridLM(config, platform=platform.cpu())
+    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def padding_apart(ours: HybridLM, peer: Any, case: Case, side: str) -> float:
+    """Rows of several lengths in one batch with a mask on their side, against ours of each row alone; the worst row.
+
+    With padding on the right also ours of the padded batch: what follows a token cannot change it.
+    """
+    lengths = [5, 11, 14]
+    rows = [tokens_of(case, length, 1)[0] for length in lengths]
+    tokens = torch.ones(len(rows), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    spans = [slice(0, n) if side == "right" else slice(max(lengths) - n, None) for n in lengths]
+    for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
+        tokens[i, span], mask[i, span] = row, 1
+    with torch.no_grad():
+        theirs = logits_of(peer, tokens, mask)
+        alone = [ours(row[None])[0] for row in rows]
+        found = [distance(a, theirs[i, span]) for i, (a, span) in enumerate(zip(alone, spans, strict=True))]
+        if side == "right":
+            together = ours(tokens)
+            found += [distance(together[i, s], theirs[i, s]) for i, s in enumerate(spans)]
+    return max(found)

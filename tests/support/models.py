@@ -1,0 +1,68 @@
+"""Small models of every kind of layer and option."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+
+VOCAB = 97
+GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
+MAMBA = {"type": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 16}
+SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
+ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
+ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
+MODELS: dict[str, dict[str, Any]] = {
+    "mpt with alibi": {
+        "norm": {"type": "layernorm"},
+        "blocks": {"a": ATTENTION | {"n_heads": 3, "head_dim": 8, "position": ALIBI, "mlp": GELU}},
+        "layers": "a*3",
+    },
+    "mpt with learned positions and clipping": {
+        "norm": {"type": "layernorm", "bias": True},
+        "positions": "learned",
+        "blocks": {"a": ATTENTION | {"qk_norm": "full", "clip_qkv": 1.0, "mlp": GELU}},
+        "layers": "a*2",
+    },
+    "llama with grouped queries": {
+        "blocks": {"a": ATTENTION | {"n_kv_heads": 2, "position": ROTARY}},
+        "layers": "a*3",
+        "tie_embeddings": False,
+    },
+    "a window and soft caps": {
+        "blocks": {
+            "a": ATTENTION | {"n_kv_heads": 1, "position": ROTARY, "softcap": 5.0},
+            "w": ATTENTION | {"position": ALIBI, "sliding_window": 9, "qk_norm": "head"},
+        },
+        "layers": "(a w)*2",
+        "logit_softcap": 10.0,
+    },
+    "mamba2 with groups": {"blocks": {"m": MAMBA | {"n_groups": 2, "conv_bias": False}}, "layers": "m*3"},
+    "zamba2 as the 1.2B": {
+        "blocks": {
+            "m": MAMBA | {"dt_limit": [0.3, None]},
+            "s": SHARED | {"attn_adapter_rank": 4, "position": ROTARY},
+        },
+        "layers": "m s+m m s+m",
+    },
+    "zamba2 as the 2.7B": {
+        "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
+        "layers": "m s+m m (s+m)*2",
+    },
+}
+
+
+def build(name: str, platform: Platform, dtype: torch.dtype = torch.float32) -> HybridLM:
+    """One of MODELS, with weights large enough that it tells tokens apart, in eval mode on the platform's device."""
+    settings = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
+    model = HybridLM(ModelConfig.model_validate_json(json.dumps(settings)), platform=platform, dtype=dtype)
+    model.init_weights(seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+    return model.to(platform.device_type).eval()
