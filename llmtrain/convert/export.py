@@ -21,7 +21,7 @@ from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for
 
-PIECE_ELEMENTS = 4 * 2**20
+PIECE_ELEMENTS = 2**20
 """Elements that are in memory at a time."""
 _SMALL_FILES = 64 * 2**20
 """An allowance for headers, configs and the tokenizer in the check of disk space."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmtrain.checkpoint import manifest as manifests
@@ -91,7 +91,10 @@ def _lazily(published: Published, weights: list[Weight]) -> Iterator[LazyTensor]
 
 def _make(published: Published, weight: Weight) -> Tensor:
     names = [name for part in weight.parts for name in part.names if name in published]
-    return weight.join({name: _read(published, name) for name in names})
+    try:
+        return weight.join({name: _read(published, name) for name in names})
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{published.folder}: {error}") from error
 
 
 def _read(published: Published, name: str) -> Tensor:

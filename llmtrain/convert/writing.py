@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-PIECE_BYTES = 128 * 2**20
+PIECE_BYTES = 64 * 2**20
 """Of a piece of a tensor, each in a file of its own: what a rank holds, beside its shard, while it loads."""
 
 

@@ -114,7 +114,7 @@ def _plain_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
         yield Span(file, begin, end, last=end == file.size, first_line=1 if begin == 0 else None)
 
 
-def _open_compressed(file: SourceFile) -> io.BufferedReader:
+def open_compressed(file: SourceFile) -> io.BufferedReader:
     """The file's uncompressed bytes. Raises PrepareError if it cannot be opened."""
     try:
         raw = gzip.GzipFile(file.path) if file.compression == "gz" else _ZstReader(file.path)
@@ -167,7 +167,7 @@ class _ZstReader(io.RawIOBase):
 
 def _compressed_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
     offset, line = 0, 1
-    with _open_compressed(file) as stream:
+    with open_compressed(file) as stream:
         while True:
             try:
                 data = stream.read(unit_bytes)

@@ -140,7 +140,8 @@ class Mamba2Cache:
         state = torch.promote_types(dtype, torch.float32)
         return cls(
             mixer,
-            torch.zeros(batch, conv.channels, conv.width - 1, dtype=dtype, device=device),
+            # Channels side by side in memory, as the step kernel likes them.
+            torch.zeros(batch, conv.width - 1, conv.channels, dtype=dtype, device=device).transpose(1, 2),
             torch.zeros(batch, spec.n_heads, spec.head_dim, spec.d_state, dtype=state, device=device),
             registry.resolve("conv1d_step", "auto", conv, platform).build(conv, platform),
             registry.resolve("ssd_step", "auto", spec, platform).build(spec, platform),

@@ -12,7 +12,7 @@ from llmtrain.kernels.ssd.step_triton import TritonSSDStep
 from tests.support import steps
 
 CPU = platform.cpu()
-ONE, MANY = (Platform("cpu", "cpu", "", 1 << 30, processors=n) for n in (0, 132))
+MANY = Platform("cpu", "cpu", "", 1 << 30, processors=132)
 
 
 def reference(operation: registry.Operation, spec: registry.Spec):
@@ -47,7 +47,7 @@ def test_attention_of_one_split(name):
     kernel = TritonAttentionStep(spec, one)
     batch = 32  # as many programs as the processor wants
     assert kernel.splits(batch, 60) == 1
-    assert_attends(spec, one, 60, 59, [row for row in range(batch)])
+    assert_attends(spec, one, 60, 59, list(range(batch)))
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa"])

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from transformers import MptConfig, MptForCausalLM
+from transformers.models.mpt.modeling_mpt import MptModel, build_mpt_alibi_tensor
 
+from llmtrain.models.hf.family import UnsupportedModelError
 from llmtrain.models.hf.mpt import FAMILY
 from tests.support import hf
 
@@ -23,7 +25,6 @@ def draw(rng: random.Random, i: int) -> dict[str, Any]:
         "tie_word_embeddings": rng.random() < 0.6,
         "initializer_range": rng.choice([0.02, 0.05]),
         "attn_config": {
-            "alibi_bias_max": rng.choice([4, 8, 16]),
             "clip_qkv": rng.choice([None, None, 0.5, 1.0]),
             "softmax_scale": rng.choice([None, 0.11, 0.7]),
         },
@@ -36,6 +37,24 @@ def test_same_function_and_back(case):
     ours = hf.ours_in_memory(peer)
     hf.assert_same_function(FAMILY, ours, peer, case)
     hf.assert_back_is_equal(FAMILY, ours, peer, case, OTHER)
+
+
+def test_another_alibi_bias_max_is_read_as_it_was_trained(monkeypatch):
+    """The class passes alibi_bias_max over; a file that has it was trained with it (by LLM Foundry)."""
+    attention = {"alibi_bias_max": 16}
+    config = MptConfig(vocab_size=hf.VOCAB, d_model=24, n_heads=3, n_layers=2, max_seq_len=64, attn_config=attention)
+    case = hf.Case(config, 2, 21, seed=7)
+    peer = hf.random_peer(case, MptForCausalLM)
+    ours = hf.ours_in_memory(peer)
+    assert hf.logits_apart(ours, peer, hf.tokens_of(case)) > 1e-3
+
+    def as_trained(self, num_heads, sequence_length, alibi_bias_max=8, device=None):
+        return build_mpt_alibi_tensor(num_heads, sequence_length, 16, device)
+
+    monkeypatch.setattr(MptModel, "build_mpt_alibi_tensor", as_trained)
+    assert hf.logits_apart(ours, peer, hf.tokens_of(case)) < hf.TOLERANCE
+    with pytest.raises(UnsupportedModelError, match="max_bias = 16"):
+        FAMILY.write_config(ours.config)
 
 
 @pytest.mark.parametrize("case", hf.cases("mpt", draw, MptConfig)[:6])

@@ -8,8 +8,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support import steps
 
-CPU, EXACT = platform.cpu(), {"atol": 1e-5, "rtol": 1e-5}
-ROUNDED = {"atol": 0.02, "rtol": 0.02}
+CPU = platform.cpu()
 
 
 def built(operation: registry.Operation, spec: registry.Spec):
@@ -30,7 +29,7 @@ def test_attention_is_the_last_row_of_attention_over_the_sequence(spec, position
         keys, values = (t[row, :, start : position + 1].transpose(0, 1)[None].nan_to_num() for t in (k, v))
         queries = q[row].expand(1, position + 1 - start, -1, -1)
         expected = whole(queries, keys, values, whole.prepare(position + 1 - start, torch.device("cpu")))[0, -1]
-        torch.testing.assert_close(ours[row], expected, **EXACT)
+        torch.testing.assert_close(ours[row], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_attention_of_a_row_without_slots_is_zero():
@@ -82,7 +81,7 @@ def test_a_bf16_token_is_as_exact_as_the_scan():
     ours = built("ssd_step", spec)(*inputs, state)
     assert (ours.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert (ours - exact).norm() <= (scan[:, 0] - exact).norm()
-    torch.testing.assert_close(state.double(), exact_state, **EXACT)
+    torch.testing.assert_close(state.double(), exact_state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 6])
@@ -97,7 +96,7 @@ def test_the_convolution_token_by_token(width, biased, channels_last):
     window = torch.zeros(2, width - 1, 6).transpose(1, 2) if channels_last else torch.zeros(2, 6, width - 1)
     step = built("conv1d_step", spec)
     ours = torch.stack([step(x[:, t], window, weight, bias) for t in range(11)], 1)
-    torch.testing.assert_close(ours, expected, **EXACT)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(window, x[:, 11 - width + 1 :].transpose(1, 2), atol=0, rtol=0)
 
 
@@ -113,4 +112,4 @@ def test_bf16_keeps_its_dtype_and_stays_close(operation):
     exact = step(*steps.widened(inputs))
     ours = step(*inputs)
     assert ours.dtype == torch.bfloat16
-    torch.testing.assert_close(ours.double(), exact, **ROUNDED)
+    torch.testing.assert_close(ours.double(), exact, atol=0.02, rtol=0.02)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ def finish(folder: Path, config: ModelConfig) -> None:
 
 def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor] = torch.randn) -> Path:
     """As one rank saves it: every tensor whole, all in one file."""
-    dcp.save({"model": dict(parameters(config, make))}, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({"model": dict(parameters(config, make))}, checkpoint_id=folder, no_dist=True)
     finish(folder, config)
     return folder
 
@@ -88,9 +91,13 @@ def save_lazily(folder: Path, config: ModelConfig) -> Path:
     return folder
 
 
-if __name__ == "__main__":
-    section = {"model": dict(MPT_7B)}
-    for change in sys.argv[2:]:
+def main(out: str, *changes: str) -> None:
+    section = dict(MPT_7B)
+    for change in changes:
         path, _, value = change.partition("=")
-        section["model"][path.removeprefix("model.")] = yaml.safe_load(value)
-    save_lazily(Path(sys.argv[1]), ModelConfig.model_validate_json(json.dumps(section["model"])))
+        section[path.removeprefix("model.")] = yaml.safe_load(value)
+    save_lazily(Path(out), ModelConfig.model_validate_json(json.dumps(section)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

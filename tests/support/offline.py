@@ -48,19 +48,21 @@ def main(kind: str, arch: str, warp_size: str) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(Offline(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size))))
+    offline: Any = Offline(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size)))
+    driver.set_active(offline)
     where = Platform("amd" if kind == "hip" else "nvidia", f"sm{arch}" if kind == "cuda" else arch, "", 1 << 36, 132)
-    label = ""
+    labels: list[str] = []
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
         taken = _nvidia(compiled) if kind == "cuda" else _amd(compiled)
-        print(json.dumps({"case": label, "kernel": self.fn.__name__, "shared": compiled.metadata.shared, **taken}))
+        print(json.dumps({"case": labels[-1], "kernel": self.fn.__name__, "shared": compiled.metadata.shared, **taken}))
         return compiled
 
     JITFunction.run = compile_only
     for label, operation, fields, batch, capacity in json.load(sys.stdin):
+        labels.append(label)
         call(operation, fields, batch, capacity, where)
 
 

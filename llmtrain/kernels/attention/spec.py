@@ -104,7 +104,9 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
 
 def refuse_step_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
     if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
+        return (
+            f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
+        )
     return refuse_triton(spec.dtype, platform)
 
 

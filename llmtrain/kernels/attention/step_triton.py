@@ -5,9 +5,12 @@ online softmax over its share; a second kernel merges the shares. A share is cut
 at this position, not from the capacity: all programs stay busy while the cache fills, and no other slot is read.
 
 A head_dim that is no power of two is padded to one in registers; the padding is masked, hence not read. So are slots
-that a row may not see. (Two tiles, 160 = 128 + 32, were tried: their layouts differ, and every step then waits for
-barriers that bring the scores of the two together.)
+that a row may not see. (Two tiles, 160 = 128 + 32, were compiled: their layouts differ, and each step of the loop then
+waits at barriers that bring the scores of the two together.)
 """
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ from llmtrain.kernels.platform import Platform
 # Untuned; for AMD compiled only. tile: elements of a tile of keys in two bytes each. stages: tiles in flight, through
 # shared memory; left to itself (1), ptxas loads 16 bytes per thread, waits, and computes before it loads more.
 _ONE_HEAD = {
-    "nvidia": {"tile": 4096, "stages": 3, "options": {"num_warps": 4}},
-    "amd": {"tile": 4096, "stages": 1, "options": {"num_warps": 4}},
+    "nvidia": {"tile": 4096, "stages": 3, "num_warps": 4},
+    "amd": {"tile": 4096, "stages": 1, "num_warps": 4},
 }
 _GROUPED = {
-    "nvidia": {"tile": 8192, "stages": 3, "options": {"num_warps": 4}},
-    "amd": {"tile": 8192, "stages": 2, "options": {"num_warps": 4, "matrix_instr_nonkdim": 16}},
+    "nvidia": {"tile": 8192, "stages": 3, "num_warps": 4},
+    "amd": {"tile": 8192, "stages": 2, "num_warps": 4, "matrix_instr_nonkdim": 16},
 }
 _MERGE_COLUMNS = 64
 _PROGRAMS_PER_PROCESSOR = 32  # several rounds of what fits at once: the last, partial round then costs little
@@ -46,12 +49,16 @@ class TritonAttentionStep:
         self.spec, self.slopes, self.processors = spec, Slopes(spec), platform.processors
         vendor = "amd" if platform.vendor == "amd" else "nvidia"
         self.group = spec.n_heads // spec.n_kv_heads
-        launch = (_ONE_HEAD if self.group == 1 else _GROUPED)[vendor]
-        self.stages, self.options = launch["stages"], launch["options"]
+        self.options = dict((_ONE_HEAD if self.group == 1 else _GROUPED)[vendor])
+        self.stages, tile = self.options.pop("stages"), self.options.pop("tile")
+        if spec.dtype == "float32":
+            tile //= 2
+            if self.group > 1:
+                self.options["num_warps"] *= 2  # or the products, three for one, spill registers at head_dim 256
 
         # tl.dot wants at least 16 of everything.
         self.columns = max(16, triton.next_power_of_2(spec.head_dim))
-        self.slots = max(16, launch["tile"] // (2 if spec.dtype == "float32" else 1) // self.columns)
+        self.slots = max(8 if self.group == 1 else 16, tile // self.columns)
         # Query heads of one program. Beyond 32 the sums take too many registers: more programs, served by the cache.
         self.heads = min(32, max(16, triton.next_power_of_2(self.group)))
         self.precision = "tf32x3" if vendor == "nvidia" else "ieee"  # of fp32 products: fp32's accuracy in both
@@ -97,7 +104,7 @@ class TritonAttentionStep:
             )
         if splits > 1:
             padded = triton.next_power_of_2(splits)
-            grid = (triton.cdiv(spec.head_dim, _MERGE_COLUMNS), batch * spec.n_heads)
+            grid = (batch * spec.n_heads, triton.cdiv(spec.head_dim, _MERGE_COLUMNS))
             _merge[grid](parts, weights, out, spec.head_dim, splits, padded, _MERGE_COLUMNS, num_warps=4)
         return out
 
@@ -128,7 +135,7 @@ def _one_head(
     """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
 
     Every lane (slot modulo SLOTS) keeps a softmax of its own, merged at the end: inside the loop the only reduction
-    is that over head_dim, within a warp, so that warps never wait for each other.
+    is that over head_dim, which needs no other warp.
     """
     row_head, split = tl.program_id(0), tl.program_id(1)
     row, head = row_head // N_HEADS, row_head % N_HEADS
@@ -249,14 +256,14 @@ def _merge(
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = the mean of the shares, weighted by 2^weights. Program (columns, row * n_heads + head).
+    """out = the mean of the shares, weighted by 2^weights. Program (row * n_heads + head, columns).
 
     parts: [batch, n_heads, SPLITS, head_dim]; weights: [batch, n_heads, SPLITS], log2 of the sum of a share's
     exponentials, -inf where the share is empty.
     """
     split = tl.arange(0, PADDED)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row_head = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_head = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row_head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
     mask = (split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :]
     part = tl.load(parts + (row_head * SPLITS + split)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)

@@ -33,12 +33,14 @@ class Part:
     """A published tensor that is one of ours, or some rows of one.
 
     copies: further names under which checkpoints hold the same tensor: what is tied to it, and older spellings.
-        Read when `name` is absent, compared with it when both are there, never written.
+        Read when `name` is absent, and compared with it when both are there.
+    repeated: the published class takes the copies for tensors of their own, so they are written as well.
     """
 
     name: str
     shape: tuple[int, ...]
     copies: tuple[str, ...] = ()
+    repeated: bool = False
 
     @property
     def size(self) -> int:
@@ -72,7 +74,11 @@ class Weight:
     def split(self, ours: Tensor) -> dict[str, Tensor]:
         """Ours -> published tensors by name, as views where the layout allows."""
         flat = ours.reshape(-1).split([part.size for part in self.parts])
-        return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, flat, strict=True)}
+        return {
+            name: piece.view(part.shape)
+            for part, piece in zip(self.parts, flat, strict=True)
+            for name in (part.names if part.repeated else (part.name,))
+        }
 
 
 def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
@@ -85,10 +91,8 @@ def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
         raise ValueError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(part.shape)}")
     for name in copies:
         if not torch.equal(published[name], tensor):
-            raise ValueError(
-                f"tensors {first} and {name} differ, though config.json ties them (or they name one weight); "
-                "for an output layer of its own, set tie_word_embeddings: false there"
-            )
+            hint = "; for an output layer of its own, set tie_word_embeddings: false there" if "lm_head" in name else ""
+            raise ValueError(f"tensors {first} and {name} differ, but are one and the same by config.json{hint}")
     return tensor
 
 

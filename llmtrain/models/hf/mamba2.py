@@ -162,7 +162,9 @@ def _read_mamba_ssm(published: Mapping[str, Any]) -> dict[str, Any]:
     layer = ssm.pop("layer", "Mamba1")  # mamba_ssm's own default
     refusals.unless(layer == "Mamba2", "ssm_cfg.layer", layer, "only Mamba2 layers")
     for key, found in ssm.items():
-        known = key in _SSM_DEFAULTS or key in _SSM_HARMLESS or (key, found) in (("rmsnorm", True), ("D_has_hdim", False))
+        known = (
+            key in _SSM_DEFAULTS or key in _SSM_HARMLESS or (key, found) in (("rmsnorm", True), ("D_has_hdim", False))
+        )
         refusals.unless(known, f"ssm_cfg.{key}", found, f"cannot be expressed; there are {', '.join(_SSM_DEFAULTS)}")
     refusals.check()
     ssm = _SSM_DEFAULTS | ssm

@@ -13,6 +13,8 @@ from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.specs import attention_spec
 
+_MAX_BIAS = 8
+
 # Features of LLM Foundry's MPT that the class in transformers passes over: what it then computes is not the model that
 # was trained, so they are refused. Key -> the values without effect, and what there is instead.
 _PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -42,6 +44,9 @@ class Mpt:
     """Not read, as it changes no function: attn_impl, attn_uses_sequence_id (packed sequences, which the class takes no
     ids for), learned_pos_emb (without effect beside ALiBi), embedding_fraction (of a gradient), attn_pdrop.
     model.dropout is resid_pdrop and emb_pdrop; when those differ it is read as 0.
+
+    alibi_bias_max: the class passes it over and has 8 (5.23 does not hand it to build_mpt_alibi_tensor). Files with
+    another value, such as mpt-7b-storywriter's, are read as they were trained; only 8 is written.
     """
 
     architecture = "MptForCausalLM"
@@ -62,7 +67,7 @@ class Mpt:
         config = settings.parse(MptConfig, published)
         attn = config.attn_config
         block: dict[str, Any] = {"type": "attention", "n_heads": config.n_heads, "position": {"type": "alibi"}}
-        if attn.alibi_bias_max != 8:
+        if attn.alibi_bias_max != _MAX_BIAS:
             block["position"]["max_bias"] = float(attn.alibi_bias_max)
         if attn.clip_qkv:  # the class takes 0 for none
             block["clip_qkv"] = float(attn.clip_qkv)
@@ -93,7 +98,7 @@ class Mpt:
         attention = {
             "attn_type": "multihead_attention",
             "alibi": True,
-            "alibi_bias_max": int(block.position.max_bias),
+            "alibi_bias_max": _MAX_BIAS,
             "clip_qkv": block.clip_qkv,
             "softmax_scale": block.softmax_scale,
             "qk_ln": False,
@@ -135,7 +140,12 @@ class Mpt:
         unless(block.position.type == "alibi", f"{key}.position", block.position.type, alibi)
         if block.position.type == "alibi":
             max_bias = block.position.max_bias
-            unless(max_bias.is_integer(), f"{key}.position.max_bias", max_bias, f"{name} takes whole numbers only")
+            unless(
+                max_bias == _MAX_BIAS,
+                f"{key}.position.max_bias",
+                max_bias,
+                f"{name} has 8, whatever its config.json says; set max_bias: 8.0",
+            )
         for field, value in (("qkv_bias", block.qkv_bias), ("out_bias", block.out_bias)):
             unless(not value, f"{key}.{field}", value, f"{name} has no biases; set {field}: false")
         unless(
@@ -152,7 +162,9 @@ class Mpt:
         )
         mlp = block.mlp
         if mlp is None or mlp.type != "gelu":
-            unless(False, f"{key}.mlp", mlp and mlp.type, f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}")
+            unless(
+                False, f"{key}.mlp", mlp and mlp.type, f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}"
+            )
             return
         unless(mlp.d_ff == 4 * d, f"{key}.mlp.d_ff", mlp.d_ff, f"{name} has 4 * d_model ({4 * d})")
         unless(not mlp.bias, f"{key}.mlp.bias", mlp.bias, f"{name} has no biases; set bias: false")

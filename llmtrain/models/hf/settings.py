@@ -68,7 +68,9 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
         return kind.from_dict(_decode_floats(copy.deepcopy(dict(published))))
     except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModelError(f"transformers' {kind.__name__} does not accept this config.json: {text}") from error
+        raise UnsupportedModelError(
+            f"transformers' {kind.__name__} does not accept this config.json: {text}"
+        ) from error
 
 
 def _decode_floats(value: Any) -> Any:
@@ -216,7 +218,11 @@ def refuse_model_features(config: ModelConfig, architecture: str, norm: str, ref
 
 
 def refuse_own_norm(
-    key: str, block: AttentionBlock | Mamba2Block | SharedAttentionBlock, config: ModelConfig, architecture: str, refusals: Refusals
+    key: str,
+    block: AttentionBlock | Mamba2Block | SharedAttentionBlock,
+    config: ModelConfig,
+    architecture: str,
+    refusals: Refusals,
 ) -> None:
     """A block whose norm is not the model's: the published classes have one norm setting."""
     own = block.norm or config.norm

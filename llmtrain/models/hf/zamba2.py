@@ -1,6 +1,8 @@
 """Zamba2 (Glorioso et al., arXiv:2411.15242) as transformers' Zamba2ForCausalLM.
 
 Its shared blocks appear in the state dict once per use. The first use's names are taken; the others are copies.
+With tie_word_embeddings: false, transformers 5 (5.23) unties the shared blocks too, which 4 did not: each use then has
+a block of its own in memory. We write all of these, and read files in which they are equal.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ class Zamba2:
             for copy in range(shared.n_shared):
                 first, *others = (f"model.layers.{i}.shared_transformer." for i in hybrid[copy :: shared.n_shared])
                 weights = _shared_weights(f"shared.{stack[hybrid[0]].shared}.{copy}", first, shared, config)
-                made += tensors.also_under(weights, first, others)
+                made += tensors.also_under(weights, first, others, not config.tie_embeddings)
         for i, layer in enumerate(stack):
             theirs = f"model.layers.{i}"
             if layer.shared and shared is not None:
@@ -187,18 +189,14 @@ class Zamba2:
         return made + tensors.head(config, "lm_head.weight")
 
 
-def _shared_weights(
-    ours: str, theirs: str, block: SharedAttentionBlock, config: ModelConfig
-) -> list[Weight]:
+def _shared_weights(ours: str, theirs: str, block: SharedAttentionBlock, config: ModelConfig) -> list[Weight]:
     d, d_ff, bias = config.d_model, block.mlp.d_ff, block.mlp.bias
     head_dim = attention_spec(block, d).head_dim
     q, kv = block.n_heads * head_dim, block.kv_heads * head_dim
     attn, mlp = f"{theirs}self_attn", f"{theirs}feed_forward"
     return [
         tensors.same(f"{ours}.norm.weight", f"{theirs}input_layernorm.weight", 2 * d),
-        *tensors.linear(
-            f"{ours}.mixer.wqkv", {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}, 2 * d
-        ),
+        *tensors.linear(f"{ours}.mixer.wqkv", {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}, 2 * d),
         *tensors.linear(f"{ours}.mixer.wo", {f"{attn}.o_proj": d}, q),
         tensors.same(f"{ours}.mlp_norm.weight", f"{theirs}pre_ff_layernorm.weight", d),
         *tensors.linear(f"{ours}.mlp.w_in", {f"{mlp}.gate_up_proj": 2 * d_ff}, d, bias),
@@ -222,7 +220,7 @@ def _use_weights(
         name = f"{first}feed_forward.gate_up_proj_adapter_list.{use}"
         made += tensors.linear(f"{ours}.mlp_adapter.down", {f"{name}.0": rank}, d)
         made += tensors.linear(f"{ours}.mlp_adapter.up", {f"{name}.1": 2 * d_ff}, rank)
-    made = tensors.also_under(made, first, others)
+    made = tensors.also_under(made, first, others, not config.tie_embeddings)
     return made + tensors.linear(f"{ours}.linear", {f"model.layers.{hybrid[use]}.linear": d}, d)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 
@@ -101,6 +102,30 @@ def test_every_operation_serves_everywhere(where):
     assert registry.resolve("ssd", "auto", SSDSpec(8, 64, 64, 1, 256), where).name == "reference"
     for operation in registry.OPERATIONS:
         assert "reference" in {row.backend for row in registry.table(operation, PLAIN, None)}
+
+
+STEPS: list[tuple[registry.Operation, registry.Spec]] = [
+    ("attention_step", PLAIN),
+    ("ssd_step", SSDSpec(8, 64, 64, 1, 256)),
+    ("conv1d_step", Conv1dSpec(64, 4)),
+]
+
+
+@pytest.mark.parametrize("operation, wanted", STEPS)
+def test_a_step_of_decoding_runs_in_triton_on_gpus_and_by_the_reference_elsewhere(operation, wanted):
+    chosen_by = {where.vendor: registry.resolve(operation, "auto", wanted, where).name for where in (H200, MI300X, CPU)}
+    assert chosen_by == {"nvidia": "triton", "amd": "triton", "cpu": "reference"}
+    double = type(wanted)(**{**vars(wanted), "dtype": "float64"})
+    assert registry.resolve(operation, "auto", double, H200).name == "reference"
+    with pytest.raises(ValueError, match="Triton kernels need a GPU; use reference"):
+        registry.resolve(operation, "triton", wanted, CPU)
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_the_attention_step_names_the_head_dims_it_takes(head_dim):
+    reason = registry.refusal("attention_step", "triton", spec(head_dim=head_dim), None)
+    assert reason is not None
+    assert f"multiple of 8 up to 256, not {head_dim}" in reason
 
 
 def test_choosing_needs_no_torch():

@@ -1,0 +1,178 @@
+"""What answers requests: the interface, and a HybridLM behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.batching import Limits, rows_of
+from llmtrain.eval.generation import generate_greedily
+from llmtrain.eval.prefix import Batch, Family, Plan, Tail, make_plan
+from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.models.cache import Cache
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import IGNORE, TokenScores
+
+Progress = Callable[[int], None]
+"""Told how many more requests are done."""
+
+
+class Scorer(Protocol):
+    """Answers do not depend on which requests come together."""
+
+    window: int
+    """Tokens it can read."""
+
+    def score(self, requests: Sequence[Score], progress: Progress = ..., *, window: int | None = None) -> list[Scored]:
+        """In order. window: read no more than so many tokens; contexts lose their left end.
+
+        Raises EvalError for an empty context, and for a continuation that does not fit.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Generate], progress: Progress = ...) -> list[Generated]:
+        """In order, greedily. Raises EvalError for more new tokens than fit the window."""
+        ...
+
+
+def nothing(done: int) -> None:
+    """Progress that nobody watches."""
+
+
+class HybridScorer:
+    """Reads what requests have in common once, into a cache.
+
+    max_batch_tokens: read at a time, padding included. share: False reads every request whole.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        tokenizer: TextTokenizer,
+        *,
+        max_length: int | None = None,
+        max_batch_tokens: int | None = None,
+        share: bool = True,
+    ):
+        self.model, self.tokenizer, self.share = model, tokenizer, share
+        self.window = max_length or model.config.max_seq_len
+        self.device = model.embed.weight.device
+        self.limits = limits_for(model, max_batch_tokens)
+        self.plan = Plan([])
+        """Of the last call of `score`."""
+
+    def score(
+        self, requests: Sequence[Score], progress: Progress = nothing, *, window: int | None = None
+    ) -> list[Scored]:
+        rows = rows_of(requests, min(window or self.window, self.window))
+        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share)
+        users: list[int] = [0] * len(rows.rows)
+        for place in rows.place:
+            users[place] += 1
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
+        with reading():
+            for family in self.plan.families:
+                for row, score in self._read_family(family):
+                    found[row] = score
+                    progress(users[row])
+        return [
+            Scored(*found[place], tokens=rows.rows[place].scored, truncated=truncated)
+            for place, truncated in zip(rows.place, rows.truncated, strict=True)
+        ]
+
+    def generate(self, requests: Sequence[Generate], progress: Progress = nothing) -> list[Generated]:
+        return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress)
+
+    def _read_family(self, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
+        trunk = None
+        if family.trunk:
+            trunk = Cache(self.model, 1, len(family.trunk))
+            self._fill(trunk, [family.trunk])
+        for batch in family.batches:
+            if batch.ends:
+                yield from self._read_ends(batch)
+                continue
+            cache = self._read_prefixes(batch, trunk) if batch.prefixes else trunk
+            for piece in batch.pieces:
+                yield from self._read_piece(piece, cache)
+
+    def _read_ends(self, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
+        cache = Cache(self.model, len(batch.prefixes), max(map(len, batch.prefixes)))
+        ids, padding = self._padded(batch.prefixes)
+        logits = self.model(ids, cache=cache, padding=padding)  # [prefixes, vocab_size]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        rows = [row for row, _ in batch.ends]
+        parents = self._tensor([parent for _, parent in batch.ends])
+        labels = self._tensor([self.plan.rows[row].tokens[-1] for row in rows])
+        scores = logits[parents, labels] - logits.logsumexp(dim=-1)[parents]
+        greedy = logits.argmax(dim=-1)[parents] == labels
+        yield from zip(rows, zip(scores.tolist(), greedy.tolist(), strict=True), strict=True)
+
+    def _read_prefixes(self, batch: Batch, trunk: Cache | None) -> Cache:
+        width = max(map(len, batch.prefixes))
+        if trunk is None:
+            cache = Cache(self.model, len(batch.prefixes), width)
+        else:
+            cache = trunk.take(self._tensor([0] * len(batch.prefixes)), trunk.length + width)
+        self._fill(cache, batch.prefixes)
+        return cache
+
+    def _fill(self, cache: Cache, prefixes: Sequence[Sequence[int]]) -> None:
+        ids, padding = self._padded(prefixes)
+        nothing_scored = torch.full_like(ids, IGNORE)  # without labels, it would compute logits
+        self.model(ids, nothing_scored, cache=cache, padding=padding)
+
+    def _read_piece(self, piece: Sequence[Tail], before: Cache | None) -> Iterator[tuple[int, tuple[float, bool]]]:
+        width = max(len(tail.tokens) for tail in piece)
+        ids = torch.zeros(len(piece), width, dtype=torch.int64)
+        labels = torch.full((len(piece), width), IGNORE)
+        for i, tail in enumerate(piece):
+            row, length = self.plan.rows[tail.row], len(tail.tokens)
+            ids[i, :length] = torch.tensor(tail.tokens)
+            labels[i, length - row.scored : length] = torch.tensor(row.tokens[-row.scored :])
+        if before is None:
+            cache = Cache(self.model, len(piece), width)
+        else:
+            cache = before.take(self._tensor([tail.parent for tail in piece]), before.length + width)
+        scores = self.model(ids.to(self.device), labels.to(self.device), cache=cache)
+        assert isinstance(scores, TokenScores)
+        sums, greedy = scores.log_likelihood.double().sum(dim=1), scores.greedy.all(dim=1)
+        yield from zip((tail.row for tail in piece), zip(sums.tolist(), greedy.tolist(), strict=True), strict=True)
+
+    def _padded(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Ids [batch, longest], padded on the left, and the padding of each row; None where there is none."""
+        longest = max(map(len, prefixes))
+        padding = [longest - len(ids) for ids in prefixes]
+        ids = self._tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prefixes, strict=True)])
+        return ids, self._tensor(padding) if any(padding) else None
+
+    def _tensor(self, values: Sequence) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """No gradients, and blocks that were compiled for training run as they are written: compiled, they take no cache."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def limits_for(model: HybridLM, max_batch_tokens: int | None = None) -> Limits:
+    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU; caches may take an eighth of a GPU's memory each."""
+    with reading():
+        one, two = (_bytes(Cache(model, 1, capacity)) for capacity in (1, 2))
+    device = model.embed.weight.device
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return Limits(max_batch_tokens or 32_768, 2048, 2 * one - two, two - one, memory // 8)
+    return Limits(max_batch_tokens or 4096, 128, 2 * one - two, two - one, 2**31)
+
+
+def _bytes(cache: Cache) -> int:
+    parts = [part for part in (*cache.layers, *cache.shared) if part is not None]
+    return sum(value.nbytes for part in parts for value in vars(part).values() if isinstance(value, Tensor))

@@ -1,0 +1,103 @@
+"""Jinja templates: what a task's YAML says about a record, and what it means for one.
+
+The language is lm-evaluation-harness's, so that its tasks carry over: `"Question: {{question}}\\nAnswer:"`. A template
+that is one expression and nothing else, `"{{choices.text}}"`, keeps the value's type: a list stays a list. Templates
+are sandboxed: a task file that came from elsewhere can compute, but not reach the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import GeneratorType
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llmtrain.eval.errors import EvalError
+
+_ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
+_UNDEFINED = re.compile(r"'([^']*)' is undefined")
+
+
+def _refuse_null(value: Any) -> Any:
+    if value is None:
+        raise TemplateError("a value in it is null")
+    return value
+
+
+def _regex_replace(text: str, pattern: str, replacement: str = "") -> str:
+    """`text | regex_replace('\\[.*?\\]', '')`."""
+    return re.sub(pattern, replacement, text)
+
+
+def _regex_groups(text: str, pattern: str) -> list[str]:
+    """`text | regex_groups('(.*)\\n(.*)')`: the groups of a pattern that must match the whole text; `.` is any character."""
+    match = re.fullmatch(pattern, text, re.DOTALL)
+    if match is None:
+        raise TemplateError(f"regex_groups: {pattern!r} does not match {_short(text)}")
+    return list(match.groups())
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    # A final newline belongs to the prompt, and a field that is not there must never become an empty text.
+    made = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_refuse_null
+    )
+    made.filters["regex_replace"] = _regex_replace
+    made.filters["regex_groups"] = _regex_groups
+    return made
+
+
+_ENVIRONMENT = _environment()
+
+
+class Template:
+    """One template, compiled. Raises EvalError when it is not one."""
+
+    def __init__(self, source: str):
+        self.source = source
+        try:
+            one = _ONE_EXPRESSION.fullmatch(source)
+            if one:
+                self._evaluate = _ENVIRONMENT.compile_expression(one[1].strip(), undefined_to_none=False)
+            else:
+                self._evaluate = _ENVIRONMENT.from_string(source).render
+        except TemplateSyntaxError as error:
+            raise EvalError(f"not a template: {error.message}") from None
+
+    def value(self, names: Mapping[str, Any]) -> Any:
+        """The expression's value, or the rendered text. Raises EvalError that says what is missing, or why it fails."""
+        try:
+            value = self._evaluate(names)
+            if isinstance(value, GeneratorType):  # what filters such as `map` give
+                value = list(value)
+            if isinstance(value, Undefined):
+                str(value)  # raises with the name
+            return value
+        except Exception as error:  # a template may fail like any program: sort of TypeError, IndexError, ...
+            raise EvalError(f"{self._reason(error, names)}, in the template {_short(self.source)}") from None
+
+    def text(self, names: Mapping[str, Any]) -> str:
+        """Like `value`, for what must be text; numbers are written out."""
+        value = self.value(names)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise EvalError(f"expected text from the template {_short(self.source)}, found {_kind(value)}")
+        return str(value)
+
+    def _reason(self, error: Exception, names: Mapping[str, Any]) -> str:
+        missing = _UNDEFINED.fullmatch(str(error))
+        if missing:
+            known = ", ".join(f"`{name}`" for name in names if name != "record")
+            return f"field `{missing[1]}` is missing (there are: {known or 'none'})"
+        return str(error) or type(error).__name__
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:76] + " ..."

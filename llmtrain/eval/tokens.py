@@ -1,0 +1,60 @@
+"""Text to token ids as `transformers` does it, on top of the tokenizers of `llmtrain.data`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.errors import EvalError
+
+
+class PromptTokenizer:
+    """plain: without special tokens. special: with those that the tokenizer puts around a text (BOS, seldom EOS).
+
+    As in transformers 5: `add_bos_token` and `add_eos_token` of tokenizer_config.json decide where either is given;
+    otherwise what tokenizer.json says (its post-processor).
+    """
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._backend = tokenizer.backend
+        self.eod_id = tokenizer.eod_id
+        self.bos_id = self._id_of(tokenizer.config.get("bos_token"), "bos_token")
+        flags = {name: tokenizer.config.get(f"add_{name}_token") for name in ("bos", "eos")}
+        self._explicit = any(flag is not None for flag in flags.values())
+        self._before = [self.bos_id] if flags["bos"] and self.bos_id is not None else []
+        self._after = [self.eod_id] if flags["eos"] else []
+
+    def _id_of(self, token: object, name: str) -> int | None:
+        text = token.get("content") if isinstance(token, dict) else token
+        if not text:
+            return None
+        number = self._backend.token_to_id(str(text))
+        if number is None:
+            raise EvalError(f"the tokenizer's {name} {text!r} is not in its vocabulary; correct tokenizer_config.json")
+        return number
+
+    @property
+    def prefix_id(self) -> int:
+        """What stands before a text that has nothing before it: BOS, or without one the end-of-document token."""
+        return self.eod_id if self.bos_id is None else self.bos_id
+
+    @cached_property
+    def puts_space_into_words(self) -> bool:
+        """Whether a word and the space before it make one token, as with byte-level BPE; SentencePiece says no."""
+        return len(self.plain(" a")) == 1
+
+    def plain(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def special(self, text: str) -> list[int]:
+        return self.special_batch([text])[0]
+
+    def plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """On all cores, unlike one text after the other."""
+        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def special_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._explicit:
+            return [[*self._before, *ids, *self._after] for ids in self.plain_batch(texts)]
+        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]

@@ -1,0 +1,86 @@
+"""Scores are those of one plain forward pass per request, whatever is shared, batched or cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.eval.batching import Limits
+from llmtrain.eval.request import Score
+from llmtrain.eval.scorer import HybridScorer
+from llmtrain.kernels import platform
+from llmtrain.models.hybrid import HybridLM
+from tests.support.checkpoints import tokenizer
+from tests.support.models import MODELS, build
+from tests.support.scoring import KINDS, Text, assert_same_scores, choices, letters, score_one_by_one
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def model(request) -> HybridLM:
+    return build(request.param, platform.cpu())
+
+
+def scorer(model: HybridLM, patience: int = 4, **options) -> HybridScorer:
+    """patience: so low that a few requests are worth sharing, cutting and splitting."""
+    made = HybridScorer(model, tokenizer(), **options)
+    limits = made.limits
+    made.limits = Limits(limits.tokens, patience, limits.row_bytes, limits.token_bytes, limits.cache_bytes)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_a_forward_pass_per_request(model, kind):
+    requests = KINDS[kind]()
+    expected = score_one_by_one(model, requests)
+    assert len({round(score.log_likelihood, 4) for score in expected}) > len(requests) // 2
+    seen = []
+    assert_same_scores(scorer(model).score(requests, seen.append), expected)
+    assert sum(seen) == len(requests)
+    assert_same_scores(scorer(model, max_batch_tokens=50).score(requests), expected)
+    assert_same_scores(scorer(model, share=False).score(requests), expected)
+
+
+def test_some_continuations_are_greedy(model):
+    """The random ones above hardly ever are."""
+    text = Text(5)
+    requests = []
+    for document in range(8):
+        context = list(text(2, 30))
+        ids = list(context)
+        for _ in range(5):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        found = tuple(ids[len(context) :])
+        requests += [
+            Score(document, 0, tuple(context), found),
+            Score(document, 1, tuple(context), (*found[:-1], (found[-1] + 1) % 97)),
+            Score(document, 2, tuple(context), found[:1]),
+        ]
+    expected = score_one_by_one(model, requests)
+    assert [score.greedy for score in expected] == [True, False, True] * 8
+    assert_same_scores(scorer(model).score(requests), expected)
+
+
+@pytest.mark.parametrize("window", [9, 33])
+def test_contexts_lose_their_left_end_to_the_window(model, window):
+    requests = [*choices(6, shots=40), *letters(6)]
+    found = scorer(model, max_length=window).score(requests)
+    assert_same_scores(found, score_one_by_one(model, requests, window))
+    assert sum(score.truncated > 0 for score in found) > 10
+    assert_same_scores(scorer(model).score(requests, window=window), found)
+
+
+def test_prefixes_and_tails_together_stay_within_learned_positions():
+    """The longest prefix beside the longest tail would be 500 tokens of 300."""
+    model = build("mpt with learned positions and clipping", platform.cpu())
+    text = Text(0)
+    contexts = [text(250), text(250), text(20), text(20)]
+    tails = [text(3), text(4), text(250), text(249)]
+    requests = [
+        Score(document, option, context, (option, *tail))
+        for document, (context, tail) in enumerate(zip(contexts, tails, strict=True))
+        for option in range(2)
+    ]
+    made = scorer(model, patience=10**6)
+    made.limits = Limits(10**6, 10**6)
+    assert_same_scores(made.score(requests), score_one_by_one(model, requests))

@@ -1,0 +1,100 @@
+"""A folder appears whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from llmtrain.convert.folder import OutputError, appearing, readable, require_space
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_it_takes_its_name_when_all_is_written(tmp_path):
+    out = tmp_path / "a" / "b"
+    with appearing(out) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "x").write_text("1")
+        assert not out.exists()
+    assert (out / "inner" / "x").read_text() == "1"
+    assert not partial.exists()
+
+
+def test_an_empty_folder_may_stand_there(tmp_path):
+    with appearing(tmp_path / "out") as partial:
+        (tmp_path / "out").mkdir()
+        (partial / "x").touch()
+    assert (tmp_path / "out" / "x").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interruption_leaves_only_the_partial_folder_and_the_next_attempt_replaces_it(tmp_path, error):
+    def attempt(fails: bool) -> None:
+        with appearing(tmp_path / "out") as partial:
+            (partial / f"fails={fails}").touch()
+            if fails:
+                raise error
+
+    with pytest.raises(error):
+        attempt(True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    attempt(False)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "fails=False"]
+
+
+def test_nothing_is_overwritten(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").touch()
+    with pytest.raises(OutputError, match="exists already"), appearing(out):
+        pytest.fail("entered")
+    with pytest.raises(OutputError, match="exists already"), appearing(out / "precious"):
+        pytest.fail("entered")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match="exists already"), appearing(tmp_path / "link"):
+        pytest.fail("entered")
+
+
+def test_what_came_meanwhile_is_not_overwritten(tmp_path):
+    def attempt() -> None:
+        with appearing(tmp_path / "out"):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "precious").touch()
+
+    with pytest.raises(OutputError, match="exists already"):
+        attempt()
+    assert (tmp_path / "out" / "precious").exists()
+
+
+def test_what_the_disk_refuses_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write .*: .*Not a directory"), appearing(tmp_path / "file" / "out"):
+        pytest.fail("entered")
+
+
+def test_space_is_asked_of_the_disk_that_will_hold_it(tmp_path, monkeypatch):
+    asked = []
+
+    def usage(path):
+        asked.append(path)
+        return Usage(0, 0, 10**9)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    out = tmp_path / "not" / "yet" / "there"
+    require_space(out, 10**9)
+    assert asked == [tmp_path]
+    with pytest.raises(OutputError, match=f"{out} needs 27 GB, but {tmp_path} has 1 GB free"):
+        require_space(out, 27 * 10**9)
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "x").write_bytes(b"1" * 100)  # a stale attempt makes room
+    require_space(out, 10**9 + 100)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12 B"), (13_300_000_000, "13.3 GB"), (2 * 10**12, "2 TB"), (1500, "1.5 kB")]
+)
+def test_sizes_read_well(size, text):
+    assert readable(size) == text
