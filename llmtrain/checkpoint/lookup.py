@@ -32,5 +32,5 @@ def find(path: Path) -> tuple[Path, Manifest]:
             f"{path} is a model in Hugging Face format, no checkpoint of llmtrain; `llmtrain import {path} OUT` makes one"
         )
     if manifests.folders(root):
-        raise CheckpointError(f"{path} holds no complete checkpoint")
-    raise CheckpointError(f"{path} holds no complete checkpoint: neither {manifests.NAME} nor checkpoints/step-*")
+        raise CheckpointError(f"{path}: none of its checkpoints is complete")
+    raise CheckpointError(f"{path} holds no checkpoint (neither {manifests.NAME} nor checkpoints/step-*)")

@@ -96,12 +96,10 @@ def _key(weight: Weight) -> str:
 def _tokenizer_of(folder: Path, manifest: Manifest) -> str:
     from llmtrain.generate.load import tokenizer_of
 
-    if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
-        raise ValueError(f"{folder} was imported without a tokenizer; name one with --tokenizer")
     try:
         return tokenizer_of(folder, manifest)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}; name one with --tokenizer") from None
+        raise ValueError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:

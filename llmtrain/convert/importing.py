@@ -74,7 +74,8 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
             Manifest(
                 step=0,
                 tokens=0,
-                config={"model": config.model_dump(mode="json")},
+                # No data: where others keep the way to their tokenizer.
+                config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}},
                 clock={},
                 data={},
                 versions={"torch": version("torch")},

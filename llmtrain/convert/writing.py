@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -39,12 +40,17 @@ class LazyTensor:
 def write_parameters(folder: Path, tensors: Iterable[LazyTensor], progress: Callable[[int], None]) -> None:
     """Writes the shards of a checkpoint into `folder`, as store.load reads them; fp32, without optimizer state.
 
-    progress: is told the bytes of each piece.
+    progress: is told the bytes of each piece. Raises what making or writing a tensor raised.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({}, storage_writer=writer, planner=_Planner(list(tensors), progress), no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Planner(list(tensors), progress), no_dist=True)
+        except CheckpointException as error:
+            # torch reports failures by rank, an interruption among them; there is one rank.
+            [(cause, _)] = error.failures.values()
+            raise cause from None
 
 
 class _Planner(SavePlanner):

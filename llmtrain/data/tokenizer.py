@@ -183,4 +183,6 @@ def _load_slow(folder: str) -> TextTokenizer:
     if not slow.eos_token:
         raise TokenizerError(f"{folder}: the tokenizer has no eos_token to end documents with")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(slow.eos_token)}
+    if slow.bos_token:
+        config["bos_token"] = str(slow.bos_token)
     return make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain.eval.config import TEMPLATES, Convention, Source, TaskConfig
+from llmtrain.eval.config import TEMPLATES, Convention, TaskConfig
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.sections import Source
 from llmtrain.eval.sources import Record
 from llmtrain.eval.templates import Template
 
@@ -81,7 +82,9 @@ class Recipe:
         section = task.section(convention)
         self._templates: dict[str, list[Template]] = {}
         for name, default in TEMPLATES[task.type].items():
-            written = next((it for it in (getattr(section, name), getattr(task, name), default) if it is not None), None)
+            written = next(
+                (it for it in (getattr(section, name), getattr(task, name), default) if it is not None), None
+            )
             if written is not None:
                 sources = written if isinstance(written, list) else [written]
                 self._templates[name] = [Template(text) for text in sources]

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from llmtrain.eval.config import FoundryPrompting
 from llmtrain.eval.documents import Choices, Continuation, Document, Question, Schema
 from llmtrain.eval.few_shot import SEED, foundry_sample
 from llmtrain.eval.prompts import Encoding, Generation, Ids, Prompt
+from llmtrain.eval.sections import FoundryPrompting
 from llmtrain.eval.tokens import PromptTokenizer
 
 _ROOM_FOR_REASONING = 10
@@ -87,7 +87,7 @@ class FoundryWriter:
         assert document.premise is not None
         premise = document.premise.rstrip() if self._style.strip else document.premise
         for option, choice in enumerate(content.choices, len(content.choices)):
-            yield Prompt(document, option, premise, self._spaced(choice))
+            yield Prompt(document, option, premise, self._spaced(choice), premise=True)
 
     def _spaced(self, text: str) -> str:
         return f" {text}" if self._space and not text.startswith(" ") else text
@@ -136,8 +136,8 @@ def _join(prompt: Prompt, plain: Ids, special: Ids, tokenizer: PromptTokenizer) 
     if len(before) > 1 and before[-1] == tokenizer.eod_id:
         before = before[:-1]
     context = before + plain[prompt.context]
-    if not context and not prompt.context and prompt.continuation is not None and prompt.option:
-        context = [tokenizer.prefix_id]  # an empty PMI premise: nothing but the beginning of a document
+    if not context and prompt.premise:
+        context = [tokenizer.prefix_id]
     return context, [] if prompt.continuation is None else plain[prompt.continuation]
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from llmtrain.eval.config import LmEvalPrompting
 from llmtrain.eval.documents import Choices, Continuation, Document, Question, Schema
 from llmtrain.eval.few_shot import SEED, lm_eval_first, lm_eval_sample
 from llmtrain.eval.prompts import Encoding, Generation, Ids, Prompt
+from llmtrain.eval.sections import LmEvalPrompting
 from llmtrain.eval.tokens import PromptTokenizer
 
 
@@ -33,9 +33,7 @@ class LmEvalWriter:
             if shots:
                 avoided = document if self.avoids(own) else None
                 first = self._style.sampler == "first_n"
-                chosen = (
-                    lm_eval_first(pool, shots, avoided) if first else lm_eval_sample(rng, pool, shots, avoided)
-                )
+                chosen = lm_eval_first(pool, shots, avoided) if first else lm_eval_sample(rng, pool, shots, avoided)
                 before += "".join(self._example(one) for one in chosen)
             yield from self._prompts(document, before)
 
@@ -66,7 +64,7 @@ class LmEvalWriter:
                     yield Prompt(document, option, before + content.query, continuation)
                 if document.premise is not None:
                     for option, continuation in enumerate(continuations, len(continuations)):
-                        yield Prompt(document, option, document.premise, continuation)
+                        yield Prompt(document, option, document.premise, continuation, premise=True)
             case Schema():
                 for option, context in enumerate(content.contexts):
                     yield Prompt(document, option, before + context, delimiter + content.continuation)

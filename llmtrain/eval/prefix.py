@@ -15,8 +15,8 @@ from itertools import groupby, pairwise
 
 from llmtrain.eval.batching import Limits, Row, Rows, pack
 
-_PRICE_OF_A_UNIT = 4
-"""Tokens that must be saved before a document's rows are split into a shared part and the rest."""
+_PRICE_OF_A_COPY = 8
+"""Tokens that a row must save before it is split into a shared part and the rest: the cache is copied for it."""
 _PRICE_OF_A_TRUNK = 16
 """Tokens per document that a trunk must save: what follows it cannot be padded on the left."""
 
@@ -121,27 +121,41 @@ def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True) ->
 
 
 def _units(rows: Rows) -> Iterator[_Unit]:
-    order = sorted(range(len(rows.rows)), key=lambda row: (rows.document[row], rows.rows[row].tokens))
-    for _, members in groupby(order, key=lambda row: rows.document[row]):
-        same = list(members)
-        found = [rows.rows[row] for row in same]
-        common = [min(_common(a.tokens, b.tokens), a.start, b.start) for a, b in pairwise(found)]
-        at = 0
-        for start, stop, shared in [*best_runs(common, _PRICE_OF_A_UNIT), (len(same), len(same), 0)]:
-            for single, row in zip(same[at:start], found[at:start], strict=True):
-                yield _Unit([single], row.tokens[: row.start], row.length)
-            if start < stop:
-                run = found[start:stop]
-                whole = all(row.scored == 1 and row.tokens[:-1] == run[0].tokens[:-1] for row in run)
-                yield _Unit(same[start:stop], run[0].tokens[:shared], max(row.length for row in run), whole)
-            at = stop
+    def read(row: int) -> tuple[int, tuple[int, ...], int]:
+        found = rows.rows[row]
+        return rows.document[row], found.tokens[:-1], found.scored
+
+    order = sorted(range(len(rows.rows)), key=read)
+    alike = [list(group) for _, group in groupby(order, key=read)]
+    for _, document in groupby(alike, key=lambda same: rows.document[same[0]]):
+        yield from _units_of(rows, list(document))
+
+
+def _units_of(rows: Rows, alike: list[list[int]]) -> Iterator[_Unit]:
+    """alike: a document's rows; those that read the same tokens, and differ in the last that is scored, in one list."""
+    found = [rows.rows[same[0]] for same in alike]
+    common = [min(_common(a.tokens[:-1], b.tokens[:-1]), a.start, b.start) for a, b in pairwise(found)]
+    worth = [max(tokens - _PRICE_OF_A_COPY, 0) for tokens in common]
+    at = 0
+    for start, stop, shared in [*best_runs(worth, _PRICE_OF_A_COPY), (len(alike), len(alike), 0)]:
+        for same, row in zip(alike[at:start], found[at:start], strict=True):
+            if row.scored == 1:
+                yield _Unit(same, row.tokens[: row.start], row.length, whole=len(same) > 1)
+            else:
+                yield from (_Unit([one], row.tokens[: row.start], row.length) for one in same)
+        if start < stop:
+            together = [row for same in alike[start:stop] for row in same]
+            head = found[start].tokens[: shared + _PRICE_OF_A_COPY]
+            yield _Unit(together, head, max(row.length for row in found[start:stop]))
+        at = stop
 
 
 def best_runs(common: Sequence[int], price: int) -> list[tuple[int, int, int]]:
     """Which neighbours in a sorted sequence should share what they have in common: (start, stop, tokens) of each run.
 
     common: tokens that items i and i + 1 begin with alike. A run of n items saves (n - 1) times the least of its
-    `common`, and costs `price`; the sum over runs is the largest possible. Items outside of runs share nothing.
+    `common`, and costs `price`. Each takes all neighbours that have so much in common; among such runs the sum is the
+    largest possible. Items outside of runs share nothing.
     """
     # Intervals whose items have `depth` tokens in common form a tree. Each is closed once; then it is a run of its own,
     # or leaves its parts as they are. Of an open one: depth, first item, gain and runs of its parts.

@@ -29,6 +29,8 @@ class Prompt:
     context: str
     continuation: str | None
     before: str = ""
+    premise: bool = False
+    """A PMI premise, which may be empty: then nothing but the beginning of a document precedes the continuation."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Scorer(Protocol):
 
     window: int
     """Tokens it can read."""
+    limits: Limits
 
     def score(self, requests: Sequence[Score], progress: Progress = ..., *, window: int | None = None) -> list[Scored]:
         """In order. window: read no more than so many tokens; contexts lose their left end.
@@ -163,13 +164,15 @@ def reading() -> Iterator[None]:
 
 
 def limits_for(model: HybridLM, max_batch_tokens: int | None = None) -> Limits:
-    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU; caches may take an eighth of a GPU's memory each."""
+    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU; a cache may take a fifth of the GPU's free memory
+    (at most two are alive)."""
     with reading():
         one, two = (_bytes(Cache(model, 1, capacity)) for capacity in (1, 2))
     device = model.embed.weight.device
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return Limits(max_batch_tokens or 32_768, 2048, 2 * one - two, two - one, memory // 8)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+        return Limits(max_batch_tokens or 32_768, 2048, 2 * one - two, two - one, free // 5)
     return Limits(max_batch_tokens or 4096, 128, 2 * one - two, two - one, 2**31)
 
 

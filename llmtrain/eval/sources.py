@@ -14,9 +14,9 @@ import zstandard
 from llmtrain.config.report import nearest
 from llmtrain.data.records import open_compressed
 from llmtrain.data.sources import PrepareError, list_files
-from llmtrain.eval.config import Source
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.mds import read_mds
+from llmtrain.eval.sections import Source
 
 
 @dataclass(frozen=True)

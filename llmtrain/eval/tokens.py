@@ -12,18 +12,14 @@ from llmtrain.eval.errors import EvalError
 class PromptTokenizer:
     """plain: without special tokens. special: with those that the tokenizer puts around a text (BOS, seldom EOS).
 
-    As in transformers 5: `add_bos_token` and `add_eos_token` of tokenizer_config.json decide where either is given;
-    otherwise what tokenizer.json says (its post-processor).
+    As in transformers 5, tokenizer.json alone says which those are (its post-processor); `add_bos_token` beside it in
+    tokenizer_config.json is passed over.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
         self._backend = tokenizer.backend
         self.eod_id = tokenizer.eod_id
         self.bos_id = self._id_of(tokenizer.config.get("bos_token"), "bos_token")
-        flags = {name: tokenizer.config.get(f"add_{name}_token") for name in ("bos", "eos")}
-        self._explicit = any(flag is not None for flag in flags.values())
-        self._before = [self.bos_id] if flags["bos"] and self.bos_id is not None else []
-        self._after = [self.eod_id] if flags["eos"] else []
 
     def _id_of(self, token: object, name: str) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
@@ -55,6 +51,4 @@ class PromptTokenizer:
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def special_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._explicit:
-            return [[*self._before, *ids, *self._after] for ids in self.plain_batch(texts)]
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]

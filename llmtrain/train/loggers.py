@@ -103,7 +103,7 @@ class WandbLogger(StepLogger):
 
         options = self.config.logging.wandb
         assert options is not None
-        if not _has_wandb_key():
+        if not has_wandb_key():
             os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` sends it later
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
@@ -126,7 +126,7 @@ class WandbLogger(StepLogger):
             self.run.finish()
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
     netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
     return bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
 

@@ -1,4 +1,4 @@
-"""`llmtrain export` and `llmtrain import`: there and back without losing a bit, whole or not at all, or a plain word why not."""
+"""`llmtrain export` and `llmtrain import`: there and back without losing a bit, whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    Mamba2Config,
-    MptConfig,
-    Zamba2Config,
 )
 
 from llmtrain.checkpoint import manifest as manifests
@@ -32,82 +27,27 @@ from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.published import open_published
+from llmtrain.models.hybrid import HybridLM
 from tests.support import checkpoints
-from tests.support.project import LLMTRAIN, copy_of, stop
+from tests.support.conversion import CONFIGS, convert, publish
+from tests.support.project import LLMTRAIN, stop
 from tests.support.runs import read_tensors
 
 TEXT = "the quick brown fox, toxic brew — and “ünïcode”\n\tfor 7 queens  "
 
 
-def convert(capsys, *arguments: object) -> str:
-    """Runs a command that must succeed; what it printed."""
-    assert main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+def from_pretrained(folder: Path) -> Any:
+    """The model; every tensor has found its place."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(model[1].values()), model[1]
+    return model[0].eval()
 
 
-def refused(capsys, *arguments: object) -> str:
-    """Runs a command that must be refused; what it said."""
-    capsys.readouterr()  # transformers shows its progress
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
-
-
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-    "llama, tied": lambda: LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-    ),
-    "mpt": lambda: MptConfig(vocab_size=300, d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
-    "mamba2": lambda: Mamba2Config(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_heads=4,
-        head_dim=16,
-        n_groups=1,
-        state_size=8,
-        chunk_size=16,
-    ),
-    "zamba2": lambda: Zamba2Config(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        num_attention_heads=4,
-        intermediate_size=48,
-        mamba_d_state=8,
-        mamba_headdim=16,
-        n_mamba_heads=4,
-        mamba_ngroups=1,
-        num_mem_blocks=2,
-        adapter_rank=4,
-        use_mem_rope=True,
-        chunk_size=16,
-    ),
-}
-
-
-def publish(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
-    """A random model as transformers saves it, with a tokenizer."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype)
-    model.save_pretrained(folder)
-    checkpoints.tokenizer().save(folder)
-    return folder
+def assert_same_logits(ours: HybridLM, theirs: Any, ids: list[int]) -> None:
+    with torch.no_grad():
+        found = ours(torch.tensor([ids], device=ours.embed.weight.device))
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found.cpu(), theirs(torch.tensor([ids])).logits, atol=1e-4, rtol=1e-4)
 
 
 def assert_same_tensors(found: Path, expected: Path) -> None:
@@ -132,9 +72,8 @@ def test_import_then_export_gives_the_same_bits(kind, dtype, tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("model-0*.safetensors"))) > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out", "source"]
 
-    model: Any
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()) and model.dtype == dtype
+    model = from_pretrained(tmp_path / "out")
+    assert model.dtype == dtype
     # As it was saved by transformers once more, it comes in again with the same bits.
     model.save_pretrained(tmp_path / "again")
     convert(capsys, "import", tmp_path / "again", tmp_path / "twice")
@@ -156,12 +95,9 @@ def test_what_is_imported_is_a_checkpoint(kind, tmp_path, capsys):
     section = yaml.safe_load((tmp_path / "checkpoint" / "model.yaml").read_text())["model"]
     assert ModelConfig.model_validate_json(json.dumps(section)).model_dump(mode="json") == written.config["model"]
 
-    model, tokenizer = load_model(str(tmp_path / "checkpoint"))
+    model, tokenizer = load_model(str(tmp_path / "checkpoint"), torch.float32)
     assert tokenizer.encode(TEXT) == load_tokenizer(source).encode(TEXT)
-    peer: Any = AutoModelForCausalLM.from_pretrained(source)
-    ids = torch.arange(1, 40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(model.cpu()(ids), peer.eval()(ids).logits, atol=1e-4, rtol=1e-4)
+    assert_same_logits(model, from_pretrained(source), list(range(1, 40)))
     text = convert(capsys, "generate", tmp_path / "checkpoint", "--prompt", "the", "--max-new-tokens", 4)
     assert text.startswith("the")
 
@@ -179,7 +115,7 @@ def test_a_run_is_exported_whole(exported, finished):
     assert names == {"config.json", "generation_config.json", "model.safetensors", *tokenizer}
     assert [path.name for path in exported.parent.iterdir()] == ["out"]
 
-    ours, text = load_model(str(finished[0].run_dir))
+    ours, text = load_model(str(finished[0].run_dir), torch.float32)
     config = json.loads((exported / "config.json").read_text())
     assert config["dtype"] == "float32" and config["vocab_size"] == ours.config.vocab_size
     assert config["eos_token_id"] == text.eod_id and config["bos_token_id"] is None
@@ -190,12 +126,7 @@ def test_a_run_is_exported_whole(exported, finished):
     theirs = AutoTokenizer.from_pretrained(exported)
     assert theirs.encode(TEXT) == text.encode(TEXT) and theirs.decode(theirs.encode(TEXT)) == TEXT
     assert theirs.eos_token_id == text.eod_id
-    peer: Any
-    peer, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not any(info.values())
-    ids = torch.tensor([text.encode("the quick brown fox jumps over")])
-    with torch.no_grad():
-        torch.testing.assert_close(ours.cpu()(ids), peer.eval()(ids).logits, atol=1e-4, rtol=1e-4)
+    assert_same_logits(ours, from_pretrained(exported), text.encode("the quick brown fox jumps over"))
 
 
 def greedy(folder: Path, capsys) -> str:
@@ -219,7 +150,6 @@ def test_checkpoints_of_one_and_of_two_ranks_are_exported_alike(ranks, shards, t
 
 def _save(shards: Path, root: Path) -> None:
     """A job: a sharded model with a seed, saved. Its tokenizer is found through the config."""
-    from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.distributed import world_from_environment
     from llmtrain.train.optim import build_optimizer
     from llmtrain.train.parallel import parallelize
@@ -249,7 +179,6 @@ def test_ranks_load_what_is_imported(ranks, tmp_path, capsys):
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
     """A job: the parameters of a checkpoint, loaded into a sharded model."""
-    from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.distributed import world_from_environment
     from llmtrain.train.parallel import parallelize
     from tests.support.tiny import tiny_config
@@ -344,147 +273,3 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_succeeds
     found = open_published(out)
     expected = read_tensors(large, tmp_path / "scratch")["model"]
     assert torch.equal(found["transformer.wte.weight"], expected["embed.weight"])
-
-
-def test_an_unsupported_model_is_refused_by_its_feature_before_any_weight_is_read(tmp_path, capsys):
-    config = checkpoints.mpt(32, 2, 300)
-    folder = checkpoints.save(tmp_path / "checkpoint", config)
-    for shard in folder.glob("*.distcp"):
-        shard.write_bytes(bytes(shard.stat().st_size))
-    edit_manifest(folder, lambda model: model["blocks"]["attn"].update(softcap=30.0))
-    said = refused(capsys, "export", folder, tmp_path / "out")
-    assert "MptForCausalLM: model.blocks.attn.softcap = 30.0" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def edit_manifest(folder: Path, change: Any) -> None:
-    file = folder / manifests.NAME
-    content = json.loads(file.read_text())
-    change(content["config"]["model"])
-    file.write_text(json.dumps(content))
-
-
-@pytest.fixture
-def small(tmp_path) -> Path:
-    return checkpoints.save(tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300))
-
-
-def test_an_existing_folder_is_refused(small, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").touch()
-    for arguments in (["export", small], ["import", tmp_path / "nowhere"]):
-        assert f"{tmp_path / 'out'} exists already" in refused(capsys, *arguments, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "no such folder"),
-        (lambda path: path.mkdir(), "holds no complete checkpoint"),
-        (lambda path: path.write_text(""), "is a file"),
-        (lambda path: publish(path, "mpt"), "is a model in Hugging Face format"),
-    ],
-    ids=["absent", "empty", "file", "published"],
-)
-def test_what_is_no_checkpoint_is_refused(make, message, tmp_path, capsys):
-    make(tmp_path / "x")
-    said = refused(capsys, "export", tmp_path / "x", tmp_path / "out")
-    assert said.startswith(str(tmp_path / "x")) and message in said
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_tensors_that_are_not_the_configs_are_refused_each_by_name(small, tmp_path, capsys):
-    edit_manifest(small, lambda model: model.update(layers="attn*3"))
-    assert "blocks.2.norm.weight [32] is missing" in refused(capsys, "export", small, tmp_path / "out")
-    edit_manifest(small, lambda model: model.update(layers="attn*1"))
-    assert "blocks.1.norm.weight has no place in the model" in refused(capsys, "export", small, tmp_path / "out")
-    edit_manifest(small, lambda model: model.update(layers="attn*2", vocab_size=301))
-    said = refused(capsys, "export", small, tmp_path / "out")
-    assert "embed.weight has shape [300, 32], its config says [301, 32]" in said
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_damaged_shard_is_refused_and_nothing_appears(small, tmp_path, capsys):
-    [shard] = small.glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 16
-    shard.write_bytes(content)
-    assert "is damaged: tensor model." in refused(capsys, "export", small, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_little_disk_space_is_told_before_anything_is_written(small, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    publish(tmp_path / "source", "mpt")
-    for arguments in (["export", small], ["import", tmp_path / "source"]):
-        said = refused(capsys, *arguments, tmp_path / "out")
-        assert f"{tmp_path / 'out'} needs" in said and f"{tmp_path} has 1 kB free" in said
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_the_tokenizer_must_be_there_and_fit(small, tmp_path, capsys):
-    edit_manifest(small, lambda model: model.update(vocab_size=269))
-    said = refused(capsys, "export", small, tmp_path / "out")
-    assert "the tokenizer has 270 tokens, the model 269" in said and "--tokenizer" in said
-    edit_manifest(small, lambda model: model.update(vocab_size=300))
-    (small / "tokenizer").rename(tmp_path / "elsewhere")
-    assert "name one with --tokenizer" in refused(capsys, "export", small, tmp_path / "out")
-    convert(capsys, "export", small, tmp_path / "out", "--tokenizer", tmp_path / "elsewhere")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 0
-
-
-def test_float16_must_hold_the_weights(tmp_path, capsys):
-    folder = checkpoints.save(
-        tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300), lambda shape: torch.full(shape, 1e5)
-    )
-    said = refused(capsys, "export", folder, tmp_path / "out", "--dtype", "float16")
-    assert "transformer.wte.weight holds numbers that float16 cannot" in said and "--dtype bfloat16" in said
-    convert(capsys, "export", folder, tmp_path / "out", "--dtype", "bfloat16")
-
-
-def test_a_source_that_cannot_be_imported_is_refused_by_name(tmp_path, capsys):
-    out = tmp_path / "out"
-    source = publish(tmp_path / "source", "llama")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
-    assert "hidden_act" in refused(capsys, "import", source, out)
-    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 301}))
-    assert "has shape [300, 32], expected [301, 32]" in refused(capsys, "import", source, out)
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "gpt2" in refused(capsys, "import", source, out)
-    assert str(tmp_path / "none") in refused(capsys, "import", tmp_path / "none", out)
-    assert not out.exists() and not (tmp_path / "out.partial").exists()
-
-
-def test_a_source_without_tokenizer_is_imported_with_a_word(tmp_path, capsys):
-    source = publish(tmp_path / "source", "mpt")
-    for file in source.glob("tokenizer*"):
-        file.unlink()
-    assert main(["import", str(source), str(tmp_path / "out")]) == 0
-    assert "has no tokenizer" in capsys.readouterr().err
-    assert "was imported without a tokenizer" in refused(capsys, "export", tmp_path / "out", tmp_path / "again")
-
-
-def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_with_a_word(finished, tmp_path, capsys):
-    run = copy_of(finished, tmp_path).run_dir
-    (run / "checkpoints" / "step-00000099").mkdir()
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    captured = capsys.readouterr()
-    assert "step-00000099 is not a complete checkpoint" in captured.err and "step-00000006 ->" in captured.out
-
-
-@pytest.mark.parametrize("command", ["export", "import"])
-def test_the_commands_are_parsed_and_refused_without_torch(command, tmp_path):
-    program = (
-        "import sys\nfrom llmtrain.cli import main\nstatus = main(sys.argv[1:])\n"
-        "assert 'torch' not in sys.modules\nsys.exit(status)"
-    )
-    (tmp_path / "out").touch()
-    done = subprocess.run([sys.executable, "-c", program, command, "x", "out"], cwd=tmp_path, timeout=60, check=False)
-    assert done.returncode == 2
-
-
-def test_a_size_that_is_none_is_refused(tmp_path, capsys):
-    said = refused(capsys, "export", tmp_path, tmp_path / "out", "--max-shard-size", "large")
-    assert "--max-shard-size large: expected a size such as 5GB" in said

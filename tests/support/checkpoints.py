@@ -58,9 +58,8 @@ def finish(folder: Path, config: ModelConfig) -> None:
     """Adds what makes a folder of shards a checkpoint, and a tokenizer."""
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     tokenizer().save(folder / "tokenizer")
-    written = Manifest(
-        step=1, tokens=8, config={"model": config.model_dump(mode="json")}, clock={}, data={}, versions={}, files=files
-    )
+    content = {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
+    written = Manifest(step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files)
     manifests.write(folder, written)
 
 

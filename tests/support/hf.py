@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmtrain.kernels import platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Family, Part
+from llmtrain.models.hf.family import Family
 from llmtrain.models.hf.load import build, load_hf
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
@@ -143,15 +143,10 @@ def gradients_apart(family: Family, ours: HybridLM, peer: Any, tokens: Tensor) -
         assert gradient is not None, weight.ours
         found |= weight.split(gradient)
     assert not gradients
-    found = {part.name: found[part.name] for part in _parts(family, ours)}  # once, where a class has copies
     theirs = {name: parameter.grad for name, parameter in peer.named_parameters()}
     assert found.keys() == theirs.keys()
     total = math.sqrt(sum(float(g.norm()) ** 2 for g in theirs.values()))
     return {name: float((found[name] - g).norm()) / max(float(g.norm()), SMALL * total) for name, g in theirs.items()}
-
-
-def _parts(family: Family, ours: HybridLM) -> list[Part]:
-    return [part for weight in family.weights(ours.config) for part in weight.parts]
 
 
 def assert_same_function(family: Family, ours: HybridLM, peer: Any, case: Case) -> None:

@@ -68,7 +68,7 @@ def letters(documents: int, *, shots: int = 0, seed: int = 1, vocab: int = VOCAB
     """A question and four choices of one token."""
     text = Text(seed, vocab)
     examples = text(shots) if shots else ()
-    contexts = [(*examples, *text(1, 40)) for _ in range(documents)]
+    contexts = [(*examples, *text(3, 40)) for _ in range(documents)]
     return [Score(i, option, context, (option,)) for i, context in enumerate(contexts) for option in range(4)]
 
 

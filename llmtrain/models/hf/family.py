@@ -28,19 +28,21 @@ class UnsupportedModelError(ValueError):
         self.reasons = reasons
 
 
+class OtherLayersError(UnsupportedModelError):
+    """The layers are of another kind altogether, so that no further reason was looked for."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A published tensor that is one of ours, or some rows of one.
 
     copies: further names under which checkpoints hold the same tensor: what is tied to it, and older spellings.
-        Read when `name` is absent, and compared with it when both are there.
-    repeated: the published class takes the copies for tensors of their own, so they are written as well.
+        Read when `name` is absent, compared with it when both are there, never written.
     """
 
     name: str
     shape: tuple[int, ...]
     copies: tuple[str, ...] = ()
-    repeated: bool = False
 
     @property
     def size(self) -> int:
@@ -74,11 +76,7 @@ class Weight:
     def split(self, ours: Tensor) -> dict[str, Tensor]:
         """Ours -> published tensors by name, as views where the layout allows."""
         flat = ours.reshape(-1).split([part.size for part in self.parts])
-        return {
-            name: piece.view(part.shape)
-            for part, piece in zip(self.parts, flat, strict=True)
-            for name in (part.names if part.repeated else (part.name,))
-        }
+        return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, flat, strict=True)}
 
 
 def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
@@ -132,18 +130,18 @@ def family_of(published: Mapping[str, Any]) -> Family:
 def family_for(config: ModelConfig) -> Family:
     """The family that can express a model of ours.
 
-    Raises UnsupportedModelError with what each family lacks; the family that lacks least comes first.
+    Raises UnsupportedModelError with what each family lacks; those of other layers altogether come last.
     """
-    lacks: list[tuple[str, tuple[str, ...]]] = []
+    lacks: list[tuple[str, UnsupportedModelError]] = []
     for family in families():
         try:
             family.write_config(config)
         except UnsupportedModelError as error:
-            lacks.append((family.architecture, error.reasons))
+            lacks.append((family.architecture, error))
         else:
             return family
-    lacks.sort(key=lambda item: len(item[1]))
-    lines = [f"  {architecture}: {reason}" for architecture, reasons in lacks for reason in reasons]
+    lacks.sort(key=lambda item: isinstance(item[1], OtherLayersError))
+    lines = [f"  {architecture}: {reason}" for architecture, error in lacks for reason in error.reasons]
     raise UnsupportedModelError("no published class expresses this model:\n" + "\n".join(lines))
 
 

@@ -91,9 +91,10 @@ def check(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
                     wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(part.shape)}")
                 if dtype not in _READABLE:
                     wrong.append(f"{_where(tensors, name)} is stored as {dtype}; only plain floating point is read")
-    for name in unread(weights, tensors):
-        if not _HARMLESS.search(name):
-            wrong.append(f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost")
+    lost = [name for name in unread(weights, tensors) if not _HARMLESS.search(name)]
+    wrong += [
+        f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost" for name in lost
+    ]
     if wrong:
         more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         place = f" in {tensors.folder}" if isinstance(tensors, Published) else ""

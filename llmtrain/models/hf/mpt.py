@@ -64,7 +64,10 @@ class Mpt:
                 refusals.unless(found in harmless, prefix + key, found, f"cannot be expressed: {instead}")
         refusals.check()
 
-        config = settings.parse(MptConfig, published)
+        for key in ("clip_qkv", "softmax_scale"):  # whole numbers in some files, which the class does not take
+            if isinstance(attention.get(key), int):
+                attention[key] = float(attention[key])
+        config = settings.parse(MptConfig, {**published, "attn_config": attention})
         attn = config.attn_config
         block: dict[str, Any] = {"type": "attention", "n_heads": config.n_heads, "position": {"type": "alibi"}}
         if attn.alibi_bias_max != _MAX_BIAS:

@@ -22,7 +22,7 @@ from llmtrain.models.config import (
     RotaryPosition,
     SharedAttentionBlock,
 )
-from llmtrain.models.hf.family import UnsupportedModelError
+from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 
@@ -42,10 +42,10 @@ class Refusals:
         if not expressed:
             self.reasons.append(f"{key} = {_as_yaml(found)}: {what_to_do}")
 
-    def check(self) -> None:
-        """Raises UnsupportedModelError when there is any reason."""
+    def check(self, error: type[UnsupportedModelError] = UnsupportedModelError) -> None:
+        """Raises the error when there is any reason."""
         if self.reasons:
-            raise UnsupportedModelError(*self.reasons)
+            raise error(*self.reasons)
 
 
 def _as_yaml(value: Any) -> str:
@@ -172,7 +172,7 @@ def only_block(
 ) -> tuple[str, AnyBlock]:
     """The one block that all layers are made of, and its dotted key.
 
-    Raises UnsupportedModelError when it is of another kind; collects a reason when blocks differ.
+    Raises OtherLayersError when it is of another kind; collects a reason when blocks differ.
     """
     found = list(blocks_in_turn(config))
     type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ def only_block(
         refusals.unless(
             isinstance(block, kind), f"model.blocks.{name}.type", block.type, f"{architecture} has {type_name} layers"
         )
-    refusals.check()
+    refusals.check(OtherLayersError)
     (first, block), *others = found
     for name, other in others:
         differing = [

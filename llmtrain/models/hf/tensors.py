@@ -54,13 +54,12 @@ def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig
     ]
 
 
-def also_under(weights: Iterable[Weight], prefix: str, others: Iterable[str], repeated: bool) -> list[Weight]:
-    """The same weights; a module that stands in several places is stored under each prefix. repeated: see Part."""
+def also_under(weights: Iterable[Weight], prefix: str, others: Iterable[str]) -> list[Weight]:
+    """The same weights; a module that stands in several places is stored under each prefix."""
     others = list(others)
 
     def with_copies(part: Part) -> Part:
         assert part.name.startswith(prefix), part
-        copies = tuple(other + part.name.removeprefix(prefix) for other in others)
-        return dataclasses.replace(part, copies=copies, repeated=repeated)
+        return dataclasses.replace(part, copies=tuple(other + part.name.removeprefix(prefix) for other in others))
 
     return [dataclasses.replace(weight, parts=tuple(map(with_copies, weight.parts))) for weight in weights]

@@ -2,7 +2,7 @@
 
 Its shared blocks appear in the state dict once per use. The first use's names are taken; the others are copies.
 With tie_word_embeddings: false, transformers 5 (5.23) unties the shared blocks too, which 4 did not: each use then has
-a block of its own in memory. We write all of these, and read files in which they are equal.
+a block of its own. Files in which these are equal are read; none is written where a block has several uses.
 """
 
 from __future__ import annotations
@@ -153,6 +153,12 @@ class Zamba2:
             f"{name} has one setting for this and the Mamba layers' proj_bias ({mixer.proj_bias}); set them alike",
         )
         uses = sum(layer.shared is not None for layer in config.layer_list())
+        unless(
+            config.tie_embeddings or shared.n_shared == uses,
+            "model.tie_embeddings",
+            config.tie_embeddings,
+            f"{name} in transformers 5 then unties its shared blocks too; set tie_embeddings: true",
+        )
         unless(shared.n_shared <= uses, f"{key}.n_shared", shared.n_shared, f"only {uses} are ever used; set that")
         rank, attn_rank = shared.adapter_rank, shared.attn_adapter_rank
         unless(rank is not None, f"{key}.adapter_rank", rank, f"{name} has adapters in every use; set a rank")
@@ -177,7 +183,7 @@ class Zamba2:
             for copy in range(shared.n_shared):
                 first, *others = (f"model.layers.{i}.shared_transformer." for i in hybrid[copy :: shared.n_shared])
                 weights = _shared_weights(f"shared.{stack[hybrid[0]].shared}.{copy}", first, shared, config)
-                made += tensors.also_under(weights, first, others, not config.tie_embeddings)
+                made += tensors.also_under(weights, first, others)
         for i, layer in enumerate(stack):
             theirs = f"model.layers.{i}"
             if layer.shared and shared is not None:
@@ -220,7 +226,7 @@ def _use_weights(
         name = f"{first}feed_forward.gate_up_proj_adapter_list.{use}"
         made += tensors.linear(f"{ours}.mlp_adapter.down", {f"{name}.0": rank}, d)
         made += tensors.linear(f"{ours}.mlp_adapter.up", {f"{name}.1": 2 * d_ff}, rank)
-    made = tensors.also_under(made, first, others, not config.tie_embeddings)
+    made = tensors.also_under(made, first, others)
     return made + tensors.linear(f"{ours}.linear", {f"model.layers.{hybrid[use]}.linear": d}, d)
 
 

@@ -1,0 +1,118 @@
+"""Numbers over documents: every metric is a function of a weighted mean, with a standard error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Weighted = tuple[float, float]
+"""(sum, weight) of one document: (1.0, 1.0) for a hit, (log likelihood in nats, tokens) for perplexity per token."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """stderr: None where one document, or one in a category, does not tell."""
+
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One document: what it adds to each metric, and what a report shows of it."""
+
+    document: int
+    category: str | None
+    values: Mapping[str, Weighted]
+    details: Mapping[str, Any]
+    truncated: int
+    """Requests whose context was cut to fit the window."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Results of one task under one convention. `values[headline]` is the one to quote.
+
+    truncated: requests whose context was cut to fit the model's window. categories: the metrics of each category.
+    """
+
+    headline: str
+    values: dict[str, Estimate]
+    documents: int
+    requests: int
+    truncated: int
+    categories: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    judged: list[Judged] = field(default_factory=list, repr=False)
+
+    @property
+    def score(self) -> Estimate:
+        return self.values[self.headline]
+
+
+def is_perplexity(metric: str) -> bool:
+    """Whether lower is better."""
+    return metric.endswith("perplexity") or metric == "bits_per_byte"
+
+
+def estimate(metric: str, items: Sequence[Weighted]) -> Estimate:
+    """The mean sum per weight, as the metric states it.
+
+    Standard errors are those of a ratio of sums (Cochran 1977, section 2.11), which for equal weights is the sample
+    deviation over the root of n; through exp and log by their derivative.
+    """
+    count, weight = len(items), sum(item[1] for item in items)
+    mean = sum(item[0] for item in items) / weight
+    stderr = None
+    if count > 1:
+        squares = sum((value - mean * share) ** 2 for value, share in items)
+        stderr = math.sqrt(squares * count / (count - 1)) / weight
+    if metric == "bits_per_byte":
+        return Estimate(-mean / math.log(2), stderr and stderr / math.log(2))
+    if is_perplexity(metric):
+        value = math.exp(min(-mean, 700.0))  # an untrained model may be worse than a float can say
+        return Estimate(value, stderr and stderr * value)
+    return Estimate(mean, stderr)
+
+
+def over_categories(parts: Sequence[Estimate]) -> Estimate:
+    """The plain mean of categories, whatever their sizes (LLM Foundry)."""
+    value = sum(part.value for part in parts) / len(parts)
+    errors = [part.stderr for part in parts if part.stderr is not None]
+    known = len(errors) == len(parts)
+    return Estimate(value, math.sqrt(sum(error**2 for error in errors)) / len(parts) if known else None)
+
+
+def pooled(whole: Estimate, parts: Sequence[tuple[Estimate, int]]) -> Estimate:
+    """The mean of all documents with the standard error from within categories (lm-evaluation-harness's groups).
+
+    parts: each category's estimate and its documents.
+    """
+    if any(part.stderr is None for part, _ in parts):
+        return Estimate(whole.value, None)
+    count = sum(size for _, size in parts)
+    squares = sum((size - 1) * size * (part.stderr or 0.0) ** 2 for part, size in parts)
+    return Estimate(whole.value, math.sqrt(squares / (count - len(parts)) / count))
+
+
+def collect(judged: Sequence[Judged], metrics: Sequence[str], *, macro: bool) -> tuple[dict[str, Estimate], dict]:
+    """(metric -> estimate, category -> metric -> estimate). macro: average over categories, not over documents."""
+    groups: dict[str, list[Judged]] = {}
+    for one in judged:
+        if one.category is not None:
+            groups.setdefault(one.category, []).append(one)
+
+    def of(metric: str, some: Sequence[Judged]) -> Estimate:
+        return estimate(metric, [one.values[metric] for one in some])
+
+    categories = {name: {metric: of(metric, groups[name]) for metric in metrics} for name in sorted(groups)}
+    values: dict[str, Estimate] = {}
+    for metric in metrics:
+        values[metric] = of(metric, judged)
+        if macro and categories:
+            values[metric] = over_categories([parts[metric] for parts in categories.values()])
+        elif len(categories) > 1 and not is_perplexity(metric):
+            parts = [(categories[name][metric], len(groups[name])) for name in categories]
+            values[metric] = pooled(values[metric], parts)
+    return values, categories

@@ -1,0 +1,212 @@
+"""Models x tasks -> results: read top to bottom. Every rank calls `evaluate`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
+from llmtrain.eval.models import (
+    Found,
+    default_dtype,
+    find_model,
+    find_tokenizer,
+    load_scorer,
+    tokenizer_identity,
+    window_of,
+)
+from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.eval.results import Report, Result
+from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
+from llmtrain.eval.scorer import Scorer
+from llmtrain.eval.store import Answers, Store, requests_digest
+from llmtrain.eval.task import Documents, load_task
+from llmtrain.eval.together import Team, answer, by_document
+from llmtrain.train.distributed import initialize, world_from_environment
+
+_BATCHES_PER_CHUNK = 16
+"""Answers are kept after so many full batches of every rank."""
+
+
+def evaluate(run: EvalRun) -> Report:
+    """Every model on every task; rank 0 says each result as it comes. Returns the same on every rank.
+
+    Raises ValueError for a model, task or data file that cannot be used: all of them are looked at before any is loaded.
+    """
+    world = world_from_environment()
+    if world.size > 1:
+        initialize()
+    team = Team(world)
+    gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
+    tasks = chosen_tasks(run, gauntlet)
+    documents = read_documents(tasks, run.limit)
+    models = [Evaluated(choice, run, team) for choice in run.chosen_models()]
+    total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
+    results: list[Result] = []
+    with Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
+        for model in models:
+            for task in tasks:
+                bar.say(f"{model.title}: {task.title}")
+                results.append(model.run(task, documents[task.task.name], bar.advance))
+                if world.is_main:
+                    bar.print(line_of(results[-1]))
+            model.unload()
+    scores = gauntlet and {model.title: scores_of(gauntlet, model.title, run, results) for model in models}
+    return Report(run.name, results, gauntlet, scores)
+
+
+def scores_of(gauntlet: Gauntlet, model: str, run: EvalRun, results: Sequence[Result]) -> GauntletScores:
+    found = {(one.task, one.shots): one.metrics for one in results if one.model == model}
+    named = {
+        (task, shots): found[key]
+        for task, shots in gauntlet.benchmarks()
+        if (key := (load_task(task, run.convention, run.data_dir).name, shots)) in found
+    }
+    return gauntlet_scores(gauntlet, named)
+
+
+def line_of(result: Result) -> str:
+    score = result.metrics.score
+    error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
+    cut = f"  ({result.metrics.truncated} contexts cut to fit)" if result.metrics.truncated else ""
+    name = f"{result.model}  {result.title}"
+    return f"{name}  {result.metrics.headline} {score.value:.4f}{error}  {result.metrics.documents} documents{cut}"
+
+
+def read_documents(tasks: Sequence[Chosen], limit: int | None) -> dict[str, Documents]:
+    found: dict[str, Documents] = {}
+    for chosen in tasks:
+        if chosen.task.name not in found:
+            found[chosen.task.name] = chosen.task.documents(limit)
+    return found
+
+
+class Evaluated:
+    """A model that is loaded when a question comes up whose answer is not known."""
+
+    def __init__(self, choice: ModelChoice, settings: EvalRun, team: Team):
+        self.choice, self.settings, self.team = choice, settings, team
+        self.title = choice.title
+        # One rank decides which checkpoint is the newest.
+        self.found: Found = team.shared(lambda: find_model(choice.path, choice.backend))
+        self.window = choice.max_length or settings.max_length or window_of(self.found)
+        self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
+        self._tokenizer_identity = tokenizer_identity(self.tokenizer)
+        self._scorer: Scorer | None = None
+
+    def run(self, chosen: Chosen, documents: Documents, progress: Callable[[int], None]) -> Result:
+        """progress: told how many documents are done."""
+        task, run = chosen.task, self.settings
+        window = task.window(self.window) - 1  # tokens read: the last of a continuation is only predicted
+        requests = task.requests(documents, self.tokenizer, chosen.shots, max_seq_len=window, pmi=run.pmi)
+        dtype = run.dtype or default_dtype()
+        about = {
+            "model": self.found.identity,
+            "backend": "llmtrain" if self.found.ours else "transformers",
+            "dtype": dtype,
+            "window": window,
+            "tokenizer": self._tokenizer_identity,
+            "requests": requests_digest(requests),
+        }
+        store = Store(Path(run.cache), about) if run.cache is not None else None
+        known: Answers = self.team.shared(store.read) if store else {}
+        progress(len(known))
+        began = time.perf_counter()
+        answers = known
+        if len(known) < len(documents):
+            answers = answer(
+                requests,
+                self.scorer,
+                self.team,
+                window=window,
+                known=known,
+                keep=store.append if store else lambda new: None,
+                progress=progress,
+                chunk_cost=_BATCHES_PER_CHUNK * self.scorer.limits.tokens,
+            )
+        seconds = time.perf_counter() - began if len(known) < len(documents) else 0.0
+        metrics = task.metrics(documents, requests, in_order(requests, answers))
+        return Result(
+            model=self.title,
+            path=str(self.found.folder),
+            task=task.name,
+            shots=chosen.shots,
+            title=chosen.title,
+            convention=run.convention,
+            dtype=dtype,
+            metrics=metrics,
+            seconds=seconds,
+            asked=len(documents) - len(known),
+        )
+
+    @property
+    def scorer(self) -> Scorer:
+        if self._scorer is None:
+            self._scorer = load_scorer(
+                self.found,
+                self.tokenizer,
+                dtype=self.settings.dtype,
+                max_length=self.choice.max_length or self.settings.max_length,
+                max_batch_tokens=self.settings.max_batch_tokens,
+                share_prefixes=self.settings.share_prefixes,
+            )
+        return self._scorer
+
+    def unload(self) -> None:
+        """Makes room for the next."""
+        self._scorer = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def in_order(requests: Sequence[Score | Generate], answers: Answers) -> list[Scored | Generated]:
+    """An answer per request, from answers by document."""
+    made: list[Any] = [None] * len(requests)
+    for document, group in by_document(requests).items():
+        for index, one in zip(group, answers[document], strict=True):
+            made[index] = one
+    return made
+
+
+class Bar:
+    """Documents done, on a terminal."""
+
+    def __init__(self, total: int, shown: bool):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("documents"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, speed_estimate_period=120)
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def say(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+
+    def advance(self, documents: int) -> None:
+        self._bar.advance(self._task, documents)
+
+    def print(self, line: str) -> None:
+        """Above the bar."""
+        self._bar.console.print(line, highlight=False, soft_wrap=True) if not self._bar.disable else print(line)

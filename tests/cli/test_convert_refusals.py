@@ -1,0 +1,191 @@
+"""What `llmtrain export` and `llmtrain import` refuse, with what word, and that nothing is left under the name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.cli import main
+from llmtrain.models.hf.published import open_published
+from tests.support import checkpoints
+from tests.support.conversion import convert, publish, refused
+from tests.support.project import copy_of
+
+
+def test_an_unsupported_model_is_refused_by_its_feature_before_any_weight_is_read(tmp_path, capsys):
+    config = checkpoints.mpt(32, 2, 300)
+    folder = checkpoints.save(tmp_path / "checkpoint", config)
+    for shard in folder.glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    edit_manifest(folder, lambda model: model["blocks"]["attn"].update(softcap=30.0))
+    said = refused(capsys, "export", folder, tmp_path / "out")
+    assert "MptForCausalLM: model.blocks.attn.softcap = 30.0" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def edit_manifest(folder: Path, change: Any) -> None:
+    file = folder / manifests.NAME
+    content = json.loads(file.read_text())
+    change(content["config"]["model"])
+    file.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    return checkpoints.save(tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300))
+
+
+def test_an_existing_folder_is_refused(small, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    for arguments in (["export", small], ["import", tmp_path / "nowhere"]):
+        assert f"{tmp_path / 'out'} exists already" in refused(capsys, *arguments, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.mkdir(), "holds no checkpoint"),
+        (lambda path: path.write_text(""), "is a file"),
+        (lambda path: publish(path, "mpt"), "is a model in Hugging Face format"),
+    ],
+    ids=["absent", "empty", "file", "published"],
+)
+def test_what_is_no_checkpoint_is_refused(make, message, tmp_path, capsys):
+    make(tmp_path / "x")
+    said = refused(capsys, "export", tmp_path / "x", tmp_path / "out")
+    assert said.startswith(str(tmp_path / "x")) and message in said
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_tensors_that_are_not_the_configs_are_refused_each_by_name(small, tmp_path, capsys):
+    edit_manifest(small, lambda model: model.update(layers="attn*3"))
+    assert "blocks.2.norm.weight [32] is missing" in refused(capsys, "export", small, tmp_path / "out")
+    edit_manifest(small, lambda model: model.update(layers="attn*1"))
+    assert "blocks.1.norm.weight has no place in the model" in refused(capsys, "export", small, tmp_path / "out")
+    edit_manifest(small, lambda model: model.update(layers="attn*2", vocab_size=301))
+    said = refused(capsys, "export", small, tmp_path / "out")
+    assert "embed.weight has shape [300, 32], its config says [301, 32]" in said
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_damaged_shard_is_refused_and_nothing_appears(small, tmp_path, capsys):
+    [shard] = small.glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 16
+    shard.write_bytes(content)
+    assert "is damaged: tensor model." in refused(capsys, "export", small, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_disk_space_is_told_before_anything_is_written(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    publish(tmp_path / "source", "mpt")
+    for arguments in (["export", small], ["import", tmp_path / "source"]):
+        said = refused(capsys, *arguments, tmp_path / "out")
+        assert f"{tmp_path / 'out'} needs" in said and f"{tmp_path} has 1 kB free" in said
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_tokenizer_must_be_there_and_fit(small, tmp_path, capsys):
+    edit_manifest(small, lambda model: model.update(vocab_size=269))
+    said = refused(capsys, "export", small, tmp_path / "out")
+    assert "the tokenizer has 270 tokens, the model 269" in said and "--tokenizer" in said
+    edit_manifest(small, lambda model: model.update(vocab_size=300))
+    (small / "tokenizer").rename(tmp_path / "elsewhere")
+    assert "name one with --tokenizer" in refused(capsys, "export", small, tmp_path / "out")
+    convert(capsys, "export", small, tmp_path / "out", "--tokenizer", tmp_path / "elsewhere")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+def test_float16_must_hold_the_weights(tmp_path, capsys):
+    folder = checkpoints.save(
+        tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300), lambda shape: torch.full(shape, 1e5)
+    )
+    said = refused(capsys, "export", folder, tmp_path / "out", "--dtype", "float16")
+    assert "transformer.wte.weight holds numbers that float16 cannot" in said and "--dtype bfloat16" in said
+    convert(capsys, "export", folder, tmp_path / "out", "--dtype", "bfloat16")
+
+
+def test_a_source_that_cannot_be_imported_is_refused_by_name(tmp_path, capsys):
+    out = tmp_path / "out"
+    source = publish(tmp_path / "source", "llama")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    assert "hidden_act" in refused(capsys, "import", source, out)
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 301}))
+    assert "has shape [300, 32], expected [301, 32]" in refused(capsys, "import", source, out)
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "gpt2" in refused(capsys, "import", source, out)
+    assert str(tmp_path / "none") in refused(capsys, "import", tmp_path / "none", out)
+    assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_damaged_sources_are_told_and_leave_nothing_under_the_name(tmp_path, capsys):
+    source = publish(tmp_path / "source", "llama, tied")
+    tensors = {name: tensor.clone() for name, tensor in open_published(source).items()}
+    save_file(tensors | {"lm_head.weight": torch.ones(300, 32)}, source / "model.safetensors")
+    assert "model.embed_tokens.weight and lm_head.weight differ" in refused(capsys, "import", source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_import_leaves_only_the_partial_folder(tmp_path, capsys, monkeypatch):
+    source = publish(tmp_path / "source", "llama")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmtrain.convert.importing._read", interrupt)
+    assert main(["import", str(source), str(tmp_path / "out")]) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
+    monkeypatch.undo()
+    convert(capsys, "import", source, tmp_path / "out")
+
+
+def test_a_source_without_tokenizer_is_imported_with_a_word(tmp_path, capsys):
+    source = publish(tmp_path / "source", "mpt")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    assert main(["import", str(source), str(tmp_path / "out")]) == 0
+    assert "has no tokenizer" in capsys.readouterr().err
+    for arguments in (
+        ["export", tmp_path / "out", tmp_path / "again"],
+        ["generate", tmp_path / "out", "--prompt", "x"],
+    ):
+        assert "no tokenizer" in refused(capsys, *arguments)
+
+
+def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_with_a_word(finished, tmp_path, capsys):
+    run = copy_of(finished, tmp_path).run_dir
+    (run / "checkpoints" / "step-00000099").mkdir()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    captured = capsys.readouterr()
+    assert "step-00000099 is not a complete checkpoint" in captured.err and "step-00000006 ->" in captured.out
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_the_commands_are_parsed_and_refused_without_torch(command, tmp_path):
+    program = (
+        "import sys\nfrom llmtrain.cli import main\nstatus = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    (tmp_path / "out").touch()
+    done = subprocess.run([sys.executable, "-c", program, command, "x", "out"], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 2
+
+
+def test_a_size_that_is_none_is_refused(tmp_path, capsys):
+    said = refused(capsys, "export", tmp_path, tmp_path / "out", "--max-shard-size", "large")
+    assert "--max-shard-size large: expected a size such as 5GB" in said

@@ -1,0 +1,232 @@
+"""config.json of well-known models, as they lie on the Hugging Face hub (from memory; less what names files)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_MPT_ATTENTION = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "clip_qkv": None,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "softmax_scale": None,
+}
+MPT_7B: dict[str, Any] = {
+    "architectures": ["MPTForCausalLM"],
+    "attn_config": _MPT_ATTENTION,
+    "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+    "d_model": 4096,
+    "emb_pdrop": 0,
+    "embedding_fraction": 1.0,
+    "expansion_ratio": 4,
+    "init_config": {"emb_init_std": None, "fan_mode": "fan_in", "init_nonlinearity": "relu", "name": "kaiming_normal_"},
+    "init_device": "cpu",
+    "learned_pos_emb": True,
+    "logit_scale": None,
+    "max_seq_len": 2048,
+    "model_type": "mpt",
+    "n_heads": 32,
+    "n_layers": 32,
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "resid_pdrop": 0,
+    "tokenizer_name": "EleutherAI/gpt-neox-20b",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.28.1",
+    "use_cache": False,
+    "verbose": 0,
+    "vocab_size": 50432,
+}
+MPT_30B = MPT_7B | {"d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192}
+MPT_7B_STORYWRITER = MPT_7B | {
+    "attn_config": _MPT_ATTENTION | {"alibi_bias_max": 16, "clip_qkv": 6},
+    "max_seq_len": 65536,
+}
+
+LLAMA_2_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+TINY_LLAMA = LLAMA_2_7B | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+}
+LLAMA_3_1_8B = LLAMA_2_7B | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "transformers_version": "4.43.0.dev0",
+    "vocab_size": 128256,
+}
+LLAMA_3_2_1B = LLAMA_3_1_8B | {
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+
+MAMBA2_2_7B_SSM: dict[str, Any] = {
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+MAMBA2_130M_HF: dict[str, Any] = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "bos_token_id": 0,
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "eos_token_id": 0,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 768,
+    "initializer_range": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba2",
+    "n_groups": 1,
+    "norm_before_gate": False,
+    "num_heads": 24,
+    "num_hidden_layers": 24,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 128,
+    "tie_word_embeddings": True,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "time_step_rank": 48,
+    "torch_dtype": "float32",
+    "transformers_version": "4.44.0.dev0",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 50288,
+}
+CODESTRAL_7B = MAMBA2_130M_HF | {
+    "eos_token_id": 0,
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "n_groups": 8,
+    "norm_before_gate": True,
+    "num_heads": 128,
+    "num_hidden_layers": 64,
+    "tie_word_embeddings": False,
+    "time_step_rank": 256,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+
+
+def _zamba2(layers: int, hybrid: list[int], **changes: Any) -> dict[str, Any]:
+    common = {
+        "add_bias_linear": False,
+        "adapter_rank": 128,
+        "architectures": ["Zamba2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "chunk_size": 256,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "hybrid_layer_ids": hybrid,
+        "initializer_range": 0.02,
+        "layers_block_type": ["hybrid" if i in hybrid else "mamba" for i in range(layers)],
+        "mamba_d_conv": 4,
+        "mamba_d_state": 64,
+        "mamba_expand": 2,
+        "mamba_headdim": 64,
+        "mamba_ngroups": 1,
+        "max_position_embeddings": 4096,
+        "model_type": "zamba2",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 32,
+        "num_logits_to_keep": 1,
+        "num_mem_blocks": 2,
+        "num_query_groups": 32,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000,
+        "time_step_floor": 0.0001,
+        "time_step_limit": None,
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.49.0.dev0",
+        "use_cache": True,
+        "use_conv_bias": True,
+        "use_long_context": False,
+        "use_mamba_kernels": True,
+        "use_mem_rope": False,
+        "use_shared_attention_adapter": False,
+        "vocab_size": 32000,
+    }
+    d = changes["hidden_size"]
+    derived = {"attention_head_dim": d // 16, "attention_hidden_size": 2 * d, "kv_channels": d // 32}
+    return common | derived | {"intermediate_size": 4 * d, "n_mamba_heads": d // 32} | changes
+
+
+ZAMBA2_1_2B = _zamba2(
+    38,
+    [5, 11, 17, 23, 29, 35],
+    hidden_size=2048,
+    mamba_d_state=128,
+    num_mem_blocks=1,
+    use_mem_rope=True,
+    use_shared_attention_adapter=True,
+)
+ZAMBA2_2_7B = _zamba2(54, [6, 12, 18, 24, 30, 36, 42, 47, 51], hidden_size=2560)
+ZAMBA2_7B = _zamba2(81, [6, *range(11, 72, 6), 77], hidden_size=3584, mamba_ngroups=2, use_mem_rope=True)

@@ -1,0 +1,232 @@
+"""Published config.jsons read, and models of ours written as such: counts, refusals, round trips."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llmtrain.config.load import load_config
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import UnsupportedModelError, families, family_for, family_of
+from llmtrain.models.pattern import format_pattern, parse_pattern
+from tests.support import published_configs as published
+from tests.support.hf import names_of
+
+YAMLS = sorted((Path(__file__).parents[4] / "yamls" / "pretrain").glob("*.yaml"))
+
+# Parameters as the hub counts them, where it was at hand; all are compared with transformers' own model besides.
+PUBLISHED: dict[str, tuple[dict[str, Any], int | float]] = {
+    "mosaicml/mpt-7b": (published.MPT_7B, 6_649_286_656),
+    "mosaicml/mpt-30b": (published.MPT_30B, 29_957_200_896),
+    "mosaicml/mpt-7b-storywriter": (published.MPT_7B_STORYWRITER, 6_649_286_656),
+    "meta-llama/Llama-2-7b-hf": (published.LLAMA_2_7B, 6_738_415_616),
+    "TinyLlama/TinyLlama_v1.1": (published.TINY_LLAMA, 1_100_048_384),
+    "meta-llama/Llama-3.1-8B": (published.LLAMA_3_1_8B, 8_030_261_248),
+    "meta-llama/Llama-3.2-1B": (published.LLAMA_3_2_1B, 1_235_814_400),
+    "state-spaces/mamba2-2.7b": (published.MAMBA2_2_7B_SSM, 2.70e9),
+    "AntonV/mamba2-130m-hf": (published.MAMBA2_130M_HF, 129e6),
+    "mistralai/Mamba-Codestral-7B-v0.1": (published.CODESTRAL_7B, 7.29e9),
+    "Zyphra/Zamba2-1.2B": (published.ZAMBA2_1_2B, 1_215_064_704),
+    "Zyphra/Zamba2-2.7B": (published.ZAMBA2_2_7B, 2.66e9),
+    "Zyphra/Zamba2-7B": (published.ZAMBA2_7B, 7.36e9),
+}
+
+
+def read(config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.model_validate(family_of(config).read_config(config))
+
+
+def count(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for _, shape in names_of(config))
+
+
+def parameters_of_transformers(config: dict[str, Any]) -> int:
+    kind = CONFIG_MAPPING[config["model_type"]]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind.from_dict(copy.deepcopy(config)))
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name):
+    config, expected = PUBLISHED[name]
+    ours = read(config)
+    found = count(ours)
+    assert found == expected if isinstance(expected, int) else abs(found / expected - 1) < 5e-3
+    try:
+        written = family_for(ours).write_config(ours)
+    except UnsupportedModelError:
+        assert name == "mosaicml/mpt-7b-storywriter"  # transformers' class has another ALiBi
+        return
+    assert found == parameters_of_transformers(written)
+    if "model_type" in config:
+        assert found == parameters_of_transformers(config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_are_all_parameters_in_order(name):
+    config, _ = PUBLISHED[name]
+    ours = read(config)
+    weights = family_of(config).weights(ours)
+    assert [(weight.ours, weight.shape) for weight in weights] == names_of(ours)
+    names = [name for weight in weights for part in weight.parts for name in part.names]
+    assert len(names) == len(set(names))
+
+
+def test_what_is_read():
+    llama = read(published.LLAMA_3_1_8B)
+    assert llama.layers == "attn*32" and llama.max_seq_len == 131072 and not llama.tie_embeddings
+    assert llama.blocks["attn"].model_dump()["position"] == {
+        "type": "rotary",
+        "theta": 500000.0,
+        "scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 8192,
+        },
+    }
+    story = read(published.MPT_7B_STORYWRITER).blocks["attn"].model_dump()
+    assert story["position"] == {"type": "alibi", "max_bias": 16.0} and story["clip_qkv"] == 6.0
+    mamba = read(published.MAMBA2_2_7B_SSM)
+    assert mamba.vocab_size == 50288 and mamba.layers == "m*64"
+    zamba = read(published.ZAMBA2_2_7B)
+    assert zamba.layers == "m*6 (s+m m*5)*6 s+m m*4 s+m m*3 s+m m*2"
+    assert zamba.blocks["m"].model_dump()["dt_limit"] == (0.001, None)
+
+
+def test_old_and_new_spellings():
+    """rope_theta and rope_scaling against rope_parameters; hybrid_layer_ids alone; infinity both ways."""
+    old = published.LLAMA_3_1_8B
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = old["rope_scaling"] | {"rope_theta": 500000.0}
+    assert read(new) == read(old)
+    older = old | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read(older).blocks["attn"].model_dump()["position"]["scaling"] == {"type": "linear", "factor": 2.0}
+
+    zamba = {key: value for key, value in published.ZAMBA2_7B.items() if key != "layers_block_type"}
+    assert read(zamba) == read(published.ZAMBA2_7B)
+
+    mamba = published.MAMBA2_130M_HF
+    assert read(mamba | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}) == read(mamba)
+    limited = read(mamba | {"time_step_limit": [0.01, math.inf]})
+    assert limited.blocks["m"].model_dump()["dt_limit"] == (0.01, None)
+
+
+def _attention(**changes: Any) -> dict[str, Any]:
+    return {"attn_config": published.MPT_7B["attn_config"] | changes}
+
+
+def _rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_scaling": scaling}
+
+
+def _ssm(**changes: Any) -> dict[str, Any]:
+    return {"ssm_cfg": {"layer": "Mamba2"} | changes}
+
+
+@pytest.mark.parametrize(
+    "config, change, message",
+    [
+        (published.MPT_7B, {"no_bias": False}, "no_bias = false"),
+        (published.MPT_7B, {"expansion_ratio": 2}, "expansion_ratio = 2.*has 4"),
+        (published.MPT_7B, {"logit_scale": "inv_sqrt_d_model"}, "logit_scale = inv_sqrt_d_model"),
+        (published.MPT_7B, {"norm_type": "rmsnorm"}, "norm_type = rmsnorm"),
+        (published.MPT_7B, _attention(qk_ln=True), "attn_config.qk_ln = true"),
+        (published.MPT_7B, _attention(prefix_lm=True), "attn_config.prefix_lm = true"),
+        (published.MPT_7B, _attention(alibi=False), "attn_config.alibi = false"),
+        (published.MPT_7B, _attention(attn_type="grouped_query_attention"), "attn_type = grouped_query_attention"),
+        (published.MPT_7B, _attention(softmax_scale=0.0), "softmax_scale"),
+        (published.MPT_7B, {"d_model": "wide"}, "does not accept"),
+        (published.LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
+        (published.LLAMA_2_7B, _rope(type="dynamic", factor=2.0), "rope_type = dynamic: there are default, linear and"),
+        (published.LLAMA_2_7B, _rope(rope_type="yarn", factor=2.0), "rope_type = yarn"),
+        (published.LLAMA_2_7B, _rope(rope_type="llama3"), "does not accept .*factor"),
+        (published.LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (published.LLAMA_2_7B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (published.LLAMA_2_7B, {"hidden_size": 4097}, "does not accept"),
+        (published.MAMBA2_130M_HF, {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        (published.MAMBA2_130M_HF, {"rms_norm": False}, "rms_norm = false"),
+        (published.MAMBA2_2_7B_SSM, _ssm(layer="Mamba1"), "ssm_cfg.layer = Mamba1"),
+        (published.MAMBA2_2_7B_SSM, {"ssm_cfg": {}}, "ssm_cfg.layer = Mamba1"),
+        (published.MAMBA2_2_7B_SSM, _ssm(d_ssm=64), "ssm_cfg.d_ssm = 64"),
+        (published.MAMBA2_2_7B_SSM, {"attn_layer_idx": [9, 18]}, "attn_layer_idx"),
+        (published.MAMBA2_2_7B_SSM, {"d_intermediate": 100}, "d_intermediate = 100"),
+        (published.MAMBA2_2_7B_SSM, {"rms_norm": False}, "rms_norm = false"),
+        (published.ZAMBA2_7B, {"use_long_context": True}, "use_long_context = true"),
+        (published.ZAMBA2_7B, {"use_conv_bias": False}, "use_conv_bias = false"),
+        (published.ZAMBA2_7B, {"hidden_act": "relu"}, "hidden_act = relu"),
+        (published.ZAMBA2_7B, {"hybrid_layer_ids": [3]}, "hybrid_layer_ids"),
+        (published.ZAMBA2_7B, {"num_hidden_layers": 80}, "num_hidden_layers = 80"),
+        (published.ZAMBA2_7B, {"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
+        (published.ZAMBA2_7B, {"mamba_headdim": 32}, "n_mamba_heads"),
+        (published.ZAMBA2_1_2B, {"num_key_value_heads": 8}, "use_shared_attention_adapter"),
+        (published.LLAMA_2_7B, {"model_type": "gpt2"}, "'gpt2'; there is llama, mamba2, mpt, zamba2"),
+    ],
+)
+def test_refusals(config, change, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(config | change)
+
+
+def test_refusals_come_all_at_once():
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(published.MPT_7B | {"no_bias": False, "logit_scale": 0.5} | _attention(qk_ln=True))
+    assert len(caught.value.reasons) == 3
+
+
+def test_features_without_effect_are_passed_over():
+    """Mamba-Codestral's file has norm_before_gate: true, which its weights contradict and the class does not read."""
+    assert not read(published.CODESTRAL_7B).blocks["m"].model_dump()["norm_before_gate"]
+    changed = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False}
+    assert read(published.LLAMA_2_7B | changed) == read(published.LLAMA_2_7B)
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=lambda file: file.stem)
+def test_our_own_models(file):
+    """Written and read back the same, or, for MPT with biases and learned positions, refused with what to change."""
+    config = load_config(file).model
+    if file.stem.startswith("mpt"):
+        with pytest.raises(UnsupportedModelError) as caught:
+            family_for(config)
+        reasons = str(caught.value)
+        assert reasons.index("MptForCausalLM") < reasons.index("LlamaForCausalLM")
+        assert (
+            "model.positions = learned: MptForCausalLM has ALiBi only; set positions: none and "
+            "blocks.attn.position: {type: alibi}" in reasons
+        )
+        assert "model.blocks.attn.qkv_bias = true: MptForCausalLM has no biases; set qkv_bias: false" in reasons
+        return
+    family = family_for(config)
+    written = json.loads(json.dumps(family.write_config(config), allow_nan=False))
+    assert written["architectures"] == [family.architecture] and written["model_type"] == family.model_type
+    assert not {"bos_token_id", "eos_token_id", "pad_token_id", "dtype"} & written.keys()
+    assert names_of(read(written)) == [(w.ours, w.shape) for w in family.weights(read(written))]
+    assert count(read(written)) == count(config)
+
+
+def test_older_readers_find_the_rotary_settings():
+    written = family_for(read(published.LLAMA_3_1_8B)).write_config(read(published.LLAMA_3_1_8B))
+    assert written["rope_theta"] == 500000.0 and written["rope_scaling"] == published.LLAMA_3_1_8B["rope_scaling"]
+    assert written["rope_parameters"] == written["rope_scaling"] | {"rope_theta": 500000.0}
+
+
+def test_families():
+    assert [family.model_type for family in families()] == ["mpt", "llama", "mamba2", "zamba2"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "m*6 (s+m m*5)*7", "m*5 (s+m m*5)*5 s+m m*2", "(a b)*3 a*2", "a b c a b c", "s+m*3"]
+)
+def test_patterns_are_written_as_they_are_read(text):
+    layers = parse_pattern(text)
+    written = format_pattern(layers)
+    assert parse_pattern(written) == layers and len(written) <= len(text)
