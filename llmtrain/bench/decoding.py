@@ -6,7 +6,8 @@ Random weights and prompts, bf16 on a GPU, greedy, no early end. Two figures eac
 request, and of the decoding after the prompts are read (the whole, less a request of one new token). A peer that runs
 out of memory is given the same prompts in smaller groups, one after another, which is then said.
 
---curve also draws milliseconds per token over the length of the text read before (zeros in the caches: the work is the same).
+--curve adds milliseconds per token over the length of the text read before to a picture and the figures in PNG.json
+(zeros in the caches: the work is the same).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1800)
     parser.add_argument("--new", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--curve", metavar="PNG")
     args = parser.parse_args()
@@ -59,7 +63,7 @@ def main() -> None:
         print(f"batch {batch:3}  llmtrain      {ours}", flush=True)
         if peer is None:
             continue
-        theirs = measure(peer_of(peer), prompts, args.new, args.repeats)
+        theirs = measure(peer_of(peer), prompts, args.new, args.peer_repeats)
         print(f"batch {batch:3}  transformers  {theirs}", flush=True)
         print(
             f"batch {batch:3}  llmtrain / transformers: whole request {ours.whole / theirs.whole:.2f} x, "
@@ -131,8 +135,7 @@ def measure(request: Request, prompts: list[list[int]], new: int, repeats: int) 
             if size == 1:
                 raise
             size //= 2
-    if size < len(prompts):
-        repeats = 1  # the peer's slow path; one pass takes long enough to be steady
+    print(f"    {len(prompts)} prompts fit in batches of {size}", flush=True)
 
     def seconds(count: int) -> float:
         found = []
@@ -173,12 +176,7 @@ def peer_of(peer) -> Request:
 
 
 def curve(name: str, model: HybridLM, png: str, steps: int = 32) -> None:
-    """Draws the time of one more token over the tokens read before, and writes the figures beside the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Measures the time of one more token over the tokens read before, and draws it."""
     on_gpu = model.embed.weight.is_cuda
     lengths = [2**n for n in range(10, 18 if on_gpu else 15)]
     times = []
@@ -195,15 +193,34 @@ def curve(name: str, model: HybridLM, png: str, steps: int = 32) -> None:
                 step(tokens)
             times.append(1000 * (clock() - began) / steps)
         print(f"{name}: {length:7,} tokens before, {times[-1]:.3f} ms per token", flush=True)
-    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    axes.plot(lengths, times, "o-")
-    axes.set(xlabel="tokens read before", ylabel="ms per token, batch 1", ylim=(0, None), title=name)
+    device = device_name(model.embed.weight.device)
+    draw({"name": name, "device": device, "tokens": lengths, "ms": times}, Path(png))
+
+
+def draw(found: dict[str, Any], png: Path) -> None:
+    """Adds a model's figures to those beside the picture, and draws all of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = png.with_suffix(".json")
+    known = json.loads(figures.read_text()) if figures.exists() else []
+    known = [*(one for one in known if one["name"] != found["name"]), found]
+    figures.write_text("[\n" + ",\n".join(json.dumps(one) for one in known) + "\n]\n")
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), constrained_layout=True)
+    for one in known:
+        axes.plot(one["tokens"], one["ms"], "o-", markersize=4, label=one["name"])
+    axes.set(xlabel="tokens read before", ylabel="ms per token, batch 1", xlim=(0, None), ylim=(0, None))
+    axes.set_title(f"Cached decoding, bf16, {known[0]['device']}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:.0f} Ki")
+    axes.set_xticks(
+        [2**14 * n for n in range(9)] if max(max(one["tokens"]) for one in known) > 2**16 else axes.get_xticks()
+    )
     axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     figure.savefig(png, dpi=120)
-    with open(png + ".json", "w") as file:
-        json.dump(
-            {"name": name, "device": device_name(model.embed.weight.device), "tokens": lengths, "ms": times}, file
-        )
+    plt.close(figure)
 
 
 def device_name(device: torch.device) -> str:

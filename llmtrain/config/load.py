@@ -48,6 +48,8 @@ def load_config(
             problems += readable(check_for_world(config, world_size))
         if check_data and not any(path.startswith("data") for path in wrong):
             problems += readable(_data_problems(config))
+        if check_data and not any(path.startswith("eval") for path in wrong):
+            problems += readable(_icl_problems(config))
         if check_data and not any(path.startswith(("model", "init_from", "run_dir", "name")) for path in wrong):
             problems += readable(_initial_problems(config, fresh))
     if problems or config is None:
@@ -96,3 +98,15 @@ def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     from llmtrain.checkpoint.initial import initial_problems
 
     yield from initial_problems(config, fresh)
+
+
+def _icl_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the eval YAML of eval.icl, in its own report."""
+    if config.eval.icl is None:
+        return
+    from llmtrain.eval.run_config import load_eval_run
+
+    try:
+        load_eval_run(config.eval.icl.file, needs_models=False)
+    except ValueError as error:
+        yield Problem("eval.icl.file", None, str(error))

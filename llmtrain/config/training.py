@@ -119,6 +119,19 @@ class ScheduleConfig(Section):
             )
 
 
+class InContextConfig(Section):
+    """In-context-learning tasks during training."""
+
+    file: str = free()
+    """An eval YAML, such as eval/quick.yaml: its tasks, gauntlet, convention, data_dir and limit count, its models do not."""
+    interval: DurationField = free(Duration(1000, "steps"))
+    """They are scored so often, and after the last step."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.interval.value <= 0:
+            yield Problem("interval", str(self.interval), "must be positive")
+
+
 class EvalConfig(Section):
     """Validation loss during training."""
 
@@ -129,6 +142,8 @@ class EvalConfig(Section):
     """Default: train.microbatch_size."""
     prompt: str | None = free(None)
     """Text for the model to continue when the run ends."""
+    icl: InContextConfig | None = free(None)
+    """Also score in-context-learning tasks."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:

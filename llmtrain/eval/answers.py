@@ -16,14 +16,14 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 def foundry_correct(text: str, question: Question, style: FoundryPrompting) -> dict[str, bool]:
     """Right when the answer begins with one of the right answers.
 
-    An alias of which normalisation leaves nothing ("The The") is passed over: every text begins with nothing. (In LLM
-    Foundry, such an alias makes any answer right.)
+    As in LLM Foundry, a right answer of which normalisation leaves nothing ("The") makes every answer right; of its
+    3,000 TriviaQA questions, one has such an alias.
     """
     given = _cut(text, style.stops)
     if style.cot_delimiter:
         given = given.split(style.cot_delimiter)[-1]
     clean = normalize if style.normalize else str.strip
-    right = {clean(answer) for answer in (question.answer, *question.aliases)} - {""}
+    right = {clean(answer) for answer in (question.answer, *question.aliases)}
     return {"exact_match": any(clean(given).startswith(answer) for answer in right)}
 
 

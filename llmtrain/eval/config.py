@@ -145,4 +145,3 @@ class TaskConfig(Templates):
         for name, _ in section.templates():
             if name not in known and name != "preamble":
                 yield Problem(prefix + name, None, f"not of a {self.type} task, which has {', '.join(known)}")
-

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.eval.scorer import reading
 from llmtrain.models.cache import Cache
@@ -22,7 +22,7 @@ def lockstep(model: HybridLM) -> Iterator[None]:
     Before every call the ranks tell each other whether they have work left. One that has knows the answer and does not
     wait for it. A rank that fails goes along too, so that the others end, and raises afterwards.
     """
-    if not isinstance(model.embed.weight, DTensor) or dist.get_world_size() == 1:
+    if not isinstance(model, FSDPModule) or dist.get_world_size() == 1:
         yield
         return
     device = model.embed.weight.device

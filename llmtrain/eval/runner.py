@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,17 +23,13 @@ from llmtrain.eval.models import (
     tokenizer_identity,
     window_of,
 )
-from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.eval.results import Report, Result
 from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
 from llmtrain.eval.scorer import Scorer
 from llmtrain.eval.store import Answers, Store, requests_digest
 from llmtrain.eval.task import Documents, load_task
-from llmtrain.eval.together import Team, answer, by_document
+from llmtrain.eval.together import Team, answer, in_order
 from llmtrain.train.distributed import initialize, world_from_environment
-
-_BATCHES_PER_CHUNK = 16
-"""Answers are kept after so many full batches of every rank."""
 
 
 def evaluate(run: EvalRun) -> Report:
@@ -131,7 +126,6 @@ class Evaluated:
                 known=known,
                 keep=store.append if store else lambda new: None,
                 progress=progress,
-                chunk_cost=_BATCHES_PER_CHUNK * self.scorer.limits.tokens,
             )
         seconds = time.perf_counter() - began if len(known) < len(documents) else 0.0
         metrics = task.metrics(documents, requests, in_order(requests, answers))
@@ -167,15 +161,6 @@ class Evaluated:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def in_order(requests: Sequence[Score | Generate], answers: Answers) -> list[Scored | Generated]:
-    """An answer per request, from answers by document."""
-    made: list[Any] = [None] * len(requests)
-    for document, group in by_document(requests).items():
-        for index, one in zip(group, answers[document], strict=True):
-            made[index] = one
-    return made
 
 
 class Bar:

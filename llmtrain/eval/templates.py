@@ -28,7 +28,7 @@ def _refuse_null(value: Any) -> Any:
 
 
 def _regex_replace(text: str, pattern: str, replacement: str = "") -> str:
-    """`text | regex_replace('\\[.*?\\]', '')`."""
+    """`text | regex_replace(' +', ' ')`. As everywhere in Jinja, a backslash in a quoted text is written twice."""
     return re.sub(pattern, replacement, text)
 
 

@@ -19,6 +19,9 @@ from llmtrain.train.distributed import World
 _NEW_TOKEN = 8
 """Cost of a generated token in tokens read."""
 
+_BATCHES_PER_CHUNK = 16
+"""Answers are kept after so many full batches of every rank."""
+
 Requests = Sequence[Score | Generate]
 
 
@@ -101,7 +104,6 @@ def answer(
     known: Answers,
     keep: Callable[[Answers], None],
     progress: Callable[[int], None],
-    chunk_cost: int,
 ) -> Answers:
     """Every document's answers, the same on every rank; `known` ones are not asked for again.
 
@@ -115,7 +117,7 @@ def answer(
         if document not in known
     }
     found = dict(known)
-    for chunk in chunks(costs, chunk_cost * team.world.size):
+    for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * team.world.size):
         mine = divide(costs, chunk, team.world.size)[team.world.rank]
         with team.lockstep():
             results = _ask([requests[index] for document in mine for index in groups[document]], scorer, window)
@@ -131,6 +133,15 @@ def answer(
         found |= new
         progress(len(new))
     return found
+
+
+def in_order(requests: Sequence[Score | Generate], answers: Answers) -> list[Scored | Generated]:
+    """An answer per request, from answers by document."""
+    made: list[Any] = [None] * len(requests)
+    for document, group in by_document(requests).items():
+        for index, one in zip(group, answers[document], strict=True):
+            made[index] = one
+    return made
 
 
 def _ask(requests: Requests, scorer: Scorer, window: int) -> list[Scored | Generated]:

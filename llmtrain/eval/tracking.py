@@ -36,7 +36,7 @@ def log_to_wandb(report: Report, options: WandbConfig, folder: Path, settings: M
             averages = report.scores[model].averages
             run.summary.update({f"icl/gauntlet/{name}": value.value for name, value in averages.items()})
         columns: list[Any] = ["task", "shots", "convention", "metric", "value", "stderr"]
-        rows = [
+        rows: list[Any] = [
             [
                 one.task,
                 one.shots,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Evaluator, State
+from composer.core import Callback, Evaluator, State
 from composer.utils import dist
 
 from llmtrain.checkpoint import manifest as manifests
@@ -18,6 +18,7 @@ from llmtrain.checkpoint.initial import initial_checkpoint
 from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
+from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
@@ -26,7 +27,7 @@ from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
-from llmtrain.train.distributed import initialize, world_from_environment
+from llmtrain.train.distributed import World, initialize, world_from_environment
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize
@@ -100,6 +101,7 @@ def train(config: Config) -> Outcome:
             GradientSync(model, config.train.sharding.sync_every_microbatch),
             Stability(config.train),
             Throughput(cost),
+            *in_context(config, model, world, length),  # after Throughput, which does not count it
             Checkpointing(
                 folder / "checkpoints",
                 model,
@@ -130,6 +132,20 @@ def train(config: Config) -> Outcome:
         validation_loss=final_metric(trainer.state, "cross_entropy"),
         bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
     )
+
+
+def in_context(config: Config, model: HybridLM, world: World, length: dict[str, Any]) -> list[Callback]:
+    """The callback of eval.icl, if there is one. length: of the run, as Duration.steps takes it."""
+    icl = config.eval.icl
+    if icl is None:
+        return []
+    from llmtrain.eval.run_config import load_eval_run
+    from llmtrain.generate.load import tokenizer_path
+    from llmtrain.train.callbacks.evaluation import Evaluation
+
+    tokenizer = load_tokenizer(tokenizer_path(config.data.model_dump(mode="json")))
+    run = load_eval_run(icl.file, needs_models=False)
+    return [Evaluation(run, model, tokenizer, world, max(icl.interval.steps(**length), 1))]
 
 
 def final_metric(state: State, name: str) -> float | None:

@@ -192,16 +192,24 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
 
 ALONE = """
 import sys
+from importlib.machinery import PathFinder
 
-class Absent:
-    # What a user of the export need not have.
-    names = {"llmtrain", "composer", "streaming", "omegaconf", "pydantic", "triton", "wandb", "matplotlib", "mamba_ssm"}
+# What a user of the export need not have: all that we bring beside transformers and torch.
+ABSENT = {"llmtrain", "composer", "streaming", "omegaconf", "pydantic", "triton", "wandb", "matplotlib", "mamba_ssm"}
+ABSENT |= {"lm_eval", "accelerate", "datasets", "evaluate", "sklearn", "scipy", "pandas"}
 
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Others(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ABSENT else super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path = [Others if finder is PathFinder else finder for finder in sys.meta_path]
+try:
+    import llmtrain
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("llmtrain is there")
 """
 
 LOADS = """

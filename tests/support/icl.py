@@ -85,7 +85,7 @@ def score(context: Sequence[int], continuation: Sequence[int]) -> tuple[float, b
     return -(0.5 + 3 * (number % 10_007) / 10_007) * len(continuation), number % 3 == 0
 
 
-def generate(context: Sequence[int], answers: Sequence[str] = ()) -> str:
+def generate(context: Sequence[int]) -> str:
     """A text as a model might write, from nothing but the tokens: often a number, seldom one after ####."""
     number = score(context, [0])[0] * -1e6
     choice = int(number) % 5

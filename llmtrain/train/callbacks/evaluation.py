@@ -1,0 +1,135 @@
+"""In-context-learning tasks while a model is trained: scored every so many steps, by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch.distributed.fsdp import FSDPModule
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.gauntlet import load_gauntlet
+from llmtrain.eval.lockstep import lockstep
+from llmtrain.eval.request import Generate, Score
+from llmtrain.eval.results import Result, flat
+from llmtrain.eval.run_config import Chosen, EvalRun, chosen_tasks
+from llmtrain.eval.runner import read_documents, scores_of
+from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.task import Documents
+from llmtrain.eval.together import Team, answer, in_order
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.train.distributed import World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task with all that is asked; window: tokens read at most."""
+
+    chosen: Chosen
+    documents: Documents
+    requests: list[Score | Generate]
+    window: int
+
+
+class Evaluation(Callback):
+    """Logs `icl/<task>/<metric>` every `interval` steps and after the last one.
+
+    Data are read, and prompts tokenised, when this is made: what is wrong with them is known before training begins.
+    The weights, the optimizer, the random generators and the data are left as they are.
+    Raises ValueError for a task or data file that cannot be used.
+    """
+
+    def __init__(self, run: EvalRun, model: HybridLM, tokenizer: TextTokenizer, world: World, interval: int):
+        self.run, self.model, self.tokenizer, self.interval = run, model, tokenizer, interval
+        self.team = Team(world, lambda: lockstep(model))
+        self.gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
+        tasks = chosen_tasks(run, self.gauntlet)
+        documents = read_documents(tasks, run.limit)
+        self.length = min(run.max_length or model.config.max_seq_len, model.config.max_seq_len)
+        self.prepared: list[Prepared] = []
+        for chosen in tasks:
+            task, found = chosen.task, documents[chosen.task.name]
+            window = task.window(self.length) - 1
+            requests = task.requests(found, tokenizer, chosen.shots, max_seq_len=window, pmi=run.pmi)
+            self.prepared.append(Prepared(chosen, found, requests, window))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        step = state.timestamp.batch.value
+        last = state.max_duration is not None and state.timestamp >= state.max_duration
+        if step % self.interval and not last:
+            return
+        with evaluating(self.model):
+            results = self.measure()
+        metrics: dict[str, Any] = dict(flat(results))
+        if self.gauntlet is not None:
+            scores = scores_of(self.gauntlet, "", self.run, results)
+            metrics |= {f"icl/gauntlet/{name}": value.value for name, value in scores.averages.items()}
+        logger.log_metrics(metrics)
+        if self.team.world.is_main:
+            heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
+            print(f"step {step}  " + "  ".join(heads), flush=True)
+
+    def measure(self) -> list[Result]:
+        """Every rank calls this, and gets the same."""
+        scorer = HybridScorer(
+            self.model,
+            self.tokenizer,
+            max_length=self.length,
+            max_batch_tokens=self.run.max_batch_tokens,
+            share=self.run.share_prefixes,
+        )
+        results = []
+        for one in self.prepared:
+            answers = answer(
+                one.requests,
+                scorer,
+                self.team,
+                window=one.window,
+                known={},
+                keep=lambda new: None,
+                progress=lambda documents: None,
+            )
+            task = one.chosen.task
+            metrics = task.metrics(one.documents, one.requests, in_order(one.requests, answers))
+            results.append(
+                Result(
+                    model="",
+                    path="",
+                    task=task.name,
+                    shots=one.chosen.shots,
+                    title=one.chosen.title,
+                    convention=self.run.convention,
+                    dtype=str(self.model.embed.weight.dtype).removeprefix("torch."),
+                    metrics=metrics,
+                    seconds=0.0,
+                    asked=len(one.documents),
+                )
+            )
+        return results
+
+
+@contextmanager
+def evaluating(model: HybridLM) -> Iterator[None]:
+    """The model in eval mode; afterwards as it was, its weights sharded.
+
+    FSDP2 leaves the root's weights gathered after a forward pass, for the backward pass that follows in training. Here
+    none does. They are let go after each call, so that they can be seen to be sharded (decoding records no CUDA graph
+    then), and all others at the end.
+    """
+    was_training = model.training
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    model.eval()
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(True, recurse=False)
+    try:
+        yield
+    finally:
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(False, recurse=False)
+        for module in sharded:
+            module.reshard()
+        model.train(was_training)

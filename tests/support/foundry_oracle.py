@@ -1,0 +1,191 @@
+"""LLM Foundry's convention, written a second time from its description, straight and slow, on Hugging Face tokenizers.
+
+It shares no code with llmtrain.eval and keeps to one function per type of task, so that it can be read line by line.
+A request is (context ids, continuation ids), or (context ids, most new tokens) where text is generated.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Style:
+    """Settings of a task, by LLM Foundry's names and with its defaults."""
+
+    def __init__(self, **settings: Any):
+        self.prompt_string = ""
+        self.example_delimiter = "\n"
+        self.continuation_delimiter = " "
+        self.prelimiter = ""
+        self.cot_delimiter = ""
+        self.early_stopping_criteria: list[str] = []
+        self.do_normalization = True
+        for name, value in settings.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+
+
+def stripped(record: Record) -> Record:
+    """Texts lose the white space around them; lists stay as they are."""
+    return {key: value.strip() if isinstance(value, str) else value for key, value in record.items()}
+
+
+def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[int]:
+    """Draws anew for every document, from one generator for all of them."""
+    chosen = set(rng.sample(range(count), min(shots, count - 1)))
+    if index in chosen:
+        chosen.discard(index)
+        while True:
+            another = rng.choice(range(count))
+            if another != index and another not in chosen:
+                chosen.add(another)
+                break
+    return chosen
+
+
+def begin(tokenizer: Any, text: str) -> list[int]:
+    """What comes before the document, with special tokens, but without an EOS at its end."""
+    ids = tokenizer(text)["input_ids"]
+    if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+
+def plain(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def spaced(tokenizer: Any, text: str) -> str:
+    """A continuation begins with a space, for tokenizers in which a space and a letter make one token."""
+    if len(plain(tokenizer, " a")) == 1 and not text.startswith(" "):
+        return " " + text
+    return text
+
+
+def question_context(style: Style, text: str, before: str) -> str:
+    context = style.prelimiter + text
+    if before:
+        context = style.example_delimiter + context
+    return context + style.continuation_delimiter
+
+
+def multiple_choice(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+    records = [stripped(record) for record in records]
+    rng = random.Random(1234)
+    documents = []
+    for index, record in enumerate(records):
+        before = style.prompt_string
+        for number in examples_of(len(records), index, shots, rng) if shots else ():
+            example = records[number]
+            before += question_context(style, example["query"], before) + example["choices"][example["gold"]]
+        context = question_context(style, record["query"], before).rstrip()
+        ids = begin(tokenizer, before) + plain(tokenizer, context)
+        documents.append([(ids, plain(tokenizer, spaced(tokenizer, choice))) for choice in record["choices"]])
+    return documents
+
+
+def schema(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+    records = [stripped(record) for record in records]
+    rng = random.Random(1234)
+    documents = []
+    for index, record in enumerate(records):
+        before = style.prompt_string
+        for number in examples_of(len(records), index, shots, rng) if shots else ():
+            example = records[number]
+            context = example["context_options"][example["gold"]]
+            if before:
+                context = style.example_delimiter + context
+            before += style.prelimiter + context + style.continuation_delimiter + example["continuation"]
+        if before:
+            end = style.continuation_delimiter.rstrip()
+            contexts = [style.prelimiter + style.example_delimiter + one + end for one in record["context_options"]]
+        else:
+            contexts = [style.prelimiter + one for one in record["context_options"]]
+        continuation = plain(tokenizer, spaced(tokenizer, record["continuation"]))
+        documents.append([(begin(tokenizer, before) + plain(tokenizer, one), continuation) for one in contexts])
+    return documents
+
+
+def language_modeling(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+    records = [stripped(record) for record in records]
+    rng = random.Random(1234)
+    documents = []
+    for index, record in enumerate(records):
+        before = style.prompt_string
+        for number in examples_of(len(records), index, shots, rng) if shots else ():
+            example = records[number]
+            before += question_context(style, example["context"], before) + example["continuation"]
+        context = question_context(style, record["context"], before).rstrip()
+        ids = begin(tokenizer, before) + plain(tokenizer, context)
+        documents.append([(ids, plain(tokenizer, spaced(tokenizer, record["continuation"])))])
+    return documents
+
+
+def generation(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+    reasons = "chain_of_thought" in records[0]
+    longest = 0
+    for record in records:
+        for answer in [record["answer"], *record.get("aliases", [])]:
+            text = record["chain_of_thought"] + style.cot_delimiter + answer if reasons else answer
+            longest = max(longest, len(tokenizer(text)["input_ids"]))
+    longest = max(longest + (10 if style.cot_delimiter else 0), 1)
+    records = [stripped(record) for record in records]
+    rng = random.Random(1234)
+    documents = []
+    for index, record in enumerate(records):
+        before = style.prompt_string
+        for number in examples_of(len(records), index, shots, rng) if shots else ():
+            example = records[number]
+            answer = example["answer"]
+            if reasons:
+                answer = example["chain_of_thought"] + style.cot_delimiter + answer
+            before += question_context(style, example["context"], before) + answer
+        context = question_context(style, record["context"], before).rstrip()
+        documents.append([(begin(tokenizer, before) + plain(tokenizer, context), longest)])
+    return documents
+
+
+TYPES = {
+    "multiple_choice": multiple_choice,
+    "schema": schema,
+    "language_modeling": language_modeling,
+    "generation": generation,
+}
+
+
+def requests(kind: str, records: list[Record], tokenizer: Any, style: Style, shots: int, categories: bool) -> list:
+    """Per document its requests; with categories, one category's documents after the other's, each a set of its own."""
+    if not categories:
+        return TYPES[kind](records, tokenizer, style, shots)
+    documents = []
+    for category in sorted({record["category"] for record in records}):
+        part = [record for record in records if record["category"] == category]
+        documents += TYPES[kind](part, tokenizer, style, shots)
+    return documents
+
+
+def picks_gold(record: Record, mean_losses: list[float]) -> bool:
+    """The alternative of the lowest mean cross entropy per token, the first of equals."""
+    return mean_losses.index(min(mean_losses)) == record["gold"]
+
+
+def normalized(text: str) -> str:
+    text = text.replace("_", " ").lower()
+    text = "".join(" " if letter in string.punctuation + "‘’´`" else letter for letter in text)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def answered(record: Record, text: str, style: Style) -> bool:
+    """The cleaned text begins with a cleaned right answer."""
+    if style.early_stopping_criteria:
+        text = re.split("|".join(style.early_stopping_criteria), text)[0]
+    if style.cot_delimiter:
+        text = text.split(style.cot_delimiter)[-1]
+    clean = normalized if style.do_normalization else str.strip
+    right = [clean(answer) for answer in [record["answer"], *record.get("aliases", [])]]
+    return any(clean(text).startswith(answer) for answer in right)
