@@ -24,7 +24,6 @@ import torch
 
 from llmtrain.config.load import load_config
 from llmtrain.generate.decoding import Step, decode
-from llmtrain.generate.load import cast
 from llmtrain.generate.sampling import Sampling
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import ModelConfig
@@ -79,7 +78,7 @@ def build(config: ModelConfig) -> HybridLM:
         model = HybridLM(config, dtype=dtype)
     model.to_empty(device=device)
     model.init_weights(0)
-    return cast(model, dtype).eval()
+    return model.cast(dtype).eval()
 
 
 def build_peer(model: HybridLM) -> torch.nn.Module:

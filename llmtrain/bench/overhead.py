@@ -66,7 +66,6 @@ def plain_loop(config: Config) -> list[float]:
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.optim import LearningRate, build_optimizer
     from llmtrain.train.parallel import compile_layers
-    from llmtrain.train.precision import fp32_modules
 
     torch.manual_seed(config.seed)
     with torch.device("meta"):
@@ -76,9 +75,7 @@ def plain_loop(config: Config) -> list[float]:
     model.to_empty(device="cuda")
     compile_layers(model)
     if config.train.precision == "amp_bf16":
-        model.bfloat16()
-        for module in fp32_modules(model):
-            module.float()
+        model.cast(torch.bfloat16)
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]

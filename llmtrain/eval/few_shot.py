@@ -41,7 +41,9 @@ def lm_eval_sample(rng: Random, pool: Sequence[Document], shots: int, document: 
         return rng.sample(pool, shots)
     drawn = [one for one in rng.sample(pool, shots + 1) if one.record != document.record][:shots]
     if len(drawn) < shots:
-        drawn = rng.sample([one for one in pool if one.record != document.record], shots)
+        others = [one for one in pool if one.record != document.record]
+        _check_others(len(others), shots, document)
+        drawn = rng.sample(others, shots)
     return drawn
 
 
@@ -53,7 +55,16 @@ def lm_eval_first(pool: Sequence[Document], shots: int, document: Document | Non
             break
         if document is None or one.record != document.record:
             chosen.append(one)
+    if document is not None:
+        _check_others(len(chosen), shots, document)
     return chosen
+
+
+def _check_others(count: int, shots: int, document: Document) -> None:
+    if count < shots:
+        raise EvalError(
+            f"{document.where}: {shots} few-shot examples asked for, but only {count} records differ from this one"
+        )
 
 
 def check_pool(task: str, size: int, shots: int, own: bool, category: str | None) -> None:

@@ -53,10 +53,10 @@ class Gauntlet(Section):
     """Named averages of categories. Default: `average`, of all."""
 
     def problems(self) -> Iterator[Problem]:
-        if not self.categories:
-            yield Problem("categories", None, "a gauntlet needs at least one category")
         if self.rescale and not self.subtract_baseline:
             yield Problem("rescale", True, "needs subtract_baseline: true, or 1 would not be perfect")
+        if not self.categories:
+            yield Problem("categories", None, "a gauntlet needs at least one category")
         for name, members in self.averages.items():
             if name in self.categories:
                 yield Problem(f"averages.{name}", None, "is the name of a category too; rename the average")

@@ -12,7 +12,6 @@ from llmtrain.checkpoint import lookup, store
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.mixers.mamba2 import SSMParameters
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.manifest import Manifest
@@ -41,16 +40,7 @@ def load_model(source: str, dtype: torch.dtype | None = None) -> tuple[HybridLM,
         model.to_empty(device=device)
         store.load(folder, model)
         tokenizer = load_tokenizer(tokenizer_of(folder, manifest))
-    return cast(model, dtype).to(device).eval(), tokenizer
-
-
-def cast(model: HybridLM, dtype: torch.dtype) -> HybridLM:
-    """All parameters to `dtype`, except those of the recurrences, which stay fp32."""
-    for module in model.modules():
-        if not isinstance(module, SSMParameters):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
-    return model
+    return model.cast(dtype).to(device).eval(), tokenizer
 
 
 def tokenizer_of(folder: Path, manifest: Manifest) -> str:

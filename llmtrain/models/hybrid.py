@@ -18,6 +18,7 @@ from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
 from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_tokens, soft_cap
+from llmtrain.models.mixers.mamba2 import SSMParameters
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 
 
@@ -118,6 +119,14 @@ class HybridLM(nn.Module):
         init = self.config.init
         depth = 2 * len(self.blocks) if init.scale_residual else 1
         init_weights(self, InitScale(init.std, init.std * depth**-0.5), seed)
+
+    def cast(self, dtype: torch.dtype) -> HybridLM:
+        """All parameters to `dtype`, for inference, except those of the recurrences: these keep fp32 (see SSMParameters)."""
+        for module in self.modules():
+            if not isinstance(module, SSMParameters):
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.to(dtype)
+        return self
 
     def shared_uses(self) -> list[SharedAttention]:
         """The shared block of each use, in order."""

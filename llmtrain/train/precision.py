@@ -27,9 +27,5 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def fp32_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules whose parameters stay fp32 under amp_bf16.
-
-    Mamba-2's A_log, D and dt_bias are exponentiated or summed over the sequence: bf16's 8 bits of mantissa
-    would move the decay exp(dt * A) of long memories by far more than one optimizer step does.
-    """
+    """Modules whose parameters stay fp32 under amp_bf16: Mamba-2's A_log, D and dt_bias."""
     return [module for module in model.modules() if isinstance(module, SSMParameters)]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from llmtrain.generate import decoding
-from llmtrain.generate.load import cast
 from llmtrain.generate.sampling import Sampling
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
@@ -59,9 +58,8 @@ def test_a_recorded_graph_changes_nothing(model, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_stays_close(name):
     """Not token by token: one rounding may turn a choice. The first logits after a long prompt, and 40 steps on."""
-    model = build(name, platform.detect(), torch.bfloat16)
+    model = build(name, platform.detect(), torch.bfloat16).cast(torch.bfloat16)
     exact = build(name, platform.detect())
-    model = cast(model, torch.bfloat16)
     ids = torch.randint(VOCAB, (2, 140), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
     cache = decoding.Cache(model, 2, 140)
     step = decoding.Step(model, cache, 40)

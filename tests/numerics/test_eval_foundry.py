@@ -24,11 +24,12 @@ FILES = {
     "triviaqa": "triviaqa_sm_sub",
 }
 TASKS = (
-    "arc_challenge arc_easy boolq copa gsm8k hellaswag jeopardy lambada mmlu openbook_qa piqa triviaqa winograd winogrande"
-).split()
+    *("arc_challenge", "arc_easy", "boolq", "copa", "gsm8k", "hellaswag", "jeopardy"),
+    *("lambada", "mmlu", "openbook_qa", "piqa", "triviaqa", "winograd", "winogrande"),
+)
 ANSWERED = {"continuation_delimiter": "\nAnswer: "}
 STYLES: dict[str, dict[str, Any]] = {
-    **{name: ANSWERED for name in ("arc_challenge", "arc_easy", "boolq", "jeopardy", "mmlu", "piqa")},
+    **dict.fromkeys(("arc_challenge", "arc_easy", "boolq", "jeopardy", "mmlu", "piqa"), ANSWERED),
     "gsm8k": {
         "prelimiter": "Q: ",
         "continuation_delimiter": "\nA: Let's think step by step. ",

@@ -139,7 +139,9 @@ def ours(task: Task, tokenizer: TextTokenizer, shots: int, **options: Any) -> tu
     return requests, task.metrics(documents, requests, ask(requests))
 
 
-def assert_same(theirs: Any, results: dict[str, Any], requests: list[Score | Generate], metrics: Metrics | None) -> None:
+def assert_same(
+    theirs: Any, results: dict[str, Any], requests: list[Score | Generate], metrics: Metrics | None
+) -> None:
     scores = [(one.context, one.continuation) for one in requests if isinstance(one, Score)]
     texts = [(one.context, one.stops, one.max_new_tokens) for one in requests if isinstance(one, Generate)]
     assert len(scores) + len(texts) > 0
@@ -216,18 +218,26 @@ def hub_records(name: str, rng: random.Random, count: int) -> list[dict[str, Any
             case "arc_easy" | "arc_challenge" | "openbook_qa":
                 labels = rng.choice((["A", "B", "C", "D"], ["1", "2", "3", "4"]))
                 choices = {"text": [text(3) for _ in labels], "label": labels}
-                return {("question_stem" if name == "openbook_qa" else "question"): text() + "?", "choices": choices} | {
-                    "answerKey": rng.choice(labels)
-                }
+                return {
+                    ("question_stem" if name == "openbook_qa" else "question"): text() + "?",
+                    "choices": choices,
+                } | {"answerKey": rng.choice(labels)}
             case "boolq":
                 return {"passage": text(20), "question": text(), "label": rng.randrange(2)}
             case "hellaswag":
-                endings = [rng.choice(("", " ", "[step] ")) + f"{text(4)} [title] the [substeps]  end" for _ in range(4)]
+                endings = [
+                    rng.choice(("", " ", "[step] ")) + f"{text(4)} [title] the [substeps]  end" for _ in range(4)
+                ]
                 return {"activity_label": text(2), "ctx_a": f" {text()}.", "ctx_b": text(3), "endings": endings} | {
                     "label": str(rng.randrange(4))
                 }
             case "piqa":
-                return {"goal": text() + rng.choice(("", "\n")), "sol1": text(5), "sol2": text(7), "label": rng.randrange(2)}
+                return {
+                    "goal": text() + rng.choice(("", "\n")),
+                    "sol1": text(5),
+                    "sol2": text(7),
+                    "label": rng.randrange(2),
+                }
             case "winograd":
                 begin, pronoun, end = rng.choice(
                     (
@@ -244,7 +254,12 @@ def hub_records(name: str, rng: random.Random, count: int) -> list[dict[str, Any
                     "label": rng.randrange(2)
                 }
             case "winogrande":
-                return {"sentence": f"{text(4)} _ {text(4)}. ", "option1": "Ann", "option2": "Bo", "answer": rng.choice("12")}
+                return {
+                    "sentence": f"{text(4)} _ {text(4)}. ",
+                    "option1": "Ann",
+                    "option2": "Bo",
+                    "answer": rng.choice("12"),
+                }
             case "lambada":
                 return {"text": text(12)}
             case "copa":
@@ -252,11 +267,13 @@ def hub_records(name: str, rng: random.Random, count: int) -> list[dict[str, Any
                     "question": rng.choice(("cause", "effect"))
                 }
             case "mmlu":
-                return {"question": f" {text()}?", "choices": [text(2) for _ in range(4)], "answer": rng.randrange(4)} | {
-                    "subject": "college_biology"
-                }
+                return {
+                    "question": f" {text()}?",
+                    "choices": [text(2) for _ in range(4)],
+                    "answer": rng.randrange(4),
+                } | {"subject": "college_biology"}
             case "triviaqa":
-                aliases = [text(2), "It's \"Mark\"", text(1)]
+                aliases = [text(2), 'It\'s "Mark"', text(1)]
                 return {"question": text() + "?", "answer": {"value": aliases[0], "aliases": aliases}}
             case "gsm8k":
                 return {"question": text() + "?", "answer": f"{text()}\n{text()}\n#### {rng.randrange(9)}"}
@@ -320,7 +337,9 @@ def test_windows_of_a_long_text(size: int, any_tokenizer, tmp_path):
     requests, metrics = ours(Task(config, "lm-eval", config.source, tmp_path), any_tokenizer, 0, max_seq_len=size)
     theirs = harness(any_tokenizer, tmp_path / "tokenizer", size)
     names = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-    settings = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+    settings: dict[str, Any] = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
     settings["metric_list"] = [{"metric": name} for name in names]
-    results = oracle.evaluate(theirs, oracle.local({"test": file}, tmp_path / "cache", test_split="test", **settings), 0, None)
+    results = oracle.evaluate(
+        theirs, oracle.local({"test": file}, tmp_path / "cache", test_split="test", **settings), 0, None
+    )
     assert_same(theirs, results, requests, metrics)

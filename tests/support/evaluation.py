@@ -14,33 +14,10 @@ from llmtrain.eval.run_config import EvalRun, load_eval_run
 from llmtrain.models.config import ModelConfig
 from tests.support import checkpoints
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "make",
-    "toxic",
-    "brew",
-    "for",
-    "evil",
-    "queens",
-    "and",
-    "nine",
-    "clever",
-    "judges",
-    "box",
-    "with",
-    "dwarfs",
-]
+_SENTENCE = (
+    "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens and nine judges"
+)
+WORDS = _SENTENCE.split()
 VOCAB = 320
 MODEL: dict[str, Any] = {
     "vocab_size": VOCAB,

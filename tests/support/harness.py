@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -21,7 +21,10 @@ from tests.support.icl import generate, score
 TASKS = Path(next(iter(lm_eval.tasks.__path__)))
 
 
-class Harness(HFLM):
+_HFLM: Any = HFLM  # its type hides what it inherits
+
+
+class Harness(_HFLM):
     """Its `hf` model up to the token ids. asked: (context, continuation) ids; generations: (context ids, stops, length)."""
 
     def __init__(self, tokenizer: Any, max_length: int = 2048):
@@ -80,4 +83,4 @@ def evaluate(lm: Harness, config: dict[str, Any], shots: int, limit: int | None)
     os.environ["DISABLE_MULTIPROC"] = "1"
     results = lm_eval.evaluator.evaluate(lm, {"it": task}, limit=limit, bootstrap_iters=10)
     assert results is not None
-    return results["results"]["it"]
+    return cast(dict[str, Any], cast(Any, results)["results"]["it"])

@@ -16,10 +16,13 @@ from llmtrain.eval.request import Generate, Generated, Score, Scored
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 """Public data sets beside the checkout; tests that need them are skipped without."""
 
-WORDS = """the of and to in a is that it was for on are as with his they at be this from have or by one had not but what
-all were when we there can an your which their said if do will each about how up out them then she many some so these
-would other into has more her two like him see time could no make than first been its who now people my made over did
-down only way find use may water long little very after words called just where most know question answer passage""".split()
+WORDS = """
+    the of and to in a is that it was for on are as with his they at be this from have or by one had not but what
+    all were when we there can an your which their said if do will each about how up out them then she many some
+    so these would other into has more her two like him see time could no make than first been its who now people
+    my made over did down only way find use may water long little very after words called just where most know
+    question answer passage
+""".split()  # noqa: SIM905
 
 
 def icl_file(name: str) -> Path:
@@ -89,7 +92,12 @@ def generate(context: Sequence[int]) -> str:
     """A text as a model might write, from nothing but the tokens: often a number, seldom one after ####."""
     number = score(context, [0])[0] * -1e6
     choice = int(number) % 5
-    texts = (f" the {int(number) % 97}", f"x = {int(number) % 9},\n#### {int(number) % 9}", "", f"-3.{int(number) % 9}.")
+    texts = (
+        f" the {int(number) % 97}",
+        f"x = {int(number) % 9},\n#### {int(number) % 9}",
+        "",
+        f"-3.{int(number) % 9}.",
+    )
     return texts[choice] if choice < 4 else " The Mark, and more"
 
 

@@ -15,7 +15,6 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of, unread
 from llmtrain.models.hf.published import Published, open_published
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.mixers.mamba2 import SSMParameters
 
 # Tables that old versions of transformers stored beside the weights; computed here.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -49,10 +48,7 @@ def build(
     weights = family.weights(model_config)
     check(tensors, weights)
     with torch.device("meta"):
-        model = HybridLM(model_config, platform=platform, dtype=dtype).to(dtype)
-    for module in model.modules():
-        if isinstance(module, SSMParameters):
-            module.to(torch.promote_types(dtype, torch.float32))
+        model = HybridLM(model_config, platform=platform, dtype=dtype).cast(dtype)
     model.to_empty(device="cpu")
     parameters = dict(model.named_parameters())
     with torch.no_grad():

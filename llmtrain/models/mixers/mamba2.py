@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class SSMParameters(nn.Module):
     """The recurrence's own parameters, one per head. Apart, so that they can stay fp32 when all else is bf16.
 
-    Read as attributes; there is no forward.
+    They are exponentiated or summed over the sequence: bf16's 8 bits of mantissa would move the decay exp(dt * A) of
+    long memories by far more than one optimizer step does. Read as attributes; there is no forward.
     """
 
     def __init__(self, block: Mamba2Block, n_heads: int):

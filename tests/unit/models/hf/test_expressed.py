@@ -236,13 +236,18 @@ def test_the_bases_are_expressed(name):
     assert function(ModelConfig.model_validate(family.read_config(written))) == function(config)
 
 
-@pytest.mark.parametrize("name, path, value", changes())
+def valid(name: str, path: tuple[str, ...], value: Any) -> bool:
+    try:
+        ModelConfig.model_validate(changed(BASES[name][1], path, value))
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name, path, value", [change for change in changes() if valid(*change)])
 def test_a_change_is_expressed_or_refused(name, path, value):
     family, base = BASES[name]
-    try:
-        config = ModelConfig.model_validate(changed(base, path, value))
-    except ValidationError:
-        pytest.skip("no valid model")
+    config = ModelConfig.model_validate(changed(base, path, value))
     written, reasons = None, ()
     try:
         written = json.loads(json.dumps(family.write_config(config)))

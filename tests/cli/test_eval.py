@@ -1,0 +1,230 @@
+"""`llmtrain eval`: tables from models and tasks, continued when interrupted, or every reason why not."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.cli import main
+from llmtrain.eval import models
+from llmtrain.eval.scorer import HybridScorer
+from tests.support.evaluation import TASKS, Place
+from tests.support.project import LLMTRAIN, Project
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("eval"))
+
+
+def evaluate(place: Place, out: Path, *arguments: object, **changes: Any) -> dict[str, Any]:
+    file = place.write(changes)
+    assert main(["eval", str(file), "--out", str(out), *map(str, arguments)]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+def scores(content: dict[str, Any]) -> dict[str, float]:
+    return {f"{one['model']} {one['task']} {one['shots']}": one["value"] for one in content["results"]}
+
+
+@pytest.fixture(scope="module")
+def whole(place, tmp_path_factory) -> dict[str, Any]:
+    """Of an uninterrupted run."""
+    return evaluate(place, tmp_path_factory.mktemp("whole"))
+
+
+def test_results_are_written_as_json_markdown_csv_and_a_picture(place, tmp_path, capsys):
+    content = evaluate(place, tmp_path, "--details")
+    said = capsys.readouterr().out
+    titles = ["choice (0-shot)", "choice (2-shot)", *(f"{name} (0-shot)" for name in TASKS[1:])]
+    assert [one["task"] for one in content["results"]] == ["choice", *TASKS]
+    assert {one["convention"] for one in content["results"]} == {"lm-eval"}
+    table = (tmp_path / "results.md").read_text()
+    assert table in said and all(title in table for title in titles)
+    assert "lm-evaluation-harness 0.4.13's convention" in table and "± " in table and "`acc_sum`" in table
+    [heads, row] = csv.reader((tmp_path / "results.csv").open())
+    assert row[0] == "tiny" and heads[2:4] == ["choice (0-shot) acc_sum", "choice (0-shot) acc_sum stderr"]
+    assert float(row[2]) == content["results"][0]["value"] and len(heads) == 2 + 2 * 6
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "details" / "tiny" / "choice-2-shot.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert len(lines) == 12 and len(first["log_likelihoods"]) == 8 and first["where"].endswith("choice.jsonl:1")
+    assert sorted(content["results"][0]["metrics"]) == sorted(
+        ["acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte", "acc_pmi"]
+    )
+
+
+def test_a_repeated_run_asks_nothing_and_loads_no_model(place, tmp_path, whole, monkeypatch):
+    assert scores(evaluate(place, tmp_path)) == scores(whole)
+    monkeypatch.setattr(models, "load_scorer", None)
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    again = evaluate(place, tmp_path)
+    assert [one["asked"] for one in again["results"]] == [0] * 6
+    assert scores(again) == scores(whole)
+
+
+def test_an_interrupted_run_continues(place, tmp_path, whole, monkeypatch, capsys):
+    file = place.write({})
+    calls, score = 0, HybridScorer.score
+
+    def interrupted(self: HybridScorer, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return score(self, *args, **options)
+
+    few = ["--max-batch-tokens", "20"]  # so that there are several chunks
+    with monkeypatch.context() as patched:
+        patched.setattr(HybridScorer, "score", interrupted)
+        assert main(["eval", str(file), "--out", str(tmp_path), *few]) == 130
+    assert not (tmp_path / "results.json").exists()
+    continued = evaluate(place, tmp_path, *few)
+    asked = [one["asked"] for one in continued["results"]]
+    assert 0 < asked[0] < 12 and asked[1:] == [12, 12, 12, 2, 12]
+    assert scores(continued) == pytest.approx(scores(whole))
+
+
+def test_what_changes_the_answers_is_asked_anew(place, tmp_path):
+    def asked(*arguments: object, **changes: Any) -> list[int]:
+        tasks = place.tasks[1:3]
+        return [one["asked"] for one in evaluate(place, tmp_path, *arguments, **{"tasks": tasks, **changes})["results"]]
+
+    assert asked() == [12, 12]
+    assert asked() == [0, 0]
+    assert asked("--max-batch-tokens", "50", share_prefixes=False) == [0, 0]
+    assert asked(convention="foundry") == [12, 12]
+    assert asked("--max-length", "40") == [12, 12]
+    assert asked(dtype="bfloat16") == [12, 12]
+    assert asked("--limit", "3") == [3, 3]
+    data = place.folder / "schema.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace("the", "a", 1))
+    try:
+        assert asked() == [12, 0]
+    finally:
+        data.write_text(before)
+    assert asked(cache=None) == [12, 12]
+    manifest = next(place.model.rglob("manifest.json"))
+    manifest.touch()
+    assert asked() == [12, 12]
+
+
+def test_two_processes_say_the_same(place, tmp_path, whole):
+    file = place.write({})
+    project = Project.__new__(Project)
+    project.folder = tmp_path
+    status, text = project.run(*LLMTRAIN, "eval", str(file), "--nproc", "2", f"out={tmp_path / 'out'}")
+    assert status == 0, text
+    assert text.count("choice (2-shot)  acc_sum") == 1
+    content = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert scores(content) == pytest.approx(scores(whole))
+    broken = file.read_text().replace("choice.yaml", "choices.yaml")
+    file.write_text(broken)
+    status, text = project.run(*LLMTRAIN, "eval", str(file), "--nproc", "2")
+    assert status == 2 and "choices.yaml: no such file; did you mean" in text
+
+
+def test_torchrun_starts_ranks_of_the_script(place, tmp_path, whole):
+    file = place.write({})
+    project = Project.__new__(Project)
+    project.folder = tmp_path
+    script = Path(__file__).parents[2] / "scripts" / "eval.py"
+    launcher = [LLMTRAIN[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    status, text = project.run(*launcher, str(script), str(file), f"out={tmp_path / 'out'}")
+    assert status == 0, text
+    assert scores(json.loads((tmp_path / "out" / "results.json").read_text())) == pytest.approx(scores(whole))
+
+
+def test_several_models_and_a_gauntlet(place, tmp_path):
+    gauntlet = place.folder / "gauntlet.yaml"
+    easy = [{"task": "choice.yaml", "shots": 0, "baseline": 0.25}, {"task": "schema.yaml", "shots": 0, "baseline": 0.5}]
+    gauntlet.write_text(json.dumps({"name": "both", "categories": {"easy": easy}}))
+    step = next(place.model.rglob("step-00000001"))
+    changes = {"tasks": [], "gauntlet": str(gauntlet), "model": [str(place.model), str(step)]}
+    content = evaluate(place, tmp_path, **changes)
+    assert [one["model"] for one in content["results"]] == ["tiny", "tiny", "tiny/step-00000001", "tiny/step-00000001"]
+    first = content["results"][0]["value"], content["results"][1]["value"]
+    expected = ((first[0] - 0.25) / 0.75 + (first[1] - 0.5) / 0.5) / 2
+    assert content["gauntlet"]["tiny"]["averages"]["average"]["value"] == pytest.approx(expected)
+    assert "## Gauntlet both" in (tmp_path / "results.md").read_text()
+    assert "gauntlet average" in (tmp_path / "results.csv").read_text()
+    assert len({round(value, 6) for value in scores(content).values()}) == len({first[0], first[1]})
+
+
+def test_results_go_to_wandb(place, tmp_path, monkeypatch):
+    logged: list[Any] = []
+
+    class Run:
+        summary: dict[str, Any] = {}
+
+        def log(self, content: dict[str, Any]) -> None:
+            logged.append((dict(self.summary), content))
+
+        def finish(self) -> None:
+            logged.append("finished")
+
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb, "init", lambda **options: logged.append(options) or Run())
+    content = evaluate(place, tmp_path, tasks=place.tasks[:1], wandb={"project": "p", "tags": ["t"]})
+    options, (summary, table), end = logged
+    assert options["project"] == "p" and options["tags"] == ["t"] and options["name"] == "try: tiny"
+    assert summary["icl/choice-0-shot/acc_sum"] == content["results"][0]["value"] and end == "finished"
+    assert table["icl/results"].data[1][:4] == ["choice", 2, "lm-eval", "acc_sum"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "messages"),
+    [
+        ({"taks": []}, [], ["taks", "did you mean tasks?"]),
+        ({"tasks": []}, [], ["there is nothing to run; name tasks, or a gauntlet"]),
+        ({"models": []}, [], ["there is nothing to evaluate; name models here, or add model=PATH"]),
+        ({"tasks": ["arc_chalenge"]}, [], ["there is no task 'arc_chalenge': did you mean arc_challenge"]),
+        ({"gauntlet": "sed"}, [], ["there is no gauntlet 'sed': did you mean seed"]),
+        ({"convention": "lmeval"}, [], ["expected one of foundry, lm-eval", "did you mean lm-eval?"]),
+        ({"models": ["a/x", "b/x"]}, [], ["two models have this name; give each a `name` of its own"]),
+        ({}, ["model=[/nowhere]"], ["/nowhere"]),
+        ({}, ["limit=0", "dtype=int8"], ["2 errors", "limit", "an integer above 0", "dtype"]),
+        ({}, ["--nproc", "0"], ["--nproc 0: expected at least 1"]),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_a_model_is_loaded(
+    place, tmp_path, capsys, monkeypatch, changes, arguments, messages
+):
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    file = place.write(changes)
+    assert main(["eval", str(file), *arguments, f"out={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert all(message in said for message in messages), said
+
+
+def test_a_bad_line_of_data_is_named(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    data = place.folder / "cloze.jsonl"
+    before = data.read_text()
+    lines = before.splitlines()
+    lines[6] = json.dumps({"context": "the"})
+    data.write_text("\n".join(lines))
+    try:
+        assert main(["eval", str(place.write({})), f"out={tmp_path}"]) == 2
+    finally:
+        data.write_text(before)
+    said = capsys.readouterr().err
+    assert "cloze.jsonl:7" in said and "field `continuation` is missing" in said
+
+
+def test_shipped_files_are_in_order():
+    from llmtrain.eval.run_config import load_eval_run
+
+    folder = Path(__file__).parents[2] / "eval"
+    files = sorted(folder.glob("*.yaml"))
+    assert files
+    for file in files:
+        for convention in ("foundry", "lm-eval"):
+            load_eval_run(file, [f"convention={convention}"], needs_models=False)

@@ -1,0 +1,155 @@
+"""Models of transformers behind the same interface, and generation on both sides, against one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.huggingface import HuggingFaceScorer
+from llmtrain.eval.models import find_model, find_tokenizer, load_scorer, window_of
+from llmtrain.eval.request import Generate, Generated
+from llmtrain.eval.scorer import HybridScorer
+from llmtrain.kernels import platform
+from tests.support import checkpoints
+from tests.support.models import VOCAB, build
+from tests.support.scoring import KINDS, Text, assert_same_scores, score_one_by_one
+
+EOD = 0
+
+
+def gpt2(**settings: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=EOD, eos_token_id=EOD, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda ids: model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_a_forward_pass_per_request(kind):
+    model, requests = gpt2(), KINDS[kind]()
+    expected = score_one_by_one(logits_of(model), requests)
+    seen: list[int] = []
+    made = HuggingFaceScorer(model, checkpoints.tokenizer())
+    assert made.window == 128 and made.keeps
+    assert_same_scores(made.score(requests, seen.append), expected)
+    assert sum(seen) == len(requests)
+    few = HuggingFaceScorer(model, checkpoints.tokenizer(), max_batch_tokens=50)
+    few.keeps = False  # as of a model that gives logits for every token
+    assert_same_scores(few.score(requests), expected)
+    cut = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=20)
+    short = [request for request in requests if len(request.continuation) <= 20]
+    assert_same_scores(cut.score(short), score_one_by_one(logits_of(model), short, 20))
+
+
+def greedy_one_by_one(
+    forward: Callable[[Tensor], Tensor], tokenizer: TextTokenizer, request: Generate, window: int
+) -> Generated:
+    """Everything is read anew for every token, and the text decoded anew."""
+    context = list(request.context[-(window - request.max_new_tokens) :])
+    new: list[int] = []
+    for _ in range(request.max_new_tokens):
+        with torch.no_grad():
+            token = int(forward(torch.tensor([context + new]))[0, -1].argmax())
+        if token == tokenizer.eod_id:
+            break
+        new.append(token)
+        text = tokenizer.decode(new)
+        if any(stop in text for stop in request.stops):
+            break
+    text = tokenizer.decode(new)
+    ends = [text.find(stop) for stop in request.stops if stop in text]
+    return Generated(text[: min(ends)] if ends else text, len(request.context) - len(context))
+
+
+def generations(tokenizer: TextTokenizer, forward: Callable[[Tensor], Tensor]) -> list[Generate]:
+    """Some with a stop that comes up, found by looking."""
+    text = Text(11, VOCAB)
+    made = [Generate(i, text(2, 40), (), 5 + 7 * (i % 2)) for i in range(8)]
+    for i, request in enumerate(list(made)):
+        whole = greedy_one_by_one(forward, tokenizer, request, 60).text
+        if len(whole) > 4:
+            made.append(Generate(8 + i, request.context, (whole[2:4], "\x00"), request.max_new_tokens))
+    return made
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama with grouped queries", "zamba2 as the 1.2B", "mpt with alibi"])
+def test_generated_text_is_that_of_one_token_after_another(name):
+    tokenizer = checkpoints.tokenizer()  # its first 97 tokens are a document's end and single characters
+    if name == "gpt2":
+        peer = gpt2()
+        forward, made = logits_of(peer), HuggingFaceScorer(peer, tokenizer, max_length=60)
+    else:
+        model = build(name, platform.cpu())
+        forward, made = model, HybridScorer(model, tokenizer, max_length=60)
+    requests = generations(tokenizer, forward)
+    assert len(requests) > 10
+    seen: list[int] = []
+    found = made.generate(requests, seen.append)
+    assert found == [greedy_one_by_one(forward, tokenizer, request, 60) for request in requests]
+    assert sum(seen) == len(requests)
+    with pytest.raises(EvalError, match="60 new tokens leave no room for a context in the model's window of 60"):
+        made.generate([Generate(0, (1,), (), 60)])
+    with pytest.raises(EvalError, match="an empty context cannot be continued"):
+        made.generate([Generate(0, (), (), 6)])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tokenizer = checkpoints.tokenizer()
+    gpt2().save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_another_family_is_read_by_transformers(folder, tmp_path):
+    found = find_model(str(folder))
+    assert not found.ours and window_of(found) == 128
+    with pytest.raises(EvalError, match=r"model_type 'gpt2'.*use backend: transformers"):
+        find_model(str(folder), "llmtrain")
+    with pytest.raises(EvalError, match="the tokenizer has 270 tokens, the model 97"):
+        load_scorer(found, find_tokenizer(found))
+
+
+def test_a_folder_of_one_of_our_families_by_either(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=270, **sizes, max_position_embeddings=64, initializer_range=0.3)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    checkpoints.tokenizer().save(tmp_path)
+    requests = KINDS["choices"]()
+    found = [find_model(str(tmp_path), backend) for backend in ("auto", "transformers")]
+    assert [one.ours for one in found] == [True, False]
+    assert [window_of(one) for one in found] == [64, 64]
+    ours, theirs = (load_scorer(one, find_tokenizer(one)) for one in found)
+    assert isinstance(ours, HybridScorer) and isinstance(theirs, HuggingFaceScorer)
+    assert_same_scores(ours.score(requests), theirs.score(requests))
+
+
+def test_a_checkpoint_is_not_for_transformers(tmp_path):
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    step.parent.mkdir(parents=True)
+    checkpoints.save(step, checkpoints.mpt(16, 1, 270))
+    found = find_model(str(tmp_path / "run"))
+    assert found.folder == step and found.ours and window_of(found) == 2048
+    with pytest.raises(EvalError, match="which transformers cannot read; `llmtrain export` it"):
+        find_model(str(tmp_path / "run"), "transformers")
+    (step / "manifest.json").touch()
+    assert find_model(str(step)).identity != found.identity

@@ -1,0 +1,149 @@
+"""Numbers made by hand: every normalisation, standard errors, answers that are right or wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from llmtrain.eval.answers import extract_answer, foundry_correct, lm_eval_correct, normalize
+from llmtrain.eval.documents import Choices, Content, Continuation, Document, Question, Schema, Text
+from llmtrain.eval.metrics import Estimate, Judged, Weighted, collect, estimate
+from llmtrain.eval.request import Generated, Scored
+from llmtrain.eval.scoring import judge
+from llmtrain.eval.sections import Extract, FoundryPrompting, LmEvalPrompting
+
+FOUNDRY, LM_EVAL = FoundryPrompting(), LmEvalPrompting()
+
+
+def judged(content: Content, results: Any, style: Any = LM_EVAL) -> Judged:
+    return judge(Document(0, "x:1", content), results, style)
+
+
+def test_every_normalisation_of_one_pass_can_choose_differently():
+    choices = Choices("q", ("ab", "äöü", "abcdefgh", "abcde"), 0)
+    likelihoods, tokens = [-2.0, -2.7, -5.0, -4.5], [1, 2, 10, 3]
+    alone = [-1.0, -2.0, -4.0, -9.0]
+    results = [Scored(one, False, count) for one, count in zip(likelihoods, tokens, strict=True)]
+    results += [Scored(one, False, 1) for one in alone]
+    made = judged(choices, results)
+    assert made.details["chosen"] == {"sum": 0, "per_token": 2, "per_char": 2, "per_byte": 1, "pmi": 3}
+    assert made.values["acc_sum"] == (1.0, 1.0)
+    assert made.values["acc_pmi"] == (0.0, 1.0)
+
+
+def test_the_first_of_equals_wins():
+    made = judged(Choices("q", ("aa", "bb"), 1), [Scored(-1.0, False, 1)] * 2)
+    assert made.details["chosen"]["sum"] == 0
+
+
+def test_a_schemas_lengths_depend_on_the_convention():
+    schema = Schema(("a long context", "short"), "rest", 0)
+    results = [Scored(-5.0, False, 2), Scored(-4.0, False, 2)]
+    assert judged(schema, results, FOUNDRY).details["chosen"]["per_char"] == 1
+    assert judged(schema, results, LM_EVAL).details["chosen"]["per_char"] == 0  # divides by 14 and 5
+
+
+def test_results_that_do_not_fit_the_document_are_a_programming_error():
+    with pytest.raises(AssertionError):
+        judged(Choices("q", ("a", "b"), 0), [Scored(-1.0, False, 1)] * 3)
+
+
+def test_continuations_and_texts():
+    made = judged(Continuation("a", "b"), [Scored(-3.0, True, 2, truncated=5)])
+    assert made.values == {"acc": (1.0, 1.0), "perplexity": (-3.0, 1.0), "token_perplexity": (-3.0, 2.0)}
+    assert made.truncated == 1
+    made = judged(Text("zwei Wörter"), [Scored(-3.0, False, 2), Scored(-1.0, False, 1)])
+    assert made.values["token_perplexity"] == (-4.0, 3.0)
+    assert made.values["word_perplexity"] == (-4.0, 2.0)
+    assert made.values["bits_per_byte"] == (-4.0, 12.0)
+
+
+def test_estimates():
+    hits: list[Weighted] = [(float(i % 3 == 0), 1.0) for i in range(10)]
+    values = [hit for hit, _ in hits]
+    made = estimate("acc", hits)
+    assert made.value == pytest.approx(0.4)
+    assert made.stderr == pytest.approx(statistics.stdev(values) / math.sqrt(10))
+    assert estimate("acc", hits[:1]) == Estimate(1.0, None)
+    texts: list[Weighted] = [(-10.0, 4.0), (-30.0, 16.0)]
+    assert estimate("word_perplexity", texts).value == pytest.approx(math.exp(2))
+    assert estimate("bits_per_byte", texts).value == pytest.approx(2 / math.log(2))
+    assert math.isfinite(estimate("perplexity", [(-1e6, 1.0)]).value)
+
+
+def test_categories_count_alike_or_by_size():
+    def one(category: str, hit: float) -> Judged:
+        return Judged(0, category, {"acc": (hit, 1.0)}, {}, 0)
+
+    some = [one("a", 1.0), one("a", 1.0), one("b", 0.0), one("b", 1.0), one("b", 0.0), one("b", 0.0)]
+    values, categories = collect(some, ["acc"], macro=True)
+    assert values["acc"].value == pytest.approx((1.0 + 0.25) / 2)
+    assert {name: part["acc"].value for name, part in categories.items()} == {"a": 1.0, "b": 0.25}
+    b = statistics.stdev([0, 1, 0, 0])
+    assert values["acc"].stderr == pytest.approx(b / 2 / 2)
+    values, _ = collect(some, ["acc"], macro=False)
+    assert values["acc"].value == pytest.approx(0.5)
+    assert values["acc"].stderr == pytest.approx(math.sqrt(3 * b**2 / (6 - 2) / 6))  # pooled variance over n
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [("The  Beatles!", "beatles"), ("a_b, An apple", "b apple"), ("O’Hara’s", "o hara s"), ("Athens", "athens")],
+)
+def test_trivia_normalisation(text, clean):
+    assert normalize(text) == clean
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "right"),
+    [
+        (" the Mark, a coin", {}, True),
+        ("a note: Mark", {}, False),
+        ("markup", {}, True),  # a prefix is enough
+        ("Mark.", {"normalize": False}, True),
+        (" mark", {"normalize": False}, False),
+        ("so 4 #### Mark", {"cot_delimiter": " #### "}, True),
+        ("Mark #### 4", {"cot_delimiter": " #### "}, False),
+        ("no\nMark", {"stops": ["\n"]}, False),
+    ],
+)
+def test_foundry_answers(text, settings, right):
+    question = Question("q", "Mark", ("the coin",))
+    assert foundry_correct(text, question, FoundryPrompting(**settings)) == {"exact_match": right}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "right"),
+    [
+        ("Mark", {}, True),
+        (" Mark", {}, False),
+        (" Mark ", {"strip": True}, True),
+        ("mark", {"ignore_case": True}, True),
+        ("M.a.rk!", {"ignore_punctuation": True}, True),
+        ("$Mark", {"ignore": ["\\$"]}, True),
+        ("Mark, and more", {"stops": [","]}, True),
+        ("the coin", {}, True),
+        ("Markup", {}, False),
+    ],
+)
+def test_lm_eval_answers(text, settings, right):
+    question = Question("q", "Mark", ("the coin",))
+    assert lm_eval_correct(text, question, LmEvalPrompting(**settings)) == {"exact_match": right}
+
+
+def test_answers_are_taken_out_by_regular_expressions():
+    last = Extract(pattern="(-?[$0-9.,]{2,})|(-?[0-9]+)", match=-1)
+    assert extract_answer("has 3, or 12. So 7", last) == "7"
+    assert extract_answer("none", last) == "[invalid]"
+    assert extract_answer("#### 1,200 ", Extract(pattern="#### ([0-9,]+)")) == "1,200"
+    assert extract_answer("a b", Extract(pattern="[a-z]", match=1)) == "b"
+    assert extract_answer("a b", Extract(pattern="[a-z]", match=2, otherwise="?")) == "?"
+    made = judged(
+        Question("q", "so 5\n#### 5", ()),
+        [Generated("it is 5")],
+        LmEvalPrompting(extract={"strict": Extract(pattern="#### (\\d+)"), "last": last}, ignore=["(?s).*#### "]),
+    )
+    assert {name: value for name, (value, _) in made.values.items()} == {"strict": 0.0, "last": 1.0}

@@ -1,0 +1,321 @@
+"""Task files: what is wrong with them is said at once, with file and line; so is what is wrong with a record."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+import zstandard
+
+from llmtrain.config.report import ConfigError
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.documents import Choices
+from llmtrain.eval.editor import SCHEMAS, schema_text
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.request import Generate, Score
+from llmtrain.eval.task import Task, load_task
+from tests.support.icl import byte_level
+
+EVAL = Path(__file__).parents[3] / "eval"
+SHIPPED = sorted(file.stem for file in (EVAL / "tasks").glob("*.yaml"))
+GOOD = {"query": "Is it", "choices": ["so", "not so"], "gold": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return byte_level()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(records, convention, **settings): a task of a YAML and a JSONL file; records may be lines of text."""
+
+    def made(records: list[Any], convention: str = "lm-eval", **settings: Any) -> Task:
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        task = {"name": "mine", "type": "multiple_choice", "source": {"path": "x.jsonl"}} | settings
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+        return load_task(tmp_path / "mine.yaml", convention)
+
+    return made
+
+
+def errors(load, *arguments: Any, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(*arguments, **settings)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("convention", ["foundry", "lm-eval"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_tasks_load(name: str, convention: str):
+    task = load_task(name, convention)
+    assert task.name == name
+    assert task.metric in task.config.metrics(task.convention)
+    assert task.config.local is not None
+
+
+def test_all_tasks_of_the_issue_are_shipped():
+    wanted = "arc_challenge arc_easy boolq copa gsm8k hellaswag jeopardy lambada mmlu openbook_qa piqa triviaqa winograd winogrande"
+    assert wanted.split() == SHIPPED
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_editors_know_every_shipped_file(name: str):
+    assert (EVAL / name).read_text() == schema_text(SCHEMAS[name]), "run python -m llmtrain.eval.editor"
+    schema = json.loads((EVAL / name).read_text())
+    for file in (EVAL / name).parent.glob("*.yaml"):
+        assert file.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+        jsonschema.validate(yaml.safe_load(file.read_text()), schema)
+
+
+def test_a_task_of_four_lines(make, tokenizer):
+    task = make([GOOD, GOOD | {"gold": 0}])
+    documents = task.documents()
+    assert [document.content for document in documents.evaluated] == [
+        Choices("Is it", ("so", "not so"), 1),
+        Choices("Is it", ("so", "not so"), 0),
+    ]
+    first, *_ = task.requests(documents, tokenizer)
+    assert isinstance(first, Score)
+    assert tokenizer.decode([*first.context, *first.continuation]) == "Is it so"
+
+
+def test_every_mistake_is_reported_at_once(make):
+    text = errors(
+        make,
+        [],
+        name="a b",
+        querry="{{x}}",
+        choices="{{choices",
+        continuation="{{rest}}",
+        foundry={"metric": "acc_norm", "stops": ["\n"]},
+        lm_eval={"example_delimiter": 3, "sampler": "frist_n", "few_shot_from": "few_shot"},
+        source={"path": "x.jsonl", "split": "test", "fields": {"y": "{% if %}"}},
+    )
+    for line in (
+        "unknown key; did you mean query?",
+        "choices",
+        "not a template",
+        "not of a multiple_choice task, which has query, choices, gold",
+        "foundry.metric",
+        "expected one of acc_per_byte",
+        "foundry.stops",
+        "has no effect on a multiple_choice task",
+        "lm_eval.example_delimiter",
+        "expected a string, found 3",
+        "did you mean first_n?",
+        "source.split",
+        "source.fields.y",
+    ):
+        assert line in text, line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "a/b"}, "expected letters, digits"),
+        ({"type": "schema", "pmi": "Answer:"}, "PMI scores are for type multiple_choice"),
+        ({"type": "perplexity", "shots": [3]}, "has no few-shot examples"),
+        ({"source": {"hub": "a/b"}}, "a hub data set needs its split"),
+        ({"source": {"hub": "a/b", "split": "test", "path": "x"}}, "a source has one place"),
+        ({"source": {}}, "a source needs path (a JSONL file), hub, mds or text"),
+        ({"source": {"text": "x.txt"}}, "a text file is for type perplexity"),
+        ({"source": {"path": "x.jsonl", "few_shot": {"split": "train"}}}, "this source needs `path` there"),
+        ({"local": {"hub": "a/b", "split": "test"}}, "local is a file or folder below --data-dir"),
+        ({"lm_eval": {"few_shot_from": "few_shot"}}, "no source says where examples are"),
+        ({"type": "generation", "lm_eval": {"extract": {"a": {"pattern": "("}}}}, "not a regular expression"),
+        ({"type": "generation", "foundry": {"stops": [""]}}, "would end every answer at once"),
+        ({"type": "generation", "labels": ["A"]}, "labels are for types multiple_choice and schema"),
+        ({"shots": []}, "shots"),
+    ],
+)
+def test_rules_between_settings(make, settings, message):
+    assert message in errors(make, [], **settings)
+
+
+def test_an_empty_file_says_what_a_task_needs(tmp_path):
+    (tmp_path / "none.yaml").write_text("\n")
+    assert "is empty; it needs name, type, source" in errors(load_task, tmp_path / "none.yaml", "foundry")
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "message"),
+    [
+        (
+            '{"query": "q", "gold": 0}',
+            {},
+            "x.jsonl:3: `choices`: field `choices` is missing (there are: `query`, `gold`)",
+        ),
+        (GOOD | {"choices": ["a", " "]}, {}, "x.jsonl:3: `choices` 1 (from 0) is empty"),
+        (GOOD | {"choices": ["a"]}, {}, "x.jsonl:3: `choices` has 1 of the at least two alternatives"),
+        (GOOD | {"choices": ["a", 3]}, {}, "x.jsonl:3: `choices` 1 is 3; expected a list of texts"),
+        (GOOD | {"gold": 2}, {}, "x.jsonl:3: `gold` is 2, but there are 2 alternatives, counted from 0"),
+        (GOOD | {"gold": -1}, {}, "x.jsonl:3: `gold` is -1"),
+        (GOOD | {"gold": True}, {}, "x.jsonl:3: `gold` is True"),
+        (GOOD | {"gold": "C"}, {"labels": ["A", "B"]}, "expected one of the labels A, B"),
+        (GOOD | {"gold": None}, {}, "x.jsonl:3: `gold` is None"),
+        (GOOD | {"query": None}, {}, "x.jsonl:3: `query`: expected text from the template '{{query}}', found null"),
+        (GOOD, {"query": "{{query.words[0]}}"}, "x.jsonl:3: `query`: "),
+        ('{"query": "q"', {}, "x.jsonl:3: not JSON: "),
+        ("[1]", {}, "x.jsonl:3: expected an object, found list"),
+    ],
+)
+def test_bad_records(make, line, settings, message):
+    good = GOOD if "labels" not in settings else GOOD | {"gold": "A"}
+    if "words" in settings.get("query", ""):
+        good = GOOD | {"query": {"words": ["a"]}}
+    with pytest.raises(EvalError) as raised:
+        make([good, "", line], **settings).documents()
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("gold", "labels", "number"),
+    [("B", ["A", "B"], 1), ("1", None, 1), (0, None, 0), ("not so", None, 1), ("2", ["1", "2"], 1)],
+)
+def test_ways_to_say_which_is_right(make, gold, labels, number):
+    task = make([GOOD | {"gold": gold}], **({"labels": labels} if labels else {}))
+    assert task.documents().evaluated[0].content.gold == number
+
+
+def test_a_number_that_is_also_a_choice_is_not_guessed(make):
+    with pytest.raises(EvalError, match="may be a number or the text of alternative 0"):
+        make([GOOD | {"choices": ["1", "0"], "gold": "1"}]).documents()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_files_stand_for_plain_ones(make, tmp_path, suffix):
+    task = make([GOOD] * 3)
+    data = (tmp_path / "x.jsonl").read_bytes()
+    (tmp_path / "x.jsonl").unlink()
+    packed = gzip.compress(data) if suffix == ".gz" else zstandard.compress(data)
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(packed)
+    assert [document.where for document in task.documents().evaluated][-1] == f"{tmp_path}/x.jsonl{suffix}:3"
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(packed[:-7])
+    with pytest.raises(EvalError, match=r"x\.jsonl"):
+        task.documents()
+
+
+def test_missing_files_and_names(make, tmp_path):
+    task = make([GOOD])
+    (tmp_path / "x.jsonl").rename(tmp_path / "xx.jsonl")
+    with pytest.raises(EvalError, match=r"x.jsonl: no such file; did you mean xx.jsonl\?"):
+        task.documents()
+    with pytest.raises(EvalError, match="did you mean arc_easy"):
+        load_task("arc_eazy", "foundry")
+    with pytest.raises(EvalError, match=r"unknown convention 'lm_eval'; did you mean lm-eval\?"):
+        load_task("arc_easy", "lm_eval")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_task(tmp_path / "nine.yaml", "foundry")
+
+
+def test_hub_data_sets_without_the_library_or_the_network(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        EvalError, match=r"allenai/ai2_arc \(ARC-Easy\) \[test\]: hub data sets need the `datasets` library"
+    ):
+        load_task("arc_easy", "foundry").documents()
+
+
+def test_rows_of_mds_shards(tmp_path, tokenizer):
+    from streaming import MDSWriter
+
+    columns = {"query": "str", "choices": "json", "gold": "int"}
+    with MDSWriter(columns=columns, out=str(tmp_path / "shards"), compression="zstd") as writer:
+        for number in range(5):
+            writer.write(GOOD | {"query": f"number {number}"})
+    (tmp_path / "it.yaml").write_text("{name: it, type: multiple_choice, source: {mds: shards}}")
+    documents = load_task(tmp_path / "it.yaml", "foundry").documents().evaluated
+    assert [document.content.query for document in documents] == [f"number {n}" for n in range(5)]  # type: ignore[union-attr]
+    assert documents[3].where.endswith("shard.00000.mds:3")
+    assert not list((tmp_path / "shards").glob("*.mds")), "reading must not unpack into the folder"
+
+
+def test_too_few_examples_is_an_error(make, tokenizer):
+    records = [GOOD | {"query": f"Is it {number}", "kind": "a" if number else "b"} for number in range(4)]
+    for convention in ("foundry", "lm-eval"):
+        task = make(records, convention)
+        with pytest.raises(EvalError, match="4 few-shot examples asked for, but there are only 3 besides the document"):
+            task.requests(task.documents(), tokenizer, 4)
+        task = make(records, convention, category="{{kind}}")
+        with pytest.raises(EvalError, match="of category 'b'"):
+            task.requests(task.documents(), tokenizer, 2)
+    for sampler in ("default", "first_n"):  # lm-evaluation-harness leaves out copies of the document too
+        task = make([GOOD] * 3 + records[:1], lm_eval={"sampler": sampler})
+        with pytest.raises(EvalError, match=r"x.jsonl:1: 2 few-shot examples asked for, but only 1 records differ"):
+            task.requests(task.documents(), tokenizer, 2)
+
+
+def test_examples_from_another_file(make, tokenizer, tmp_path):
+    examples = [GOOD | {"query": "Example"}] * 2
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, examples)))
+    source = {"path": "x.jsonl", "few_shot": {"path": "train.jsonl"}}
+    task = make([GOOD] * 3, source=source)
+    request = task.requests(task.documents(), tokenizer, 2)[0]
+    assert tokenizer.decode(request.context) == "Example not so\n\nExample not so\n\nIs it"
+    own = make([GOOD] * 3, "foundry", source=source)
+    request = own.requests(own.documents(), tokenizer, 2)[0]
+    assert tokenizer.decode(request.context) == "Is it not so\nIs it not so\nIs it"
+
+
+def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
+    record = {"context": "", "continuation": "so it is"}
+    task = make([record], "foundry", type="language_modeling")
+    with pytest.raises(EvalError, match=r"x.jsonl:1: the prompt is empty, and this tokenizer puts no BOS before it"):
+        task.requests(task.documents(), tokenizer)
+    with_bos = byte_level(bos=True)
+    [request] = task.requests(task.documents(), with_bos)
+    assert request.context == (with_bos.backend.token_to_id("<s>"),)
+    task = make([record], "lm-eval", type="language_modeling")
+    [request] = task.requests(task.documents(), tokenizer)
+    assert request.context == (tokenizer.eod_id,), "lm-evaluation-harness takes EOS for want of BOS"
+
+
+def test_pmi_requests_come_last_and_can_be_left_out(make, tokenizer):
+    task = make([GOOD] * 2, "foundry", pmi="Answer:")
+    documents = task.documents()
+    requests = task.requests(documents, tokenizer)
+    assert [(one.document, one.option) for one in requests if isinstance(one, Score)] == [
+        (document, option) for document in range(2) for option in range(4)
+    ]
+    assert tokenizer.decode(requests[2].context) == "Answer:"
+    assert task.requests(documents, tokenizer, pmi=False) == [one for one in requests if one.option < 2]
+
+
+def test_limits_count_in_each_category(make, tokenizer):
+    task = make([GOOD | {"kind": kind} for kind in "babab"], category="{{kind}}")
+    documents = task.documents(limit=1)
+    assert [document.category for document in documents.evaluated] == ["a", "b"]
+    assert [document.index for document in documents.evaluated] == [1, 0]
+    assert len(documents.everything) == 5
+
+
+def test_templates_cannot_reach_the_machine(make):
+    with pytest.raises(EvalError, match=r"x.jsonl:1: `query`: .*unsafe"):
+        make([GOOD], query="{{''.__class__.__mro__}}").documents()
+
+
+def test_generation_ends_where_the_convention_says(make, tokenizer):
+    record = {"context": "Name it", "answer": "of the words", "aliases": ["a"]}
+    settings = {"type": "generation", "foundry": {"stops": ["\n"]}, "lm_eval": {"stops": ["."], "max_new_tokens": 7}}
+    longest = len(tokenizer.encode("of the words"))
+    for convention, stops, length in (("foundry", ("\n",), longest), ("lm-eval", (".",), 7)):
+        task = make([record], convention, **settings)
+        [request] = task.requests(task.documents(), tokenizer)
+        assert request == Generate(0, tuple(tokenizer.encode("Name it")), stops, length)
+
+
+def test_tasks_know_nothing_of_torch():
+    import subprocess
+    import sys
+
+    program = "import sys, llmtrain.eval.task, llmtrain.eval.gauntlet, llmtrain.eval.decontaminate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
