@@ -244,7 +244,7 @@ def valid(name: str, path: tuple[str, ...], value: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name, path, value", [change for change in changes() if valid(*change)])
+@pytest.mark.parametrize("name, path, value", [change for change in changes() if valid(*change.values)])
 def test_a_change_is_expressed_or_refused(name, path, value):
     family, base = BASES[name]
     config = ModelConfig.model_validate(changed(base, path, value))
