@@ -40,16 +40,10 @@ per-character, per-byte and PMI accuracies."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-_OF_GENERATION = {
-    "stops",
-    "cot_delimiter",
-    "normalize",
-    "max_new_tokens",
-    "extract",
-    "ignore",
-    "ignore_case",
-    "ignore_punctuation",
-}
+_OF_GENERATION = (
+    *("stops", "cot_delimiter", "normalize", "max_new_tokens"),
+    *("extract", "ignore", "ignore_case", "ignore_punctuation"),
+)
 """Settings of the conventions' sections without effect on other types of task."""
 
 _HEADLINES: dict[str, dict[str, str]] = {
@@ -112,8 +106,12 @@ class TaskConfig(Templates):
             name = convention.replace("-", "_")
             section = self.section(convention)
             yield from self._of_another_type(f"{name}.", section)
-            for key in sorted(section.model_fields_set & _OF_GENERATION if self.type != "generation" else ()):
-                yield Problem(f"{name}.{key}", None, f"has no effect on a {self.type} task; remove it")
+            for key in _OF_GENERATION if self.type != "generation" else ():
+                if (
+                    key in type(section).model_fields
+                    and getattr(section, key) != type(section).model_fields[key].default
+                ):
+                    yield Problem(f"{name}.{key}", None, f"has no effect on a {self.type} task; remove it")
             if section.few_shot_from == "few_shot" and not any(
                 one and one.few_shot for one in (self.source, self.local)
             ):

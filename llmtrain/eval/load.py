@@ -10,6 +10,7 @@ from llmtrain.config.base import Problem, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.report import ConfigError, suggest
 from llmtrain.config.source import read_file
+from llmtrain.config.walk import with_defaults
 from llmtrain.eval.errors import EvalError
 
 S = TypeVar("S", bound=Section)
@@ -24,7 +25,7 @@ def read_section(path: str | Path, schema: type[S]) -> S:
     if file.is_file() and not file.read_bytes().strip():
         raise ConfigError(str(path), [Problem("", None, f"is empty; it needs {', '.join(_required(schema))}")])
     source = read_file(path)
-    made, problems = decode(schema, source.data, source.unreadable)
+    made, problems = decode(schema, with_defaults(schema, source.data), source.unreadable)
     if made is None or problems or source.problems:
         raise ConfigError(source.title, [*source.problems, *problems], source.origins)
     return made

@@ -119,7 +119,7 @@ class Templates(Section):
     def templates(self) -> Iterator[tuple[str, list[str]]]:
         """(name, templates) of those that are given."""
         for name in Templates.model_fields:
-            value = getattr(self, name, None)  # absent where it did not decode
+            value = getattr(self, name, None)  # not there if it did not decode
             if value is not None:
                 yield name, value if isinstance(value, list) else [value]
 

@@ -15,6 +15,7 @@ from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import UnsupportedModelError, family_for
 from llmtrain.models.hybrid import HybridLM
 
 SECONDS_PER_DAY = 86_400
@@ -49,6 +50,9 @@ class Description:
     name: str
     layers: str
     n_layers: int
+    exports_as: str | None
+    """The class in transformers that `llmtrain export` writes; None when there is none, for the reasons in not_exported."""
+    not_exported: list[str]
     total_parameters: int
     active_parameters: int
     components: list[Component]
@@ -86,10 +90,13 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     if device is not None:
         speed = _speed(config, device, mfu, training["foundry"], world_size, grad_accum, tokens)
     counts = count_parameters(model)
+    exports_as, not_exported = _export(config.model)
     return Description(
         name=config.name,
         layers=config.model.layers,
         n_layers=len(model.blocks),
+        exports_as=exports_as,
+        not_exported=not_exported,
         total_parameters=counts.total,
         active_parameters=counts.active,
         components=components(model),
@@ -107,6 +114,13 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         tokens=tokens,
         speed=speed,
     )
+
+
+def _export(model: ModelConfig) -> tuple[str | None, list[str]]:
+    try:
+        return family_for(model).architecture, []
+    except UnsupportedModelError as error:
+        return None, list(error.reasons)
 
 
 def components(model: HybridLM) -> list[Component]:

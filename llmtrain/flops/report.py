@@ -23,7 +23,8 @@ def print_description(description: Description, config: Config, console: Console
     for name, block in model.blocks.items():
         console.print(f"  {name} = {_in_words(block, model.d_model)}")
     width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
-    console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}\n")
+    console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
+    console.print(f"  {_export(d)}\n", soft_wrap=True)
     console.print(_parameters(d))
     _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
     console.print(_flops(d))
@@ -41,6 +42,18 @@ def print_description(description: Description, config: Config, console: Console
     console.print(_run(d, config))
     if d.speed is None:
         _note(console, "For expected tokens/s and days: --gpu h200 [--mfu 0.5] [--world-size N]")
+
+
+def _export(d: Description) -> str:
+    if d.exports_as:
+        return f"`llmtrain export` writes it as {d.exports_as}"
+    # A dotted path ends before ' = '.
+    paths = [reason.split(": ", 1)[1].split(" = ")[0] for reason in d.not_exported if _nearest(d) in reason]
+    return f"`llmtrain export` cannot write it: {_nearest(d)} differs in {', '.join(paths)}"
+
+
+def _nearest(d: Description) -> str:
+    return d.not_exported[0].split(":")[0]
 
 
 def _note(console: Console, text: str) -> None:

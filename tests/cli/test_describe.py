@@ -13,6 +13,7 @@ PRETRAIN = Path(__file__).parents[2] / "yamls" / "pretrain"
 PUBLISHED = {
     "mpt-1b": 1_315_950_592,
     "mpt-7b": 6_658_859_008,
+    "mpt-7b-alibi": 6_649_286_656,
     "mpt-30b": 29_975_214_080,
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
@@ -38,6 +39,26 @@ def test_every_pretraining_yaml_is_described_and_its_parts_add_up(capsys, path):
     assert found["active_parameters"] >= found["total_parameters"]
     assert sum(found["memory"].values()) == found["memory_total"]
     assert found["training_causal"] < found["training_foundry"]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    {
+        "mpt-7b-alibi": "MptForCausalLM",
+        "llama3-8b": "LlamaForCausalLM",
+        "mamba2-370m": "Mamba2ForCausalLM",
+        "zamba2-7b": "Zamba2ForCausalLM",
+        "mpt-1b": None,
+    }.items(),
+)
+def test_it_is_said_before_training_whether_the_model_can_be_exported(capsys, name, architecture):
+    path = str(PRETRAIN / f"{name}.yaml")
+    found = facts(capsys, path)
+    assert found["exports_as"] == architecture
+    assert bool(found["not_exported"]) == (architecture is None)
+    assert main(["describe", path]) == 0
+    expected = architecture or "MptForCausalLM differs in model.norm.bias, model.positions, "
+    assert expected in capsys.readouterr().out
 
 
 def test_mpt_costs_what_llm_foundrys_formula_says(capsys):

@@ -32,6 +32,13 @@ class OtherLayersError(UnsupportedModelError):
     """The layers are of another kind altogether, so that no further reason was looked for."""
 
 
+class NoFamilyError(UnsupportedModelError):
+    """No family at all expresses a model; the reasons say what each lacks."""
+
+    def __str__(self) -> str:
+        return "no published class expresses this model:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
+
+
 @dataclass(frozen=True)
 class Part:
     """A published tensor that is one of ours, or some rows of one.
@@ -130,7 +137,7 @@ def family_of(published: Mapping[str, Any]) -> Family:
 def family_for(config: ModelConfig) -> Family:
     """The family that can express a model of ours.
 
-    Raises UnsupportedModelError with what each family lacks; those of other layers altogether come last.
+    Raises UnsupportedModelError with what each family lacks, those of other layers altogether last.
     """
     lacks: list[tuple[str, UnsupportedModelError]] = []
     for family in families():
@@ -141,8 +148,8 @@ def family_for(config: ModelConfig) -> Family:
         else:
             return family
     lacks.sort(key=lambda item: isinstance(item[1], OtherLayersError))
-    lines = [f"  {architecture}: {reason}" for architecture, error in lacks for reason in error.reasons]
-    raise UnsupportedModelError("no published class expresses this model:\n" + "\n".join(lines))
+    reasons = [f"{architecture}: {reason}" for architecture, error in lacks for reason in error.reasons]
+    raise NoFamilyError(*reasons)
 
 
 def families() -> list[Family]:

@@ -99,8 +99,8 @@ def test_every_mistake_is_reported_at_once(make):
         source={"path": "x.jsonl", "split": "test", "fields": {"y": "{% if %}"}},
     )
     for line in (
+        "expected letters, digits",
         "unknown key; did you mean query?",
-        "choices",
         "not a template",
         "not of a multiple_choice task, which has query, choices, gold",
         "foundry.metric",

@@ -1,0 +1,225 @@
+"""Scores and answers beside lm-evaluation-harness's `hf` model: the same weights, the same tasks, number by number.
+
+What is asked, token by token, is compared in test_eval_lm_eval; here, what models say to it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.eval.metrics import Judged, Metrics
+from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.eval.task import Task, load_task
+from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, without_pmi_premise
+from tests.support.icl import byte_level, icl_file
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval, of the development dependencies"
+)
+
+LIMIT = 4
+WINDOW = 300
+SIZES = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=600, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, max_position_embeddings=WINDOW))
+
+
+def mamba2() -> Any:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"state_size": 8, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "chunk_size": 32}
+    return Mamba2ForCausalLM(Mamba2Config(**SIZES, **sizes))
+
+
+def mpt() -> Any:
+    from transformers import MptConfig, MptForCausalLM
+
+    return MptForCausalLM(MptConfig(vocab_size=600, d_model=32, n_layers=2, n_heads=4, max_seq_len=WINDOW))
+
+
+MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "mamba2": mamba2, "mpt": mpt}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory) -> Path:
+    """A random model, with weights large enough that it prefers some tokens, and a tokenizer."""
+    made = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(1)
+    model = MODELS[request.param]().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("A_log", "dt_bias", "D")):
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.config.pad_token_id = model.config.eos_token_id = model.config.bos_token_id = 0
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 0
+    model.save_pretrained(made)
+    byte_level().save(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("harness")
+
+
+def first_records(name: str, folder: Path) -> Path:
+    """The first few of the task's file, of each category: both sides would read all of them, again and again."""
+    source = icl_file(LOCAL[name][0])
+    made = folder / source.name
+    if not made.exists():
+        seen: Counter[str] = Counter()
+        with source.open(encoding="utf-8") as lines, made.open("w", encoding="utf-8") as file:
+            for line in lines:
+                category = json.loads(line).get("category", "")
+                seen[category] += 1
+                if seen[category] <= 3 * LIMIT:
+                    file.write(line)
+    return made
+
+
+def recorded(folder: Path, max_length: int) -> Any:
+    """Its `hf` model; remembers what it answered, by token ids."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Recorded(HFLM):
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+            answers = super()._loglikelihood_tokens(requests, *args, **options)
+            for (_, context, continuation), answer in zip(requests, answers, strict=True):
+                self.scores[tuple(context), tuple(continuation)] = answer
+            return answers
+
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_length": max_length}
+    made: Any = Recorded(pretrained=str(folder), batch_size=4, **options)
+    made.scores = {}
+    return made
+
+
+def their_tasks(name: str, shots: int, folder: Path) -> list[Any]:
+    """One for each category, in alphabetical order."""
+    source = first_records(name, folder)
+    files = categories(source, folder) if load_task(name, "lm-eval").config.category else [source]
+    return [their_task(name, file, f"{name}-{i}", shots, folder / "cache") for i, file in enumerate(files)]
+
+
+def their_task(name: str, file: Path, title: str, shots: int, cache: Path) -> Any:
+    from lm_eval.api.task import ConfigurableTask
+
+    from tests.support import harness as oracle
+
+    settings = LOCAL[name][1]
+    rest = {key: value for key, value in settings.items() if key != "yaml"} | {"fewshot_split": "test"}
+    if "yaml" in settings:
+        splits = {"training_split": None, "validation_split": None, "test_split": "test"}
+        config = oracle.shipped(settings["yaml"], {"test": file}, cache, **splits, **rest)
+    else:
+        config = oracle.local({"test": file}, cache, test_split="test", **rest)
+    return ConfigurableTask(config=config | {"task": title, "num_fewshot": shots})
+
+
+def our_task(name: str, folder: Path) -> Task:
+    source = first_records(name, folder)
+    task = without_pmi_premise(load_task(name, "lm-eval", source.parent))
+    return Task(task.config, "lm-eval", task.source.model_copy(update={"path": source.name}), task.base)
+
+
+def evaluate(lm: Any, tasks: list[Any], limit: int) -> Any:
+    import lm_eval
+
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    return lm_eval.simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+
+
+def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Path, limit: int = LIMIT) -> None:
+    found = find_model(str(folder))
+    assert found.ours == (folder.name[:4] != "gpt2")
+    tokenizer = find_tokenizer(found)
+    scorer = load_scorer(found, tokenizer, dtype="float32", max_length=window)
+    lm = recorded(folder, window)
+    tasks = {name: their_tasks(name, shots, scratch) for name in names}
+    results = evaluate(lm, [task for some in tasks.values() for task in some], limit)
+    for name in names:
+        task = our_task(name, scratch)
+        documents = task.documents(limit)
+        requests = task.requests(documents, tokenizer, shots)
+        scores = [request for request in requests if isinstance(request, Score)]
+        answers: list[Scored | Generated] = list(scorer.score(scores, window=task.window(window) - 1))
+        answers += scorer.generate([request for request in requests if isinstance(request, Generate)])
+        for request, answer in zip(scores, answers, strict=False):
+            assert isinstance(answer, Scored)
+            likelihood, greedy = lm.scores[request.context, request.continuation]
+            assert answer.log_likelihood == pytest.approx(likelihood, abs=2e-4), (name, request)
+            assert answer.greedy == greedy, (name, request)
+        metrics = task.metrics(documents, requests, answers)
+        titles = [theirs.config.task for theirs in tasks[name]]
+        if len(titles) == 1:
+            compare_metrics(metrics, results["results"][titles[0]])
+        compare_documents(metrics.judged, [results["samples"][title] for title in titles])
+
+
+def compare_metrics(metrics: Metrics, theirs: dict[str, Any]) -> None:
+    compared = [name for name in metrics.values if NAMES.get(name) in theirs]
+    assert compared
+    for name in compared:
+        assert math.isclose(metrics.values[name].value, theirs[NAMES[name]], rel_tol=1e-4), name
+
+
+def compare_documents(judged: Sequence[Judged], groups: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Hits and texts, document by document. groups: the harness's samples, of each category, with one for each filter."""
+    filters: dict[str, list[dict[str, Any]]] = {}
+    for samples in groups:
+        for sample in sorted(samples, key=lambda one: one["doc_id"]):
+            filters.setdefault(sample["filter"], []).append(sample)
+    compared = 0
+    for number, one in enumerate(judged):
+        for metric, (value, _) in one.values.items():
+            key, _, name = NAMES.get(metric, "").partition(",")
+            if name in filters and key in filters[name][number] and key != "perplexity":
+                compared += 1
+                assert value == float(filters[name][number][key]), (one.details["where"], metric)
+        if "text" in one.details:
+            [[text]] = next(iter(filters.values()))[number]["resps"]
+            assert one.details["text"] == text, one.details["where"]
+    assert compared >= len(judged) > 0
+
+
+SCORED = [name for name in LOCAL if name not in ("triviaqa", "gsm8k")]
+
+
+def test_zero_shot(folder, scratch):
+    compare(folder, SCORED, 0, WINDOW, scratch)
+
+
+def test_few_shot_and_a_window_that_cuts_contexts(folder, scratch):
+    compare(folder, ["arc_challenge", "boolq", "winogrande", "lambada"], 2, 90, scratch)
+
+
+def test_answers_in_text(folder, scratch):
+    compare(folder, ["triviaqa"], 0, WINDOW, scratch, limit=2)
+
+
+@pytest.mark.slow
+def test_long_answers_in_text(folder, scratch):
+    compare(folder, ["gsm8k"], 1, 600 if folder.name[:5] in ("mamba", "llama") else WINDOW, scratch)
