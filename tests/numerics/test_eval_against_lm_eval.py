@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -146,10 +147,11 @@ def our_task(name: str, folder: Path) -> Task:
 
 
 def evaluate(lm: Any, tasks: list[Any], limit: int) -> Any:
-    import lm_eval
+    import lm_eval.evaluator
 
     os.environ["DISABLE_MULTIPROC"] = "1"
-    return lm_eval.simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+    with patch.object(lm_eval.evaluator, "add_env_info"):  # asks pip for seconds what is installed
+        return lm_eval.simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=True)
 
 
 def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Path, limit: int = LIMIT) -> None:
