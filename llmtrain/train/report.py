@@ -15,6 +15,7 @@ from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.load import tokenizer_path
 from llmtrain.generate.sampling import Sampling
+from llmtrain.models.hf.family import UnsupportedModelError, family_for
 from llmtrain.train.loggers import read_metrics
 from llmtrain.train.run import Outcome
 
@@ -115,4 +116,10 @@ def _print_next(config: Config, file: str, overrides: Sequence[str]) -> None:
     print("\nnext:")
     print(f"  {command} train {same} train.duration={shlex.quote(longer)}   # resume, and train on")
     print(f"  {command} describe {same}")
-    print(f"  {command} generate {shlex.quote(str(config.run_dir))} --prompt {shlex.quote(prompt.strip())}", flush=True)
+    run = shlex.quote(str(config.run_dir))
+    print(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
+    try:
+        architecture = family_for(config.model).architecture
+    except UnsupportedModelError:
+        return
+    print(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers", flush=True)

@@ -148,10 +148,13 @@ def our_task(name: str, folder: Path) -> Task:
 
 def evaluate(lm: Any, tasks: list[Any], limit: int) -> Any:
     import lm_eval.evaluator
+    from lm_eval.tasks import TaskManager
 
     os.environ["DISABLE_MULTIPROC"] = "1"
+    none: Any = TaskManager(include_defaults=False)  # its own tasks are thousands of files, and not asked for
+    options: dict[str, Any] = {"task_manager": none, "bootstrap_iters": 0, "log_samples": True}
     with patch.object(lm_eval.evaluator, "add_env_info"):  # asks pip for seconds what is installed
-        return lm_eval.simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+        return lm_eval.evaluator.simple_evaluate(model=lm, tasks=tasks, limit=limit, **options)
 
 
 def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Path, limit: int = LIMIT) -> None:
