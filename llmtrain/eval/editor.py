@@ -1,4 +1,4 @@
-"""JSON schemas by which editors complete and check task and gauntlet YAMLs.
+"""JSON schemas by which editors complete and check the YAMLs of runs, tasks and gauntlets.
 
 `python -m llmtrain.eval.editor` in a checkout writes them anew after a change of the sections.
 """
@@ -11,8 +11,13 @@ from pathlib import Path
 from llmtrain.config.base import Section
 from llmtrain.eval.config import TaskConfig
 from llmtrain.eval.gauntlet import Gauntlet
+from llmtrain.eval.run_config import EvalRun
 
-SCHEMAS: dict[str, type[Section]] = {"tasks/schema.json": TaskConfig, "gauntlets/schema.json": Gauntlet}
+SCHEMAS: dict[str, type[Section]] = {
+    "schema.json": EvalRun,
+    "tasks/schema.json": TaskConfig,
+    "gauntlets/schema.json": Gauntlet,
+}
 """Below eval/."""
 
 

@@ -77,7 +77,10 @@ def find_tokenizer(found: Found, tokenizer: str | None = None) -> TextTokenizer:
         return load_tokenizer(found.folder)
     from llmtrain.generate.load import tokenizer_of
 
-    return load_tokenizer(tokenizer_of(*lookup.find(found.folder)))
+    folder, manifest = lookup.find(found.folder)
+    if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
+        raise EvalError(f"{folder} was imported without a tokenizer; import it from a folder that has one")
+    return load_tokenizer(tokenizer_of(folder, manifest))
 
 
 def load_scorer(
@@ -100,6 +103,8 @@ def load_scorer(
     kind: torch.dtype = getattr(torch, dtype or default_dtype())
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
     if not found.ours:
+        if max_length and max_length > (longest := window_of(found)):
+            raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
         from llmtrain.eval.huggingface import HuggingFaceScorer, load_huggingface
 
         scorer = HuggingFaceScorer(load_huggingface(found.folder, kind, device), tokenizer, **options)
@@ -108,7 +113,7 @@ def load_scorer(
     from llmtrain.eval.scorer import HybridScorer
     from llmtrain.generate.load import load_model
 
-    model, _ = load_model(str(found.folder), kind)
+    model, _ = load_model(str(found.folder), kind, tokenizer)
     _check_vocabulary(found, tokenizer, model.config.vocab_size)
     if max_length and model.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(

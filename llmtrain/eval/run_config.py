@@ -22,8 +22,14 @@ from llmtrain.eval.gauntlet import Gauntlet, load_gauntlet
 from llmtrain.eval.task import Task, load_task
 
 
-def _or_text(key: str) -> Any:
-    """A section that may be written as the text of its one required key."""
+class _OrText:
+    """Of a section that may be written as the text of one key: says so in the JSON schema."""
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
+
+
+def _from_text(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
@@ -59,8 +65,8 @@ class TaskChoice(Section):
     """Numbers of few-shot examples; default: the task's own."""
 
 
-Models = list[Annotated[ModelChoice, _or_text("path")]]
-Tasks = list[Annotated[TaskChoice, _or_text("task")]]
+Models = list[Annotated[ModelChoice, _from_text("path"), _OrText()]]
+Tasks = list[Annotated[TaskChoice, _from_text("task"), _OrText()]]
 Texts = Annotated[
     list[str],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),

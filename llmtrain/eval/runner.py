@@ -108,7 +108,7 @@ class Evaluated:
             "model": self.found.identity,
             "backend": "llmtrain" if self.found.ours else "transformers",
             "dtype": dtype,
-            "window": window,
+            "window": [self.window, window],
             "tokenizer": self._tokenizer_identity,
             "requests": requests_digest(requests),
         }

@@ -130,17 +130,18 @@ class HybridScorer:
 
     def _read_piece(self, piece: Sequence[Tail], before: Cache | None) -> Iterator[tuple[int, tuple[float, bool]]]:
         width = max(len(tail.tokens) for tail in piece)
-        ids = torch.zeros(len(piece), width, dtype=torch.int64)
-        labels = torch.full((len(piece), width), IGNORE)
-        for i, tail in enumerate(piece):
-            row, length = self.plan.rows[tail.row], len(tail.tokens)
-            ids[i, :length] = torch.tensor(tail.tokens)
-            labels[i, length - row.scored : length] = torch.tensor(row.tokens[-row.scored :])
+        ids, labels = [], []
+        for tail in piece:
+            row, padding = self.plan.rows[tail.row], width - len(tail.tokens)
+            ids.append([*tail.tokens, *[0] * padding])
+            labels.append(
+                [*[IGNORE] * (len(tail.tokens) - row.scored), *row.tokens[-row.scored :], *[IGNORE] * padding]
+            )
         if before is None:
             cache = Cache(self.model, len(piece), width)
         else:
             cache = before.take(self._tensor([tail.parent for tail in piece]), before.length + width)
-        scores = self.model(ids.to(self.device), labels.to(self.device), cache=cache)
+        scores = self.model(self._tensor(ids), self._tensor(labels), cache=cache)
         assert isinstance(scores, TokenScores)
         sums, greedy = scores.log_likelihood.double().sum(dim=1), scores.greedy.all(dim=1)
         yield from zip((tail.row for tail in piece), zip(sums.tolist(), greedy.tolist(), strict=True), strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.generate.sampling import Sampler, Sampling
 from llmtrain.models.cache import Cache
@@ -84,8 +84,8 @@ class Step:
 
     def __init__(self, model: HybridLM, cache: Cache, steps: int):
         self.model, self.cache = model, cache
-        weight = model.embed.weight
-        self.record = weight.is_cuda and not isinstance(weight, DTensor) and steps > 4
+        # A sharded model's collectives do not belong in a graph.
+        self.record = model.embed.weight.is_cuda and not isinstance(model, FSDPModule) and steps > 4
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 

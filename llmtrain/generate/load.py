@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.manifest import Manifest
 
 
-def load_model(source: str, dtype: torch.dtype | None = None) -> tuple[HybridLM, TextTokenizer]:
+def load_model(
+    source: str, dtype: torch.dtype | None = None, tokenizer: TextTokenizer | None = None
+) -> tuple[HybridLM, TextTokenizer]:
     """The model and its tokenizer, on this process's GPU or else its CPU.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, or a folder or hub name in Hugging Face format.
     dtype: of weights and activations; default bf16 on a GPU, fp32 on a CPU. A_log, D and dt_bias stay fp32.
+    tokenizer: in place of its own.
     Raises ValueError when there is nothing to load there, or no tokenizer with it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,14 +35,17 @@ def load_model(source: str, dtype: torch.dtype | None = None) -> tuple[HybridLM,
         from llmtrain.models.hf.published import resolve
 
         folder = resolve(source)
-        model, tokenizer = load_hf(folder, dtype=dtype), load_tokenizer(folder)
+        model, own = load_hf(folder, dtype=dtype), folder
     else:
         folder, manifest = lookup.find(path)
         with torch.device("meta"):
             model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifest.config["model"])), dtype=dtype)
         model.to_empty(device=device)
         store.load(folder, model)
-        tokenizer = load_tokenizer(tokenizer_of(folder, manifest))
+        own = None if tokenizer else tokenizer_of(folder, manifest)
+    if tokenizer is None:
+        assert own is not None
+        tokenizer = load_tokenizer(own)
     return model.cast(dtype).to(device).eval(), tokenizer
 
 

@@ -110,7 +110,7 @@ def broken(*args: Any, **options: Any) -> Any:
     raise ArithmeticError("broken on purpose")
 
 
-def alone(settings: dict[str, Any], given: list[Any]) -> list[Answer]:
+def alone(settings: dict[str, Any], given: list[Any]) -> list[Any]:
     from llmtrain.models.config import ModelConfig
 
     model = HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 LIMIT = 4
 WINDOW = 300
-SIZES = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 def gpt2() -> Any:
@@ -44,14 +44,21 @@ def gpt2() -> Any:
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, max_position_embeddings=WINDOW))
 
 
 def mamba2() -> Any:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    sizes = {"state_size": 8, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "chunk_size": 32}
+    sizes: dict[str, Any] = {
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 16,
+        "expand": 2,
+        "n_groups": 1,
+        "chunk_size": 32,
+    }
     return Mamba2ForCausalLM(Mamba2Config(**SIZES, **sizes))
 
 
@@ -105,7 +112,11 @@ def recorded(folder: Path, max_length: int) -> Any:
     """Its `hf` model; remembers what it answered, by token ids."""
     from lm_eval.models.huggingface import HFLM
 
-    class Recorded(HFLM):
+    base: Any = HFLM  # its type hides what it inherits
+
+    class Recorded(base):
+        scores: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]]
+
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
             answers = super()._loglikelihood_tokens(requests, *args, **options)
             for (_, context, continuation), answer in zip(requests, answers, strict=True):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
@@ -17,6 +21,8 @@ from llmtrain.eval.models import find_model, find_tokenizer, load_scorer, window
 from llmtrain.eval.request import Generate, Generated
 from llmtrain.eval.scorer import HybridScorer
 from llmtrain.kernels import platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
 from tests.support import checkpoints
 from tests.support.models import VOCAB, build
 from tests.support.scoring import KINDS, Text, assert_same_scores, score_one_by_one
@@ -28,7 +34,7 @@ def gpt2(**settings: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=EOD, eos_token_id=EOD, **settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,13 +130,20 @@ def test_a_folder_of_another_family_is_read_by_transformers(folder, tmp_path):
         find_model(str(folder), "llmtrain")
     with pytest.raises(EvalError, match="the tokenizer has 270 tokens, the model 97"):
         load_scorer(found, find_tokenizer(found))
+    with pytest.raises(EvalError, match="by its config it reads 128 tokens; max_length is 129"):
+        load_scorer(found, find_tokenizer(found), max_length=129)
 
 
 def test_a_folder_of_one_of_our_families_by_either(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=270, **sizes, max_position_embeddings=64, initializer_range=0.3)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     checkpoints.tokenizer().save(tmp_path)
@@ -143,6 +156,23 @@ def test_a_folder_of_one_of_our_families_by_either(tmp_path):
     assert_same_scores(ours.score(requests), theirs.score(requests))
 
 
+def test_learned_positions_end_where_they_end(tmp_path):
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    step.parent.mkdir(parents=True)
+    plain = {"type": "attention", "n_heads": 2, "mlp": {"type": "gelu", "d_ff": 32}}
+    changes = {"positions": "learned", "max_seq_len": 64, "blocks": {"attn": plain}}
+    config = ModelConfig.model_validate(checkpoints.mpt(16, 1, 270).model_dump() | changes)
+    model = HybridLM(config)
+    model.init_weights(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({"model": dict(model.named_parameters())}, checkpoint_id=step, no_dist=True)
+    checkpoints.finish(step, config)
+    found = find_model(str(tmp_path / "run"))
+    with pytest.raises(EvalError, match="learned positions for 64 tokens; max_length is 65"):
+        load_scorer(found, find_tokenizer(found), max_length=65)
+
+
 def test_a_checkpoint_is_not_for_transformers(tmp_path):
     step = tmp_path / "run" / "checkpoints" / "step-00000001"
     step.parent.mkdir(parents=True)
@@ -151,5 +181,10 @@ def test_a_checkpoint_is_not_for_transformers(tmp_path):
     assert found.folder == step and found.ours and window_of(found) == 2048
     with pytest.raises(EvalError, match="which transformers cannot read; `llmtrain export` it"):
         find_model(str(tmp_path / "run"), "transformers")
-    (step / "manifest.json").touch()
+    shutil.rmtree(step / "tokenizer")
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["config"].pop("data")
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(EvalError, match="was imported without a tokenizer"):
+        find_tokenizer(found)
     assert find_model(str(step)).identity != found.identity

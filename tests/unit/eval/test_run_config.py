@@ -1,0 +1,88 @@
+"""The YAML of an evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from llmtrain.config.report import ConfigError
+from llmtrain.eval.editor import SCHEMAS, schema_text
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.run_config import EvalRun, ModelChoice, chosen_tasks, load_eval_run
+
+EVAL = Path(__file__).parents[3] / "eval"
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    content = {
+        "name": "mine",
+        "models": ["runs/a", {"path": "runs/b", "name": "other", "backend": "transformers"}],
+        "tasks": ["piqa", {"task": "arc_easy", "shots": [0, 5]}],
+    }
+    path = tmp_path / "eval.yaml"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_texts_stand_for_models_and_tasks(file):
+    run = load_eval_run(file)
+    assert [(one.title, one.backend) for one in run.chosen_models()] == [("a", "auto"), ("other", "transformers")]
+    assert [one.title for one in chosen_tasks(run, None)] == ["piqa (0-shot)", "arc_easy (0-shot)", "arc_easy (5-shot)"]
+    assert (run.out, run.cache) == ("results/mine", "results/mine/cache")
+
+
+def test_a_model_of_the_command_line_takes_the_place_of_the_files(file):
+    assert [one.path for one in load_eval_run(file, ["model=runs/c"]).chosen_models()] == ["runs/c"]
+    assert [one.path for one in load_eval_run(file, ["model=[x, y]"]).chosen_models()] == ["x", "y"]
+    assert load_eval_run(file, ["models.1.name=z"]).chosen_models()[1].title == "z"
+
+
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [
+        ("runs/mine", "mine"),
+        ("runs/mine/", "mine"),
+        ("runs/mine/checkpoints/step-00000300", "mine/step-00000300"),
+        ("EleutherAI/pythia-160m", "pythia-160m"),
+        (".", "."),
+    ],
+)
+def test_what_a_model_is_called(path, title):
+    assert ModelChoice(path=path).title == title
+
+
+def test_every_error_at_once(file):
+    overrides = ["modles=[a]", "limit=-1", "tasks.1.shot=[1]", "convention=harness"]
+    with pytest.raises(ConfigError) as error:
+        load_eval_run(file, overrides)
+    said = str(error.value)
+    assert all(part in said for part in ("modles", "did you mean models", "limit", "tasks.1.shot", "convention")), said
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "e.yaml").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty; it needs tasks, or a gauntlet"):
+        load_eval_run(tmp_path / "e.yaml")
+
+
+def test_two_tasks_of_one_name_are_told_apart_or_refused(tmp_path, file):
+    for name in ("one", "two"):
+        task = {"name": "same", "type": "schema", "source": {"path": "x.jsonl"}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
+    run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/two.yaml]"])
+    with pytest.raises(EvalError, match=r"one\.yaml and .*two\.yaml are both called 'same'; rename one of them"):
+        chosen_tasks(run, None)
+
+
+def test_shipped_files_fit_the_schema_that_editors_use(file):
+    schema = json.loads(schema_text(SCHEMAS["schema.json"]))
+    for path in [*EVAL.glob("*.yaml"), file]:
+        jsonschema.validate(yaml.safe_load(path.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"tasks": [{"tsak": "piqa"}]}, schema)
+    assert EvalRun.model_validate({"tasks": ["piqa"]}).tasks[0].task == "piqa"
