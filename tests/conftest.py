@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from llmtrain.config.data import PrepareConfig
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
+
+# Before torch is imported: workers and ranks share the cores, and threads beyond those wait for each other by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
 
