@@ -17,7 +17,7 @@ class InitialWeights(Section):
 
     path: str
     """A run's folder, a checkpoint, or what `llmtrain import` wrote; also in a store, s3://bucket/prefix."""
-    parameters: list[str] = Field(["*"], min_length=1)
+    parameters: list[str] = Field(default=["*"], min_length=1)
     """Names of the parameters to take, as patterns (`blocks.0.*`, `embed.weight`); the others start fresh."""
     optimizer: bool = False
     """Take AdamW's moments of these parameters too. The learning rate and the schedule are this run's own."""
@@ -41,7 +41,7 @@ class InitialWeights(Section):
     @model_serializer(mode="wrap")
     def _to_path(self, handler: Any) -> Any:
         written = handler(self)
-        return self.path if self == InitialWeights(path=self.path) else written
+        return self.path if self.is_whole and not self.optimizer else written
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

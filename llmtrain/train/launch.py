@@ -18,7 +18,7 @@ _EXIT_SECONDS = 10.0
 _PREEMPTED = 128 + signal.SIGTERM
 
 
-def launch(command: list[str], processes: int, run_dir: str, grace_seconds: float) -> int:
+def launch(command: list[str], processes: int, run_dir: str, grace_seconds: float = 0.0) -> int:
     """Runs `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a word (killed,

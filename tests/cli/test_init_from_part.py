@@ -109,7 +109,10 @@ def test_what_does_not_fit_is_refused_or_left_fresh(ranks, finished, saved, tmp_
     ("init_from", "message"),
     [
         ({"parameters": ["blocks.9.*"]}, "init_from.parameters: blocks.9.* matches no parameter of the model"),
-        ({"parameters": ["embed.weight"], "optimizer": True}, "has no optimizer state embed.weight.step, embed.weight.exp_avg"),
+        (
+            {"parameters": ["embed.weight"], "optimizer": True},
+            "has no optimizer state embed.weight.step, embed.weight.exp_avg",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(ranks, finished, saved, tmp_path, init_from, message):
