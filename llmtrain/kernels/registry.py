@@ -52,8 +52,12 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient),
         Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu),
         Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex),
+        Backend("triton", "llmtrain.kernels.attention.triton", attention.refuse_triton),
     ),
-    "ssd": (Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),),
+    "ssd": (
+        Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),
+        Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
+    ),
     "conv1d": (
         Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
         Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
@@ -61,7 +65,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step", attention.refuse_reference),
-        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_step_triton),
+        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton),
     ),
     "ssd_step": (
         Backend("reference", "llmtrain.kernels.ssd.step", ssd.refuse_reference),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmtrain.kernels import refusals
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_triton
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,13 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
     return None
 
 
-def refuse_step_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
+def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    """Of our kernels on whole sequences, and of those on one new token."""
     if spec.head_dim % 8 or spec.head_dim > 256:
         return (
             f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
         )
-    return refuse_triton(spec.dtype, platform)
+    return refusals.refuse_triton(spec.dtype, platform)
 
 
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
@@ -117,15 +118,15 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     263 TFLOP/s forward at head_dim 64, 486 against 286 at 128, seq_len 2048). FA2 leads on older NVIDIA
     and on AMD, where cuDNN is untuned or absent. With ALiBi, a window or a softcap, FlexAttention fuses the
     change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
-    On CPUs, SDPA's own kernel never stores the T x T scores.
+    On CPUs, SDPA's own kernel never stores the T x T scores. Our Triton kernels come last until they are measured.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if not spec.plain:
-        return ("flex", "sdpa:efficient", "reference")
+        return ("flex", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
-        return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference")
-    return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference")
+        return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference", "triton")
+    return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference", "triton")
 
 
 def preference_step(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:

@@ -52,13 +52,20 @@ def refuse_reference(spec: SSDSpec, platform: Platform | None) -> str | None:
     return None
 
 
+def refuse_triton_scan(spec: SSDSpec, platform: Platform | None) -> str | None:
+    for name, size, largest in (("head_dim", spec.head_dim, 128), ("d_state", spec.d_state, 256)):
+        if size > largest:
+            return f"our Triton scan takes a {name} up to {largest}, not {size}; use reference"
+    return refuse_triton(spec.dtype, platform)
+
+
 def refuse_step_triton(spec: SSDSpec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
 
 
 def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`."""
-    return ("reference",)
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
 
 
 def preference_step(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:

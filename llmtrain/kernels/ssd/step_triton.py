@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton_steps import softplus
 
 # Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
 _LAUNCH = {
@@ -118,7 +119,7 @@ def _step(
     B_in = tl.load(B + row * B_row + group * B_group + n, mask=n_valid, other=0.0).to(tl.float32)
     C_in = tl.load(C + row * C_row + group * C_group + n, mask=n_valid, other=0.0).to(tl.float32)
     raw = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
-    step = _softplus(raw + tl.load(dt_bias + head).to(tl.float32))
+    step = softplus(raw + tl.load(dt_bias + head).to(tl.float32))
     if dt_min is not None:
         step = tl.maximum(step, dt_min)
     if dt_max is not None:
@@ -129,16 +130,3 @@ def _step(
     tl.store(state, h, mask=valid)
     out = tl.sum(h * C_in[None, :], 1) + tl.load(D + head).to(tl.float32) * x_in
     tl.store(y + (row * N_HEADS + head) * HEAD_DIM + p, out.to(y.dtype.element_ty), mask=p_valid)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)) to fp32's relative accuracy, which log of a sum near 1 would lose: small time steps are usual.
-
-    = max(x, 0) + log1p(e), e = exp(-|x|); log1p(e) = 2 atanh(z), z = e / (2 + e) <= 1/3, by its series up to z^15.
-    """
-    e = tl.exp(-tl.abs(x))
-    z = e / (2.0 + e)
-    s = z * z
-    series = 1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15))))))
-    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + s * series)

@@ -56,7 +56,7 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
     [
         ("sdpa:flash", spec(alibi_max_bias=8.0), None, ["flash", "no ALiBi", "use flex or reference"]),
         ("sdpa:cudnn", spec(softcap=50.0), None, ["cuDNN", "no softcap"]),
-        ("sdpa", spec(softcap=50.0), None, ["softcap", "can serve: auto, reference, flex"]),
+        ("sdpa", spec(softcap=50.0), None, ["softcap", "can serve: auto, reference, flex, triton"]),
         ("sdpa", spec(softcap=50.0), CPU, ["SDPA has no softcap", "can serve: auto, reference)"]),
         ("sdpa:cudnn", PLAIN, MI300X, ["NVIDIA", "use sdpa:flash"]),
         ("sdpa:cudnn", spec(head_dim=160), H200, ["up to 128", "160"]),
@@ -64,6 +64,9 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
         ("sdpa:flash", PLAIN, CPU, ["needs a GPU", "use sdpa"]),
         ("flex", PLAIN, CPU, ["no backward pass on CPUs"]),
         ("flex", spec(head_dim=8), None, [">= 16", "8"]),
+        ("triton", PLAIN, CPU, ["need a GPU", "use reference"]),
+        ("triton", spec(head_dim=264), None, ["up to 256, not 264"]),
+        ("triton", spec(dtype="float64"), None, ["bfloat16, float16, float32, not float64"]),
     ],
 )
 def test_a_refusal_says_why_and_what_to_change(name, wanted, where, words):
@@ -81,7 +84,7 @@ def test_platform_reasons_wait_for_a_platform():
 
 
 def test_an_unknown_backend_is_named_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"no attention backend named 'flsh'.*auto, flex, reference, sdpa"):
+    with pytest.raises(ValueError, match=r"no attention backend named 'flsh'.*auto, flex, reference, sdpa.*, triton"):
         registry.resolve("attention", "flsh", PLAIN, CPU)
 
 
@@ -94,6 +97,7 @@ def test_table_has_every_backend_once():
         "sdpa:efficient": True,
         "sdpa:cpu": False,
         "flex": True,
+        "triton": True,
     }
 
 

@@ -1,0 +1,300 @@
+"""FlashAttention-2 in Triton for NVIDIA and AMD, forward and backward: the operators and the backend.
+
+The kernels are in triton_forward.py and triton_backward.py, their launch parameters in triton_launch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from llmtrain.kernels import platform as platforms
+from llmtrain.kernels.attention.documents import Documents, documents
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
+from llmtrain.kernels.attention.triton_forward import attention_forward
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, choose, together
+from llmtrain.kernels.attention.triton_tiles import parts_of
+from llmtrain.kernels.platform import Platform
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class TritonContext:
+    """slopes: ALiBi's, [n_heads] in fp32. packed: documents that must not see each other."""
+
+    slopes: Tensor | None
+    packed: Documents | None
+
+
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> TritonAttention:
+    return TritonAttention(spec)
+
+
+class TritonAttention:
+    def __init__(self, spec: AttentionSpec):
+        self.spec, self.slopes = spec, Slopes(spec)
+
+    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
+        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one each."""
+        return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous."""
+        spec, packed = self.spec, context.packed
+        return attend(
+            q, k, v, spec.scale, window=spec.sliding_window, softcap=spec.softcap, slopes=context.slopes, packed=packed
+        )[0]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    packed: Documents | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and the natural log-sum-exp of its scores, both differentiable by q, k and v.
+
+    q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim], any strides (best with 1 in the last
+    dim); slopes: [n_heads] in fp32. The score of AttentionSpec; without `causal` the distance |i - j| takes the place
+    of i - j in ALiBi and in the window. Returns a tensor like q, contiguous, and [batch, n_heads, T] in fp32; for a
+    query that sees nothing (padding) zeros and -inf.
+    """
+    starts, ends = (None, None) if packed is None else (packed.starts, packed.ends)
+    return _forward_op(q, k, v, scale, causal, window, softcap, slopes, starts, ends)
+
+
+@torch.library.custom_op("llmtrain::attention_forward", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).forward()
+
+
+@_forward_op.register_fake
+def _(q, k, v, scale, causal, window, softcap, slopes, starts, ends):
+    batch, seq_len, n_heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, n_heads, seq_len), dtype=torch.float32)
+
+
+@torch.library.custom_op("llmtrain::attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).backward(out, lse, dout, dlse)
+
+
+@_backward_op.register_fake
+def _(dout, dlse, out, lse, q, k, v, scale, causal, window, softcap, slopes, starts, ends):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, causal, window, softcap, slopes, starts, ends = inputs
+    ctx.save_for_backward(*output, q, k, v, slopes, starts, ends)
+    ctx.settings = (scale, causal, window, softcap)
+    ctx.set_materialize_grads(False)  # nobody uses the gradient of lse, as a rule
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, q, k, v, slopes, starts, ends = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 10
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = _backward_op(dout, dlse, out, lse, q, k, v, *ctx.settings, slopes, starts, ends)
+    return (*gradients, *(None,) * 7)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+@functools.cache
+def _where(device: torch.device) -> Platform:
+    return platforms.detect(device)
+
+
+class Call:
+    """One attention, forward or backward: what its kernels are launched with.
+
+    launches and where: in place of the table's and the tensors' own, for tuning and for compiling without a GPU.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Tensor | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        *,
+        launches: dict[Kernel, Launch] | None = None,
+        where: Platform | None = None,
+    ):
+        self.q, self.k, self.v = (_rows_contiguous(t) for t in (q, k, v))
+        self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape
+        self.n_kv = k.shape[2]
+        assert k.shape == v.shape == (self.batch, self.seq_len, self.n_kv, self.head_dim)
+        assert self.n_heads % self.n_kv == 0 and self.head_dim <= 256 and self.head_dim % 8 == 0
+        assert q.dtype == k.dtype == v.dtype
+        assert scale > 0 and (window is None or window > 0) and (softcap is None or softcap > 0)
+        # Offsets inside a sequence are 32 bits wide.
+        assert all(self.seq_len * max(t.stride(1), self.n_heads * self.head_dim) < 1 << 31 for t in (q, k, v))
+        self.scale, self.causal, self.softcap = scale, causal, softcap
+        # A window as long as the sequence hides nothing.
+        self.window = window if window is not None and window < self.seq_len else None
+        self.slopes, self.starts, self.ends = slopes, starts, ends
+        self.parts, self.group = parts_of(self.head_dim), self.n_heads // self.n_kv
+        self.where = where or _where(q.device)
+        dtype = str(q.dtype).removeprefix("torch.")
+        self.launches = {kernel: choose(kernel, self.head_dim, dtype, self.where) for kernel in KERNELS}
+        self.launches.update(launches or {})
+        assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out like q, and lse [batch, n_heads, T]."""
+        q, k, v = self.q, self.k, self.v
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
+        launch = self.launches["forward"]
+        described = self._described(launch, k, v)
+        if described:
+            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
+        attention_forward[grid](
+            q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv like q, k, v, contiguous."""
+        delta = torch.empty_like(lse)
+        dq = self.dq(out, lse, dout, dlse, delta)
+        return dq, *self.dkdv(lse, dout, delta)
+
+    def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
+        """Fills delta too, which dkdv reads."""
+        dout = _rows_contiguous(dout)
+        assert out.is_contiguous() and lse.is_contiguous() and delta.is_contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        q, k, v = self.q, self.k, self.v
+        dq = q.new_empty(q.shape)
+        launch = self.launches["dq"]
+        described = self._described(launch, k, v)
+        if described:
+            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
+        attention_dq[grid](
+            q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
+            *self._strides(), *dout.stride()[:3], *sizes, self.scale, **fixed,
+        )  # fmt: skip
+        return dq
+
+    def dkdv(self, lse: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        dout = _rows_contiguous(dout)
+        do_strides = dout.stride()[:3]
+        q, k, v = self.q, self.k, self.v
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        launch = self.launches["dkdv"]
+        described = self._described(launch, q, dout)
+        if described:
+            q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
+        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, described)
+        attention_dkdv[grid](
+            q, k, v, dout, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
+            *self._strides(), *do_strides, *sizes, self.scale, **fixed,
+        )  # fmt: skip
+        return dk, dv
+
+    def _launch(
+        self, launch: Launch, rows: int, steps: int, heads: int, reread: int, described: bool
+    ) -> tuple[tuple[int], tuple, dict[str, Any]]:
+        """Grid, sizes and constants. rows: of a program's tile; steps: of the tiles in its loop; heads: that it has
+        programs for; reread: heads that each program walks over.
+        """
+        pairs = self.batch * heads
+        reads = 2 * reread * self.seq_len * self.head_dim * self.q.element_size()
+        side_by_side = together(self.where, reads, self.n_heads // heads if reread > 1 else heads // self.n_kv)
+        softcap = None if self.softcap is None else self.softcap * _LOG2_E
+        sizes = (self.seq_len, pairs, min(side_by_side, pairs), self.scale * _LOG2_E, softcap)
+        fixed = {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window,
+            "RAGGED": self.seq_len % steps != 0,
+            "N_HEADS": self.n_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "PARTS": self.parts,
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "STAGES": launch.stages,
+            "DESCRIBED": described,
+            # fp32's accuracy in both.
+            "PRECISION": "tf32x3" if self.where.vendor == "nvidia" else "ieee",
+        }
+        return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.where)}
+
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
+
+    def _described(self, launch: Launch, *tensors: Tensor) -> bool:
+        """Whether the copy engine can fetch rows of these: one tile wide, and aligned to 16 bytes."""
+        return (
+            launch.described
+            and self.where.vendor != "amd"
+            and self.parts == (self.head_dim,)
+            and all(s * t.element_size() % 16 == 0 for t in tensors for s in t.stride()[:3])
+            and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
+        )
+
+
+def _rows_contiguous(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    """[batch, heads, T, head_dim] in blocks of `rows` of one head."""
+    t = t.transpose(1, 2)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[3]])

@@ -1,0 +1,187 @@
+"""What the three attention kernels share: tiles whose width is no power of two, and which keys a query sees.
+
+Width. Triton's tiles are powers of two wide. A head_dim of another width is cut into parts (160 = 128 + 32), each a
+tile of its own: padding 160 to 256 would cost 1.6 x the products, the shared memory and the registers. A tile of width
+head_dim is therefore a tuple of tensors here. Only a last part below 16 (head_dim 8 mod 16) is padded and masked.
+
+Sight. Causality, a sliding window, documents and the end of the sequence all say the same kind of thing: query i sees
+the keys of one interval, and neither end of the interval falls when i grows. So the keys of a tile of queries, and
+those that all of its queries see (their tiles need no mask), follow from its first and its last query alone. Seen from
+the keys it is the same with the directions in time exchanged.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e38)  # below every score, and finite: -inf - -inf would be NaN
+
+
+def parts_of(head_dim: int) -> tuple[int, ...]:
+    """Widths of the tiles that make up head_dim: powers of two from 16 up, falling."""
+    padded = (head_dim + 15) // 16 * 16
+    return tuple(1 << bit for bit in reversed(range(4, padded.bit_length())) if padded >> bit & 1)
+
+
+@triton.constexpr_function
+def width(parts, i):
+    """Of part i: parts[i], which Triton would not take in a shape."""
+    return parts[i]
+
+
+@triton.constexpr_function
+def before(parts, i):
+    """Columns in front of part i."""
+    return sum(parts[:i])
+
+
+@triton.constexpr_function
+def padded(parts, head_dim, i):
+    """Whether part i is wider than what is left of head_dim."""
+    return sum(parts[: i + 1]) > head_dim
+
+
+@triton.jit
+def place(tiles, pairs, together):
+    """(tile, pair) of this program: `together` pairs of sequence and head at a time, their first tiles first.
+
+    All programs that run at once then share few enough keys and values to find them in the L2 cache.
+    """
+    at = tl.program_id(0)
+    done = at // (tiles * together) * together
+    here = tl.minimum(together, pairs - done)
+    at = at % (tiles * together)
+    return at // here, done + at % here
+
+
+@triton.jit
+def load_rows(
+    source, batch, head, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    MASKED: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. start + ROWS of [T, head_dim] as parts; zeros, not read, from row `limit` on if MASKED.
+
+    source: a pointer to row 0 (batch and head are not used), or DESCRIBED, a tensor descriptor of [batch, heads, T,
+    head_dim]: the copy engine then computes the addresses and fills up with zeros.
+    """
+    if DESCRIBED:
+        return (source.load([batch, head, start, 0]).reshape(ROWS, HEAD_DIM),)
+    else:
+        row = tl.arange(0, ROWS)
+        base = source + start * stride
+        out = ()
+        for i in tl.static_range(len(PARTS)):
+            column = before(PARTS, i) + tl.arange(0, PARTS[i])
+            at = base + (row[:, None] * stride + column[None, :])
+            if MASKED and padded(PARTS, HEAD_DIM, i):
+                tile = tl.load(at, mask=(row < limit - start)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+            elif MASKED:
+                tile = tl.load(at, mask=(row < limit - start)[:, None], other=0.0)
+            elif padded(PARTS, HEAD_DIM, i):
+                tile = tl.load(at, mask=(column < HEAD_DIM)[None, :], other=0.0)
+            else:
+                tile = tl.load(at)
+            out = out + (tile,)
+        return out
+
+
+@triton.jit
+def store_rows(
+    target, tiles, factor, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr
+):
+    """Rows start .. start + ROWS of target[T, head_dim], those below `limit`, become tiles * factor."""
+    row = tl.arange(0, ROWS)
+    base = target + start * stride
+    for i in tl.static_range(len(PARTS)):
+        column = before(PARTS, i) + tl.arange(0, PARTS[i])
+        mask = (row < limit - start)[:, None]
+        if padded(PARTS, HEAD_DIM, i):
+            mask = mask & (column < HEAD_DIM)[None, :]
+        tile = (tiles[i] * factor).to(target.dtype.element_ty)
+        tl.store(base + (row[:, None] * stride + column[None, :]), tile, mask=mask)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + (tl.zeros((ROWS, width(PARTS, i)), tl.float32),)
+    return out
+
+
+@triton.jit
+def inner(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T, summed over the parts of head_dim. a: [A, head_dim], b: [B, head_dim] -> [A, B] in fp32."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(PARTS)):
+        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def outer(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + weight b. weight: [A, B], rounded to b's type; b: [B, head_dim]; acc: [A, head_dim]."""
+    weight = weight.to(b[0].dtype)
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + (tl.dot(weight, b[i], acc[i], input_precision=PRECISION),)
+    return out
+
+
+@triton.jit
+def sight(i, starts, ends, seq_len, BACK: tl.constexpr, AHEAD: tl.constexpr):
+    """First and last token that the tokens `i` (one or many) see: at most BACK before and AHEAD after; None: all.
+
+    starts, ends: the documents of this sequence, or None. Tokens beyond the sequence see what is of no use.
+    """
+    first = i * 0 if BACK is None else tl.maximum(i - BACK, 0)
+    last = i * 0 + (seq_len - 1) if AHEAD is None else tl.minimum(i + AHEAD, seq_len - 1)
+    if starts is not None:
+        first = tl.maximum(first, tl.load(starts + i, mask=i < seq_len, other=0))
+        last = tl.minimum(last, tl.load(ends + i, mask=i < seq_len, other=0))
+    return first, last
+
+
+@triton.jit
+def spans(
+    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr
+):
+    """What the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
+
+    a .. b and c .. end need a mask; b .. c all of them see, and it ends before the sequence does.
+    """
+    final = tl.minimum(begin + ROWS, seq_len) - 1
+    earliest, all_to = sight(begin, starts, ends, seq_len, BACK, AHEAD)
+    all_from, latest = sight(final, starts, ends, seq_len, BACK, AHEAD)
+    a = earliest // TILE * TILE
+    end = latest + 1
+    b = tl.minimum(tl.maximum(tl.cdiv(all_from, TILE) * TILE, a), tl.cdiv(end, TILE) * TILE)
+    c = tl.maximum((all_to + 1) // TILE * TILE, b)
+    return a, b, c, end
+
+
+@triton.jit
+def seen(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
+    """first <= other <= last; only the halves that limit anything."""
+    if LOWER and UPPER:
+        return (other >= first) & (other <= last)
+    elif LOWER:
+        return other >= first
+    else:
+        return other <= last
+
+
+@triton.jit
+def capped(score, scale, softcap):
+    """From q k^T to log2(e) times the score before ALiBi, and its derivative by what is capped; scale and softcap are
+    multiplied by log2(e) already. 2^x is what the hardware has.
+    """
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; libdevice.tanh fails in the interpreter.
+    tanh = 1.0 - 2.0 / (tl.exp2(score * (scale * (2.0 * LOG2_E) / softcap)) + 1.0)
+    return softcap * tanh, 1.0 - tanh * tanh

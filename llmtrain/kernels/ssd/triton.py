@@ -1,0 +1,189 @@
+"""Mamba-2's state-space duality in Triton: the operator, its gradient, and the order of its kernels.
+
+Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
+at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
+Backward: time steps; the states at the chunks' borders again, unless kept; their gradients, in reverse; what passes
+through pairs (x, dy and gradients of states once in, dx once out); what passes through states (x, dy, states and their
+gradients once in); the gradients of the time steps. No atomics: every sum has a fixed order.
+
+Matrix products take the dtype of x; decays, time steps and the state passed on are fp32. The chunk is a launch
+parameter of each direction, not the spec's: results do not depend on it but for rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton_backward as backward
+from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_steps as time_steps
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton_launch import Launch, default_launch, parsed
+
+
+def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSD:
+    return TritonSSD(spec, default_launch(spec, platform))
+
+
+class TritonSSD:
+    """The signature of ReferenceSSD, and documents in one sequence.
+
+    x, dt, B and C may be slices of a projection, without a copy if the last dim of x, B and C is contiguous.
+    """
+
+    def __init__(self, spec: SSDSpec, launch: Launch):
+        self.spec, self.launch = spec, launch
+        self.options = launch.dump()
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        initial_state: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: [batch, T, heads, head_dim]; dt: [batch, T, heads], before bias and softplus; A, D, dt_bias: [heads],
+        A negative; B, C: [batch, T, groups, d_state]; initial_state: [batch, heads, head_dim, d_state];
+        document_ids: [batch, T], integers: where they change, a document begins, and the state before it is dropped
+        (the initial state belongs to the first). Returns y like x, and the state after the last token in fp32.
+        """
+        spec, (batch, seq_len) = self.spec, x.shape[:2]
+        assert x.shape == (batch, seq_len, spec.n_heads, spec.head_dim) and dt.shape == x.shape[:3]
+        assert B.shape == C.shape == (batch, seq_len, spec.n_groups, spec.d_state)
+        assert x.dtype == B.dtype == C.dtype
+        assert A.shape == D.shape == dt_bias.shape == (spec.n_heads,)
+        dt_min, dt_max = spec.dt_limit or (None, None)
+        y, last, _ = ssd_forward(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, self.options)
+        return y, last
+
+
+def launch_forward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    dt_min: float | None,
+    dt_max: float | None,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and the states before every chunk if they are to be kept (else an empty tensor)."""
+    launch = parsed(options)
+    x, B, C = (_unit_stride(t) for t in (x, B, C))
+    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
+    start, keep = _state(initial_state), launch.keep_states
+    if launch.walks(x.shape[0] * x.shape[2] * triton.cdiv(x.shape[3], launch.walk.columns)):
+        walk = (launch.chunk, keep, launch.precision, launch.walk)
+        y, last, states = forward.walk(x, B, C, D, times, begun, start, *walk)
+    else:
+        states, last = forward.pass_states(
+            x, B, times, begun, start, launch.chunk, False, launch.precision, launch.passing
+        )
+        scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
+        y = forward.scan(x, B, C, D, times, begun, states, *scan)
+        states = states if keep else None
+    return y, last, x.new_empty(0) if states is None else states
+
+
+ssd_forward = torch.library.custom_op("llmtrain::ssd_forward", launch_forward, mutates_args=())
+
+
+@ssd_forward.register_fake
+def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
+    batch, seq_len, n_heads, head_dim = x.shape
+    chunk, d_state = parsed(options).chunk, B.shape[3]
+    last = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
+    kept = (batch, -(-seq_len // chunk), n_heads, d_state, head_dim) if parsed(options).keep_states else (0,)
+    return x.new_empty(x.shape), last, x.new_empty(kept)
+
+
+def launch_backward(
+    dy: Tensor,
+    d_last: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    states: Tensor,
+    dt_min: float | None,
+    dt_max: float | None,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (of zeros, if there was none)."""
+    launch, limits = parsed(options), (dt_min, dt_max)
+    chunk, precision = launch.chunk_backward, launch.precision
+    dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
+    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
+    passing = (chunk, False, precision, launch.passing)
+    if not launch.keep_states:
+        states, _ = forward.pass_states(x, B, times, begun, _state(initial_state), *passing)
+    passing = (chunk, True, precision, launch.passing)
+    d_states, d_initial = forward.pass_states(dy, C, times, begun, _state(d_last), *passing)
+    vectors = torch.empty((*times.shape[:3], 5, chunk), dtype=torch.float32, device=x.device)
+    dx, d_pairs, diagonal = backward.through_pairs(
+        *(dy, x, B, C, D, times, begun, d_states, vectors),
+        *(chunk, precision, launch.pairs, launch.processors),
+    )
+    dB, dC, passed = backward.through_states(
+        *(dy, x, B, C, times, begun, d_pairs, states, d_states, vectors),
+        *(chunk, precision, launch.states, launch.processors),
+    )
+    d_dt, sums = time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk)
+    d_A, d_D, d_bias = (sums[i].to(t.dtype, copy=True) for i, t in enumerate((A, D, dt_bias)))
+    return dx, d_dt, d_A, dB, dC, d_D, d_bias, d_initial
+
+
+ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward, mutates_args=())
+
+
+@ssd_backward.register_fake
+def _(dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, states, dt_min, dt_max, options):
+    d_initial = x.new_empty((x.shape[0], x.shape[2], x.shape[3], B.shape[3]), dtype=torch.float32)
+    return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), d_initial
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.dt_min, ctx.dt_max, ctx.options = inputs
+    ctx.state_dtype = None if tensors[7] is None else tensors[7].dtype
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, d_last, _):
+    *tensors, states = ctx.saved_tensors
+    if dy is None:
+        dy = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    *found, d_initial = ssd_backward(dy, d_last, *tensors, states, ctx.dt_min, ctx.dt_max, ctx.options)
+    return *found, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None, None, None
+
+
+ssd_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _ids(document_ids: Tensor | None) -> Tensor | None:
+    return None if document_ids is None else document_ids.to(torch.int32).contiguous()
+
+
+def _state(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.to(torch.float32).contiguous()

@@ -1,0 +1,342 @@
+"""Mamba-2's state-space duality in Triton, backward within chunks: every gradient but those of the time steps' inputs.
+
+In the terms of triton_forward.py, with R the gradient of the state after the chunk, kept transposed like S, and for
+each head, j <= i:   G_ij = C_i . B_j,   L_ij = 2^(a_i - a_j),   T_ij = dy_i . x_j,
+
+    u_j = sum_i G_ij L_ij dy_i + 2^(a_end - a_j) B_j R        dx_j = dt_j u_j + D dy_j,   ddt_j = x_j . u_j + ...
+    dC_i = sum over heads of  sum_j T_ij L_ij dt_j B_j + 2^a_i S dy_i
+    dB_j = sum over heads of  sum_i T_ij L_ij dt_j C_i + dt_j 2^(a_end - a_j) R x_j
+    da_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i
+    da_j = - sum_{i > j} G_ij L_ij T_ij dt_j - dt_j 2^(a_end - a_j) x_j . B_j R
+    da_end = 2^a_end S . R + sum_j dt_j 2^(a_end - a_j) x_j . B_j R
+
+(da is that of the natural log.) Two kernels: what passes through the pairs of a chunk, and dx; what passes through the
+states on either side of it. T is computed once and serves all; the sum over heads of T L dt is multiplied with B and C
+once per program. The row and column sums of one fp32 matrix make up da: taken from y, rounded, they would not cancel.
+Sums over heads of one program stay in registers; over programs they are added in a fixed order.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.ssd.triton_forward import never, padded, rows_described, rows_of
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
+
+_ADDED = 1024  # elements per program of the last sum
+
+
+def through_pairs(
+    dy: Tensor,
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    times: Tensor,
+    begun: Tensor | None,
+    d_states: Tensor,
+    vectors: Tensor,
+    chunk: int,
+    precision: str,
+    launch: HeadsLaunch,
+    processors: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What passes through the pairs of a chunk, and all of dx.
+
+    d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5,
+    chunk]. Returns dx; the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and
+    B_j . C_j, [batch, chunks, groups, chunk].
+    """
+    batch, seq_len, n_heads, head_dim = x.shape
+    n_groups, d_state = B.shape[2:]
+    chunks = times.shape[2]
+    heads, blocks = _blocks(x, n_groups, chunks, launch, processors)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # What comes next multiplies them with B and C, in their dtype.
+    d_pairs = torch.empty((blocks, batch, chunks, n_groups, chunk, chunk), dtype=B.dtype, device=x.device)
+    diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
+    strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
+    wanted = launch.described and d_state == padded(d_state)
+    tiles = [rows_described(wanted, t, chunk) for t in (dy, x)]
+    tiles.append(rows_described(wanted, d_states.view(1, -1, 1, head_dim), d_state))
+    fetched = all(tile is not None for tile in tiles)
+    dy, x, d_states = tiles if fetched else (dy, x, d_states)
+    _through_pairs[n_groups * blocks, chunks, batch](
+        *(dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors),
+        *(seq_len, *strides),
+        HEADS_PER_GROUP=n_heads // n_groups,
+        N_HEADS=n_heads,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        CHUNK=chunk,
+        ROWS=padded(d_state),
+        COLUMNS=padded(head_dim),
+        HEADS=heads,
+        DESCRIBED=fetched,
+        PRECISION=precision,
+        STAGES=launch.stages,
+        **launch.options,
+    )
+    return dx, d_pairs, diagonal
+
+
+def through_states(
+    dy: Tensor,
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    times: Tensor,
+    begun: Tensor | None,
+    d_pairs: Tensor,
+    states: Tensor,
+    d_states: Tensor,
+    vectors: Tensor,
+    chunk: int,
+    precision: str,
+    launch: HeadsLaunch,
+    processors: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What passes through the states before and after a chunk: dB, dC, and 2^a_end S . R, [batch, chunks, heads].
+
+    d_pairs: by blocks of heads, whose number may be another here. Fills the last two of `vectors`.
+    """
+    batch, seq_len, n_heads, head_dim = dy.shape
+    n_groups, d_state = C.shape[2:]
+    heads, blocks = _blocks(x, n_groups, times.shape[2], launch, processors)
+    passed = torch.empty(states.shape[:3], dtype=torch.float32, device=dy.device)
+    of_B, of_C = _parts(B, blocks), _parts(C, blocks)
+    grid = (n_groups * blocks, times.shape[2], batch)
+    strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
+    wanted = launch.described and d_state == padded(d_state)
+    tiles = [rows_described(wanted, t, chunk) for t in (dy, x)]
+    tiles += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
+    fetched = all(tile is not None for tile in tiles)
+    dy, x, states, d_states = tiles if fetched else (dy, x, states, d_states)
+    _through_states[grid](
+        *(dy, x, B, C, times, begun, d_pairs, states, d_states, of_B, of_C, passed, vectors),
+        *(seq_len, d_pairs.shape[0], *strides),
+        HEADS_PER_GROUP=n_heads // n_groups,
+        N_HEADS=n_heads,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        CHUNK=chunk,
+        ROWS=padded(d_state),
+        COLUMNS=padded(head_dim),
+        HEADS=heads,
+        DESCRIBED=fetched,
+        PRECISION=precision,
+        STAGES=launch.stages,
+        **launch.options,
+    )
+    return _total(of_B, B.dtype), _total(of_C, C.dtype), passed
+
+
+def _blocks(x: Tensor, n_groups: int, chunks: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
+    """Heads of one program, and programs that share the heads of a group."""
+    per_group = x.shape[2] // n_groups
+    heads = launch.heads(per_group, x.shape[0] * chunks * n_groups, processors)
+    return heads, triton.cdiv(per_group, heads)
+
+
+def _parts(like: Tensor, blocks: int) -> Tensor:
+    """Where the programs of all blocks put their sums over heads, [blocks, *like]. With one block they are final."""
+    dtype = torch.float32 if blocks > 1 else like.dtype
+    return torch.empty((blocks, *like.shape), dtype=dtype, device=like.device)
+
+
+def _total(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    blocks, count = parts.shape[0], parts[0].numel()
+    if blocks == 1:
+        return parts.view(parts.shape[1:])
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    _add_blocks[(triton.cdiv(count, _ADDED),)](parts, out, count, blocks, BLOCK=_ADDED, num_warps=4)
+    return out
+
+
+@triton.jit
+def _through_pairs(
+    dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors,
+    seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
+    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (group and block of its heads, chunk, row of the batch). Matrices over pairs are [j, i], j <= i."""
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
+    N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
+    group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks, batch = tl.num_programs(1), tl.num_programs(2)
+    first = chunk * CHUNK
+    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+
+    if not DESCRIBED:
+        dy += row * dy_row + first.to(tl.int64) * dy_token
+        x += row * x_row + first.to(tl.int64) * x_token
+        d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+    dx += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
+    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
+    vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
+    of_group = (row * chunks + chunk) * N_GROUPS + group
+    tokens = seq_len
+    seq_len -= first  # tokens from here on
+
+    b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
+    c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
+    same = tl.sum(b.to(tl.float32) * c.to(tl.float32), 1)
+    if block == 0:
+        tl.store(diagonal + of_group * CHUNK + q, same)
+    count, count_end = None, None
+    if begun is not None:
+        count = tl.load(begun + row * chunks * CHUNK + first + q)
+        count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+
+    d_bc = tl.zeros((CHUNK, CHUNK), tl.float32)
+    begin = group * HEADS_PER_GROUP + block * HEADS
+    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
+    for head in tl.range(begin, end, num_stages=STAGES):
+        found = vectors + head * chunks * (5 * CHUNK) + q
+        of_head = head * chunks * (2 * CHUNK)
+        if DESCRIBED:
+            token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
+            x_in = x.load([token, head * HEAD_DIM])
+            dy_in = dy.load([token, head * HEAD_DIM])
+            d_state = d_states.load([state_at * D_STATE, 0])
+        else:
+            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
+            dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
+            d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
+        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+        a_end = tl.load(times + of_head + CHUNK - 1)
+        to_end = tl.exp2(a_end - a)
+        later = q[None, :] + never(a_end)
+        paired = q[:, None] < later
+        if begun is not None:
+            to_end = tl.where(count == count_end, to_end, 0.0)
+            paired = paired & (count[:, None] == count[None, :])
+
+        d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION)
+        tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == later, d_pair, 0.0), 1))
+        decay = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
+        d_bc += d_pair * decay * step[:, None]  # masked after the loop
+        # B C^T again for every head: held over the loop it would cost as many registers as d_bc.
+        decayed = tl.where(paired, tl.dot(b, tl.trans(c), input_precision=PRECISION) * decay, 0.0)
+        d_pair *= decayed
+        tl.store(found + CHUNK, tl.sum(d_pair, 1))
+        tl.store(found, tl.sum(d_pair * step[:, None], 0))
+        u = tl.dot(b, d_state, input_precision=PRECISION) * to_end[:, None]
+        u = tl.dot(decayed.to(dy_in.dtype), dy_in, acc=u, input_precision=PRECISION)
+        # Where j = i nothing decays: in da it cancels, and its rounding could be all that is left. So it is not in there.
+        on_dy = tl.load(D + head).to(tl.float32) + same * step
+        d_x = u * step[:, None] + on_dy[:, None] * dy_in.to(tl.float32)
+        to = q[:, None] * (N_HEADS * HEAD_DIM) + p[None, :]
+        inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
+        tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
+
+    paired = q[:, None] <= q[None, :]
+    if begun is not None:
+        paired = paired & (count[:, None] == count[None, :])
+    of_block = ((block * batch + row) * chunks + chunk) * N_GROUPS + group
+    d_bc = tl.where(paired, d_bc, 0.0).to(d_pairs.dtype.element_ty)
+    tl.store(d_pairs + of_block * (CHUNK * CHUNK) + q[:, None] * CHUNK + q[None, :], d_bc)
+
+
+@triton.jit
+def _through_states(
+    dy, x, B, C, times, begun, d_pairs, states, d_states, dB, dC, passed, vectors,
+    seq_len, pair_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
+    B_row, B_token, B_group, C_row, C_token, C_group,
+    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (group and block of its heads, chunk, row of the batch)."""
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
+    N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
+    group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks, batch = tl.num_programs(1), tl.num_programs(2)
+    first = chunk * CHUNK
+    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+
+    if not DESCRIBED:
+        dy += row * dy_row + first.to(tl.int64) * dy_token
+        x += row * x_row + first.to(tl.int64) * x_token
+        states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+        d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+    of_block = (((block * batch + row) * seq_len + first) * N_GROUPS + group) * D_STATE
+    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
+    vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
+    passed += (row * chunks + chunk) * N_HEADS
+    tokens = seq_len
+    seq_len -= first  # tokens from here on
+
+    b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
+    c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
+    count, count_end = None, None
+    if begun is not None:
+        count = tl.load(begun + row * chunks * CHUNK + first + q)
+        count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+
+    d_b, d_c = tl.zeros((CHUNK, ROWS), tl.float32), tl.zeros((CHUNK, ROWS), tl.float32)
+    begin = group * HEADS_PER_GROUP + block * HEADS
+    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
+    for head in tl.range(begin, end, num_stages=STAGES):
+        found = vectors + head * chunks * (5 * CHUNK) + q
+        of_head = head * chunks * (2 * CHUNK)
+        if DESCRIBED:
+            token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
+            x_in = x.load([token, head * HEAD_DIM])
+            dy_in = dy.load([token, head * HEAD_DIM])
+            state = states.load([state_at * D_STATE, 0])
+            d_state = d_states.load([state_at * D_STATE, 0])
+        else:
+            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
+            dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
+            state = rows_of(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
+            d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
+        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+        a_end = tl.load(times + of_head + CHUNK - 1)
+        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
+        if begun is not None:
+            keep = tl.where(count_end == 0, keep, 0.0)
+            from_start = tl.where(count == 0, from_start, 0.0)
+            to_end = tl.where(count == count_end, to_end, 0.0)
+        kept = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
+        tl.store(passed + head, keep * kept)
+        taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
+        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
+        d_b += taken * step[:, None]
+        carried = tl.dot(dy_in, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
+        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1))
+        d_c += carried
+
+    # Each block of heads here takes the pairs of as many blocks there.
+    for other in range(block, pair_blocks, BLOCKS):
+        of_pairs = d_pairs + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (CHUNK * CHUNK)
+        d_bc = tl.load(of_pairs + q[:, None] * CHUNK + q[None, :])
+        d_b += tl.dot(d_bc, c, input_precision=PRECISION)
+        d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
+    to = of_block + q[:, None] * (N_GROUPS * D_STATE) + n[None, :]
+    inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
+    tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)
+    tl.store(dC + to, d_c.to(dC.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_blocks(parts, out, count, blocks, BLOCK: tl.constexpr):
+    """Program (tile of elements)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    of_part = at.to(tl.int64)
+    for _ in range(blocks):
+        total += tl.load(parts + of_part, mask=at < count, other=0.0)
+        of_part += count
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)

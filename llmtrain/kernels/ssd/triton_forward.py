@@ -1,0 +1,392 @@
+"""Mamba-2's state-space duality in Triton, forward.
+
+Either one walk per head over the chunks, which holds the state in registers and moves the fewest bytes; or, where heads
+are too few to fill the device, the states at the chunks' borders first, and then all chunks at once.
+
+Chunked form of arXiv:2405.21060, section 6. With a the running sum of log2(decay) inside a chunk, S the state before
+the chunk, kept transposed, [d_state, head_dim]:
+
+    S' = 2^a_end S + sum_j (dt_j 2^(a_end - a_j)) B_j x_j^T
+    y_i = 2^a_i C_i S + sum_{j <= i} (C_i . B_j) 2^(a_i - a_j) dt_j x_j + D x_i
+
+No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms that cross
+its beginning are masked, found by counting the beginnings within the chunk.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, PassLaunch, WalkLaunch
+
+
+def padded(size: int) -> int:
+    """What a matrix instruction takes: a power of two from 16 on."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def pass_states(
+    values: Tensor,
+    keys: Tensor,
+    times: Tensor,
+    begun: Tensor | None,
+    start: Tensor | None,
+    chunk: int,
+    reverse: bool,
+    precision: str,
+    launch: PassLaunch,
+) -> tuple[Tensor, Tensor]:
+    """The states before all chunks, like values [batch, chunks, heads, d_state, head_dim], and the last, in fp32.
+
+    values: [batch, T, heads, head_dim]; keys: [batch, T, groups, d_state]; start: [batch, heads, head_dim, d_state],
+    fp32 and contiguous, as is the last state. Forward, values are x and keys B. With `reverse`, values are the gradient
+    of y and keys C: what is passed, from the last chunk to the first, is the gradient of the state *after* each chunk.
+    """
+    batch, seq_len, n_heads, head_dim = values.shape
+    n_groups, d_state = keys.shape[2:]
+    chunks = times.shape[2]
+    states = torch.empty((batch, chunks, n_heads, d_state, head_dim), dtype=values.dtype, device=values.device)
+    last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=values.device)
+    rows, columns = min(launch.rows, padded(d_state)), min(launch.columns, padded(head_dim))
+    tiles = triton.cdiv(d_state, rows) * triton.cdiv(head_dim, columns)
+    _pass_states[tiles, n_heads, batch](
+        *(values, keys, times, begun, start, states, last),
+        *(seq_len, chunks, *values.stride()[:3], *keys.stride()[:3]),
+        HEADS_PER_GROUP=n_heads // n_groups,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        CHUNK=chunk,
+        ROWS=rows,
+        COLUMNS=columns,
+        REVERSE=reverse,
+        PRECISION=precision,
+        STAGES=launch.stages,
+        **launch.options,
+    )
+    return states, last
+
+
+def rows_described(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
+    """A descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns` (one head).
+
+    With it Hopper's copy engine fetches tiles, and no thread computes an address. None where it is not wanted or cannot:
+    heads and sequences must lie one after the other, aligned to 16 bytes, in whole blocks of powers of two.
+    """
+    batch, seq_len, heads, width = t.shape
+    row, token, head, element = t.stride()
+    aligned = token * t.element_size() % 16 == 0 and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
+    dense = element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
+    if not (wanted and aligned and dense and width == padded(width) and seq_len % rows == 0):
+        return None
+    return TensorDescriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
+
+
+def walk(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    times: Tensor,
+    begun: Tensor | None,
+    start: Tensor | None,
+    chunk: int,
+    keep_states: bool,
+    precision: str,
+    launch: WalkLaunch,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, like x but contiguous; the last state in fp32; with keep_states, those before all chunks, as of pass_states.
+
+    Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
+    """
+    batch, seq_len, n_heads, head_dim = x.shape
+    n_groups, d_state = B.shape[2:]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=x.device)
+    states = x.new_empty((batch, times.shape[2], n_heads, d_state, head_dim)) if keep_states else None
+    columns = min(launch.columns, padded(head_dim))
+    strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
+    wanted = launch.described
+    tiles = (rows_described(wanted, x, chunk, columns), *(rows_described(wanted, t, chunk) for t in (B, C)))
+    fetched = all(tile is not None for tile in tiles)
+    _walk[triton.cdiv(head_dim, columns), n_heads, batch](
+        *(tiles if fetched else (x, B, C)),
+        *(D, times, begun, start, y, states, last),
+        *(seq_len, times.shape[2], *strides),
+        HEADS_PER_GROUP=n_heads // n_groups,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        CHUNK=chunk,
+        ROWS=padded(d_state),
+        COLUMNS=columns,
+        DESCRIBED=fetched,
+        PRECISION=precision,
+        STAGES=launch.stages,
+        **launch.options,
+    )
+    return y, last, states
+
+
+def scan(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    times: Tensor,
+    begun: Tensor | None,
+    states: Tensor,
+    chunk: int,
+    precision: str,
+    launch: HeadsLaunch,
+    processors: int,
+) -> Tensor:
+    """y, like x but contiguous, from the states before every chunk, as of pass_states."""
+    batch, seq_len, n_heads, head_dim = x.shape
+    n_groups, d_state = C.shape[2:]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    per_group = n_heads // n_groups
+    heads = launch.heads(per_group, batch * times.shape[2] * n_groups, processors)
+    strides = tuple(s for t in (x, B, C) for s in t.stride()[:3])
+    wanted = launch.described and d_state == padded(d_state)
+    tiles = (rows_described(wanted, x, chunk), rows_described(wanted, states.view(1, -1, 1, head_dim), d_state))
+    fetched = all(tile is not None for tile in tiles)
+    x, states = tiles if fetched else (x, states)
+    _scan[n_groups * triton.cdiv(per_group, heads), times.shape[2], batch](
+        *(x, B, C, D, times, begun, states, y),
+        *(seq_len, *strides),
+        HEADS_PER_GROUP=per_group,
+        N_HEADS=n_heads,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        CHUNK=chunk,
+        ROWS=padded(d_state),
+        COLUMNS=padded(head_dim),
+        HEADS=heads,
+        DESCRIBED=fetched,
+        PRECISION=precision,
+        STAGES=launch.stages,
+        **launch.options,
+    )
+    return y
+
+
+@triton.jit
+def rows_of(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
+    """A tile of a matrix whose last dim is contiguous; zeros beyond its rows and its width."""
+    at = t[:, None] * row_stride + column[None, :]
+    return tl.load(base + at, mask=(t < n_rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _pass_states(
+    values,
+    keys,
+    times,
+    begun,
+    start,
+    states,
+    last,
+    seq_len,
+    chunks,
+    values_row,
+    values_token,
+    values_head,
+    keys_row,
+    keys_token,
+    keys_group,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (tile of the state, head, row of the batch). The state stays in fp32 registers from end to end."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_heads = tl.num_programs(1)
+    ACROSS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    n = tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS)
+    p = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
+    q = tl.arange(0, CHUNK)
+
+    values += row * values_row + head * values_head
+    keys += row * keys_row + (head // HEADS_PER_GROUP) * keys_group
+    times += (row * n_heads + head) * chunks * (2 * CHUNK)
+    states += (row * chunks * n_heads + head) * (D_STATE * HEAD_DIM)
+    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
+    outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
+
+    state = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if start is not None:
+        state = tl.load(start + outside, mask=valid, other=0.0)
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        c = i
+        if REVERSE:
+            c = chunks - 1 - i
+        to = states + c.to(tl.int64) * n_heads * (D_STATE * HEAD_DIM)
+        tl.store(to + inside, state.to(states.dtype.element_ty), mask=valid)
+
+        first = c * CHUNK
+        v = rows_of(values + first.to(tl.int64) * values_token, q, p, values_token, seq_len - first, HEAD_DIM)
+        k = rows_of(keys + first.to(tl.int64) * keys_token, q, n, keys_token, seq_len - first, D_STATE)
+        a, a_end = tl.load(times + 2 * first + q), tl.load(times + 2 * first + CHUNK - 1)
+        keep = tl.exp2(a_end)
+        if REVERSE:
+            weight = tl.exp2(a)
+        else:
+            weight = tl.exp2(a_end - a) * tl.load(times + 2 * first + CHUNK + q)
+        if begun is not None:
+            count = tl.load(begun + row * chunks * CHUNK + first + q)
+            count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+            keep = tl.where(count_end == 0, keep, 0.0)
+            if REVERSE:
+                weight = tl.where(count == 0, weight, 0.0)
+            else:
+                weight = tl.where(count == count_end, weight, 0.0)
+        weighted = (v.to(tl.float32) * weight[:, None]).to(v.dtype)
+        state = tl.dot(tl.trans(k), weighted, acc=state * keep, input_precision=PRECISION)
+    tl.store(last + outside, state, mask=valid)
+
+
+@triton.jit
+def never(value):
+    """0, in a way that the compiler cannot know: what is compared with it is not taken for the same in every turn of a
+    loop. Masks of pairs, [CHUNK, CHUNK], would be kept over the whole loop otherwise, in 32 registers or more.
+    """
+    return (value > 1e30).to(tl.int32)
+
+
+@triton.jit
+def _walk(
+    x, B, C, D, times, begun, start, y, states, last,
+    seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of a head's columns, head, row of the batch): one chunk after the other."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_heads = tl.num_programs(1)
+    group = head // HEADS_PER_GROUP
+    q, n = tl.arange(0, CHUNK), tl.arange(0, ROWS)
+    left = tl.program_id(0) * COLUMNS
+    p = left + tl.arange(0, COLUMNS)
+    valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
+
+    if not DESCRIBED:
+        x += row * x_row + head * x_head
+        B += row * B_row + group * B_group
+        C += row * C_row + group * C_group
+    y += (row * seq_len * n_heads + head) * HEAD_DIM
+    times += (row * n_heads + head) * chunks * (2 * CHUNK)
+    skip = tl.load(D + head).to(tl.float32)
+    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
+    outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
+
+    state = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if start is not None:
+        state = tl.load(start + outside, mask=valid, other=0.0)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        first = chunk * CHUNK
+        if DESCRIBED:
+            at = tl.program_id(2) * seq_len + first
+            x_in = x.load([at, head * HEAD_DIM + left])
+            b = B.load([at, group * D_STATE])
+            c = C.load([at, group * D_STATE])
+        else:
+            x_in = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
+            b = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+            c = rows_of(C + first.to(tl.int64) * C_token, q, n, C_token, seq_len - first, D_STATE)
+        a, step = tl.load(times + 2 * first + q), tl.load(times + 2 * first + CHUNK + q)
+        a_end = tl.load(times + 2 * first + CHUNK - 1)
+        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
+        paired = q[:, None] >= q[None, :] + never(a_end)
+        if begun is not None:
+            count = tl.load(begun + row * chunks * CHUNK + first + q)
+            count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+            keep = tl.where(count_end == 0, keep, 0.0)
+            from_start = tl.where(count == 0, from_start, 0.0)
+            to_end = tl.where(count == count_end, to_end, 0.0)
+            paired = paired & (count[:, None] == count[None, :])
+        if states is not None:
+            to = states + ((row * chunks + chunk) * n_heads + head) * (D_STATE * HEAD_DIM)
+            tl.store(to + inside, state.to(states.dtype.element_ty), mask=valid)
+
+        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        scores *= tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * step[None, :]
+        scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
+        out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
+        out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
+        out += skip * x_in.to(tl.float32)
+        to = (first + q).to(tl.int64)[:, None] * (n_heads * HEAD_DIM) + p[None, :]
+        tl.store(y + to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
+        weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
+        state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
+    tl.store(last + outside, state, mask=valid)
+
+
+@triton.jit
+def _scan(
+    x, B, C, D, times, begun, states, y,
+    seq_len, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
+    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (group and block of its heads, chunk, row of the batch): one head after the other."""
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
+    group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(1)
+    first = chunk * CHUNK
+    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+
+    if not DESCRIBED:
+        x += row * x_row + first.to(tl.int64) * x_token
+        states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+    y += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
+    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
+    tokens = seq_len
+    seq_len -= first  # tokens from here on
+
+    b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
+    c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
+    count = None
+    if begun is not None:
+        count = tl.load(begun + row * chunks * CHUNK + first + q)
+
+    begin = group * HEADS_PER_GROUP + block * HEADS
+    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
+    for head in tl.range(begin, end, num_stages=STAGES):
+        of_head = head * chunks * (2 * CHUNK)
+        if DESCRIBED:
+            x_in = x.load([tl.program_id(2) * tokens + first, head * HEAD_DIM])
+            state = states.load([((tl.program_id(2) * chunks + chunk) * N_HEADS + head) * D_STATE, 0])
+        else:
+            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
+            state = rows_of(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
+        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+        from_start = tl.exp2(a)
+        paired = q[:, None] >= q[None, :] + never(tl.load(times + of_head))
+        if begun is not None:
+            from_start = tl.where(count == 0, from_start, 0.0)
+            paired = paired & (count[:, None] == count[None, :])
+        # C B^T again for every head: held over the loop it would cost registers, read from memory time.
+        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        scores *= tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * step[None, :]
+        scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
+        out = tl.dot(c, state, input_precision=PRECISION) * from_start[:, None]
+        out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
+        out += tl.load(D + head).to(tl.float32) * x_in.to(tl.float32)
+        to = q[:, None] * (N_HEADS * HEAD_DIM) + head * HEAD_DIM + p[None, :]
+        tl.store(y + to, out.to(y.dtype.element_ty), mask=(q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])

@@ -1,0 +1,206 @@
+"""Time steps of Mamba-2 in Triton: softplus and limits, running log-decays, document resets; and their gradients.
+
+These kernels touch one number per token and head, 1/64 of x: they are apart so that the others read decays in fp32
+with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 16  # of one program: 32 bytes of dt in bf16, what memory hands out at least
+
+
+def decays(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    document_ids: Tensor | None,
+    dt_limit: tuple[float | None, float | None],
+    chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """What the other kernels read of the time steps, padded to whole chunks.
+
+    dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins.
+    Returns times, [batch, heads, chunks, 2, chunk] in fp32: the running sums of log2(decay) from the start of the chunk,
+    and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. And how many documents have
+    begun in the chunk so far, [batch, padded T] in int32.
+    Padding has steps of 0: it neither decays the state nor adds to it.
+    """
+    batch, seq_len, n_heads = dt.shape
+    chunks = triton.cdiv(seq_len, chunk)
+    times = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
+    begun = None
+    if document_ids is not None:
+        begun = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
+    _decays[triton.cdiv(n_heads, _HEADS), chunks, batch](
+        *(dt, A, dt_bias, document_ids, times, begun),
+        *(seq_len, n_heads, *dt.stride(), *dt_limit),
+        CHUNK=chunk,
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+    return times, begun
+
+
+def decay_gradients(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float | None, float | None],
+    vectors: Tensor,
+    diagonal: Tensor,
+    passed: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the raw dt, and of A, D and dt_bias, [3, heads], from what the other kernels found, all fp32.
+
+    vectors: [batch, heads, chunks, 5, chunk], per head and token, in the terms of triton_backward.py:
+        earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
+        after_j = 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
+    diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, heads].
+    """
+    batch, seq_len, n_heads = dt.shape
+    chunks = passed.shape[1]
+    d_dt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
+    sums = torch.empty((3, batch, chunks, n_heads), dtype=torch.float32, device=dt.device)
+    _decay_gradients[triton.cdiv(n_heads, _HEADS), chunks, batch](
+        *(dt, A, dt_bias, vectors, diagonal, passed, d_dt, sums),
+        *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *dt_limit),
+        CHUNK=chunk,
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+    return d_dt, sums.sum((1, 2))
+
+
+@triton.jit
+def _decays(
+    dt,
+    A,
+    dt_bias,
+    document_ids,
+    times,
+    begun,
+    seq_len,
+    n_heads,
+    dt_row,
+    dt_token,
+    dt_head,
+    dt_min,
+    dt_max,
+    CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Program (block of heads, chunk, row of the batch)."""
+    block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS + tl.arange(0, HEADS)
+    h_valid = h < n_heads
+    valid = (t < seq_len)[:, None] & h_valid[None, :]
+    raw = tl.load(dt + row * dt_row + t[:, None].to(tl.int64) * dt_token + h[None, :] * dt_head, mask=valid, other=0.0)
+    bias = tl.load(dt_bias + h, mask=h_valid, other=0.0).to(tl.float32)
+    step = softplus(raw.to(tl.float32) + bias[None, :])
+    if dt_min is not None:
+        step = tl.maximum(step, dt_min)
+    if dt_max is not None:
+        step = tl.minimum(step, dt_max)
+    step = tl.where(valid, step, 0.0)
+    rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+    padded = tl.num_programs(1) * CHUNK
+    times += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    tl.store(times, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
+    tl.store(times + CHUNK, step, mask=h_valid[None, :])
+
+    if document_ids is not None and block == 0:
+        # Nothing precedes the first token but the initial state, which belongs to its document.
+        inside = (t > 0) & (t < seq_len)
+        this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
+        last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
+        tl.store(begun + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
+
+
+@triton.jit
+def _decay_gradients(
+    dt,
+    A,
+    dt_bias,
+    vectors,
+    diagonal,
+    passed,
+    d_dt,
+    sums,
+    seq_len,
+    n_heads,
+    per_group,
+    dt_row,
+    dt_token,
+    dt_head,
+    dt_min,
+    dt_max,
+    CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Program (block of heads, chunk, row of the batch)."""
+    block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks, batch = tl.num_programs(1), tl.num_programs(2)
+    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS + tl.arange(0, HEADS)
+    h_valid = h < n_heads
+    valid = (t < seq_len)[:, None] & h_valid[None, :]
+
+    raw = tl.load(dt + row * dt_row + t[:, None].to(tl.int64) * dt_token + h[None, :] * dt_head, mask=valid, other=0.0)
+    shifted = raw.to(tl.float32) + tl.load(dt_bias + h, mask=h_valid, other=0.0).to(tl.float32)[None, :]
+    free = softplus(shifted)
+    step = free
+    passes = valid
+    if dt_min is not None:
+        step = tl.maximum(step, dt_min)
+        passes = passes & (free >= dt_min)
+    if dt_max is not None:
+        step = tl.minimum(step, dt_max)
+        passes = passes & (free <= dt_max)
+
+    vectors += (((row * n_heads + h) * chunks + chunk) * (5 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    earlier = tl.load(vectors, mask=valid, other=0.0)
+    later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
+    same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
+    after = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
+    before = tl.load(vectors + 4 * CHUNK, mask=valid, other=0.0)
+    n_groups = (n_heads + per_group - 1) // per_group
+    diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
+    d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
+    # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
+    # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
+    on_end = step * after
+    d_log_decay = tl.cumsum(earlier + before - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
+    d_log_decay += tl.load(passed + (row * chunks + chunk) * n_heads + h, mask=h_valid, other=0.0)[None, :]
+
+    rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
+    d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
+    to = (row * seq_len + t[:, None]) * n_heads + h[None, :]
+    tl.store(d_dt + to, d_shifted.to(d_dt.dtype.element_ty), mask=valid)
+    # Of A, D and the bias.
+    sums += (row * chunks + chunk) * n_heads + h
+    next_sum = batch.to(tl.int64) * chunks * n_heads
+    tl.store(sums, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
+    tl.store(sums + next_sum, tl.sum(same, 0), mask=h_valid)
+    tl.store(sums + 2 * next_sum, tl.sum(d_shifted, 0), mask=h_valid)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) to fp32's relative accuracy, which log of a sum near 1 would lose: small time steps are usual.
+
+    = max(x, 0) + log1p(e), e = exp(-|x|); log1p(e) = 2 atanh(z), z = e / (2 + e) <= 1/3, by its series up to z^15.
+    """
+    e = tl.exp(-tl.abs(x))
+    z = e / (2.0 + e)
+    s = z * z
+    series = 1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15))))))
+    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + s * series)

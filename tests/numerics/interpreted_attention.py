@@ -1,0 +1,156 @@
+"""Cases of test_attention_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself.
+
+`-m slow` runs the whole grid, otherwise what is not marked so.
+"""
+
+import pytest
+import torch
+
+from llmtrain.kernels.attention import triton as kernels
+from llmtrain.kernels.attention.documents import documents
+from llmtrain.kernels.attention.reference import ReferenceAttention
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.platform import Platform
+from tests.support import attention
+from tests.support.attention import CASES, Case
+
+TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
+ALONE = ["causal", "full", "everything"]  # a sequence of one token, by default
+WIDTHS = ["104", "160", "224"]  # by default, of those in CASES: one padded, one of two parts, one of three
+GRID = [
+    pytest.param(CASES[name], T, tiles, id=f"{name}-{T}-{tiles[0]}x{tiles[1]}", marks=pytest.mark.slow)
+    for name in CASES
+    for T in (1, 31, 64, 97)
+    for tiles in (TILES if T > 1 else TILES[:1])
+] + [
+    pytest.param(CASES[name], T, TILES[(at + t) % 4], id=f"{name}-{T}")
+    for at, name in enumerate(CASES)
+    for t, T in enumerate((61, 1) if name in ALONE else (61,))
+    if not name.isdigit() or name in WIDTHS
+]
+
+
+def assert_agree(case: Case, batch: int, seq_len: int) -> None:
+    tensors = attention.inputs(case, batch, seq_len, torch.float32)
+    found, wanted = attention.ours(case, tensors), attention.exact(case, tensors)
+    for name in wanted:
+        torch.testing.assert_close(
+            found[name].double(), wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.fixture
+def tiles(monkeypatch, request):
+    block_m, block_n = request.param
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(block_m, block_n, 4, 1))
+
+
+@pytest.mark.parametrize("case, seq_len, tiles", GRID, indirect=["tiles"])
+def test_all_agrees_with_the_definition(case, seq_len, tiles):
+    assert_agree(case, 2 if case.packed else 1, seq_len)
+
+
+@pytest.mark.parametrize("tiles", [(32, 16)], indirect=True)
+@pytest.mark.parametrize("case", [Case(), Case(causal=False, n_heads=4, n_kv_heads=2)])
+def test_tiles_through_descriptors(case, tiles, monkeypatch):
+    hopper = Platform("nvidia", "sm90", "", 1 << 36)
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, described=True))
+    monkeypatch.setattr(kernels, "_where", lambda device: hopper)
+    described = []
+    made = kernels._descriptor
+    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: described.append(rows) or made(t, rows))
+    assert_agree(case, 2, 45)
+    assert described == [16, 16, 16, 16, 32, 32]
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_any_order_of_programs(together, monkeypatch):
+    """Three pairs of sequence and head: rounds of one, of two and one, of all."""
+    monkeypatch.setattr(kernels, "together", lambda *_: together)
+    assert_agree(Case(n_heads=3, n_kv_heads=3), 1, 40)
+
+
+def test_fp16():
+    case = Case(n_heads=2, n_kv_heads=1)
+    tensors = attention.inputs(case, 1, 50, torch.float16)
+    found, wanted = attention.ours(case, tensors), attention.exact(case, tensors)
+    assert [found[name].dtype for name in found] == [torch.float16, torch.float32, *[torch.float16] * 3]
+    for name in wanted:
+        assert (found[name].double() - wanted[name]).norm() < 2e-3 * wanted[name].norm(), name
+
+
+def test_padding_gives_zeros_and_takes_no_gradient():
+    case = Case(packed=(20, -15, 30))
+    tensors = attention.inputs(case, 1, 50, torch.float32)
+    found = attention.ours(case, tensors)
+    assert all((found[name][:, 20:35] == 0).all() for name in ("out", "dq", "dk", "dv"))
+    assert (found["lse"][:, :, 20:35] == -torch.inf).all()
+
+
+def test_a_packed_sequence_equals_its_documents_apart():
+    lengths = (17, 1, 30, 5)
+    case, alone = Case(packed=lengths, window=12), Case(window=12)
+    tensors = attention.inputs(case, 1, sum(lengths), torch.float32)
+    q, k, v = (t.detach() for t in tensors)
+    ids = case.ids(1, sum(lengths))
+    assert ids is not None
+    whole, _ = kernels.attend(q, k, v, 0.2, window=12, packed=documents(ids))
+    at = 0
+    for n in lengths:
+        part, _ = kernels.attend(*(t[:, at : at + n] for t in (q, k, v)), scale=alone.scale, window=12)
+        torch.testing.assert_close(whole[:, at : at + n], part, atol=1e-6, rtol=1e-6)
+        at += n
+
+
+def test_the_backend_agrees_with_the_reference():
+    spec = AttentionSpec(4, 2, 32, 0.3, alibi_max_bias=8.0, sliding_window=20, softcap=3.0, dtype="float32")
+    q, k, v = (t.detach() for t in attention.inputs(CASES["gqa"], 2, 37, torch.float32))
+    backend, reference = kernels.build(spec, Platform("cpu", "cpu", "", 1), ""), ReferenceAttention(spec)
+    device = torch.device("cpu")
+    out = backend(q, k, v, backend.prepare(37, device))
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, reference(q, k, v, reference.prepare(37, device)), atol=1e-5, rtol=1e-4)
+
+
+def test_strides_of_every_kind():
+    """Heads before tokens, a gradient of stride 0, and a last dimension that is not contiguous."""
+    case = Case()
+    q, k, v = (t.detach() for t in attention.inputs(case, 1, 40, torch.float32))
+    plain = [t.clone().requires_grad_() for t in (q, k, v)]
+    wanted = torch.autograd.grad(kernels.attend(*plain, scale=0.2)[0].sum(), plain)
+    odd = [
+        q.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
+        k.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(),
+        v.repeat_interleave(2, dim=1)[:, ::2].requires_grad_(),
+    ]
+    found = torch.autograd.grad(kernels.attend(*odd, scale=0.2)[0].sum(), odd)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def test_two_runs_are_equal_bit_by_bit():
+    case = CASES["everything"]
+    tensors = attention.inputs(case, 1, 33, torch.float32)
+    runs = [attention.ours(case, tensors) for _ in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_no_graph_break():
+    """Forward and backward in one graph each, on real tensors."""
+    case = CASES["everything"]
+    tensors = attention.inputs(case, 1, 33, torch.float32)
+    compiled = torch.compile(kernels.attend, fullgraph=True, backend="aot_eager")
+    found, wanted = attention.ours(case, tensors, compiled), attention.ours(case, tensors)
+    for part in wanted:
+        torch.testing.assert_close(found[part], wanted[part], atol=0, rtol=0)
+
+
+def test_the_operators_say_what_they_do():
+    """Schema, fake tensors, autograd and tracing, by torch's own checks."""
+    q, k, v = attention.inputs(Case(n_heads=2, n_kv_heads=1), 1, 20, torch.float32)
+    arguments = (q, k, v, 0.2, True, 9, None, None, None, None)
+    torch.library.opcheck(torch.ops.llmtrain.attention_forward.default, arguments)
+    out, lse = (t.detach() for t in kernels.attend(q, k, v, 0.2, window=9))
+    plain = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
+    torch.library.opcheck(torch.ops.llmtrain.attention_backward.default, (out, lse, out, lse, *plain))

@@ -1,0 +1,153 @@
+"""Cases of test_ssd_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton import TritonSSD, ssd_forward
+from llmtrain.kernels.ssd.triton_launch import LAUNCHES, Launch, default_launch
+from tests.support import scans
+
+GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
+
+
+def small(spec: SSDSpec, forward: int = 32, backward: int = 16, processors: int = 1, keep: bool = False) -> Launch:
+    """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
+    all heads of a chunk; many: it passes and scans, and heads are spread over programs.
+    """
+    launch = default_launch(spec, GPU)
+    return replace(
+        launch,
+        chunk=forward,
+        chunk_backward=backward,
+        passing=replace(launch.passing, rows=32, columns=16),
+        walk=replace(launch.walk, columns=16),
+        processors=processors,
+        keep_states=keep,
+    )
+
+
+def assert_agrees(spec: SSDSpec, batch: int, seq_len: int, with_state: bool, launch: Launch) -> None:
+    tensors = scans.inputs(spec, batch, seq_len, torch.float32, with_state)
+    ours, expected = scans.outcome(TritonSSD(spec, launch), tensors), scans.exact(spec, tensors)
+    for name, value in expected.items():
+        assert ours[name].dtype == torch.float32
+        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+FP32 = {"dtype": "float32"}
+MANY = {"processors": 1000}
+CASES = {
+    "ragged, odd sizes, groups, a state": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {}),
+    "the same on many processors": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, MANY),
+    "a block of heads that is not full": (
+        SSDSpec(3, 16, 40, 1, 64, **FP32),
+        1,
+        32,
+        False,
+        {"forward": 16, "processors": 2},
+    ),
+    "one token": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, {}),
+    "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
+    "kept states, limited dt": (
+        SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32),
+        1,
+        33,
+        True,
+        {"forward": 16, "keep": True},
+    ),
+    "kept states on many processors": (
+        SSDSpec(2, 16, 16, 2, 64, **FP32),
+        1,
+        33,
+        True,
+        {"forward": 16, "keep": True, **MANY},
+    ),
+    "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
+}
+
+
+@pytest.mark.parametrize("spec, batch, seq_len, with_state, launch", CASES.values(), ids=CASES.keys())
+def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch):
+    assert_agrees(spec, batch, seq_len, with_state, small(spec, **launch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 63, 64, 65, 128])
+@pytest.mark.parametrize("head_dim, d_state", [(16, 16), (24, 5), (64, 128), (128, 64), (20, 130)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("processors", [1, 5, 1000])
+def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, processors):
+    spec = SSDSpec(4, head_dim, d_state, groups, 64, **FP32)
+    assert_agrees(spec, 2 if seq_len < 64 else 1, seq_len, with_state, small(spec, processors=processors))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", LAUNCHES)
+def test_the_tables_agree_with_the_reference(arch):
+    spec = SSDSpec(12, 64, 64, 1, 256, **FP32)
+    assert_agrees(spec, 1, 100, True, LAUNCHES[arch])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [5, 1, 16, 11],  # borders inside chunks, two in one chunk, and at a chunk's end
+        pytest.param([16, 16, 33], marks=pytest.mark.slow),
+        pytest.param([1, 1, 40, 1], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("processors", [1, 1000])
+def test_packed_documents_equal_the_documents_apart(lengths, processors):
+    spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
+    tensors = scans.inputs(spec, 1, sum(lengths), torch.float32, True)
+    ids = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
+    kernel = TritonSSD(spec, small(spec, processors=processors))
+
+    def apart(x, dt, A, B, C, D, dt_bias, state):
+        """The initial state goes to the first document; what is final is the last one's."""
+        pieces = zip(*(t.split(lengths, 1) for t in (x, dt, B, C)), strict=True)
+        ys = []
+        for x_, dt_, B_, C_ in pieces:
+            y, state = scans.ReferenceSSD(spec)(x_, dt_, A, B_, C_, D, dt_bias, state)
+            ys.append(y)
+            last, state = state, None
+        return torch.cat(ys, 1), last
+
+    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = scans.outcome(apart, tensors, wide=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])
+def test_strong_decay_and_none_are_finite_and_right(rate, bias):
+    """Above the diagonal a decay would overflow; where all decays, so does 2^a from the start of the chunk to 0."""
+    spec = SSDSpec(1, 16, 16, 1, 64, **FP32)
+    tensors = scans.inputs(spec, 1, 40, torch.float32, True)
+    tensors[2], tensors[6] = torch.full((1,), rate), torch.full((1,), bias)
+    ours, expected = scans.outcome(TritonSSD(spec, small(spec)), tensors), scans.exact(spec, tensors)
+    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-4}
+    assert not wrong
+
+
+def test_the_operator_is_whole():
+    """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
+    spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
+    tensors = scans.inputs(spec, 1, 20, torch.float32, True)
+    launch = small(spec)
+    ids = torch.zeros(1, 20, dtype=torch.int32)
+    for kept, state, documents in ((launch, tensors[7], None), (small(spec, 16, 16, keep=True), None, ids)):
+        arguments = [t.detach().requires_grad_() for t in tensors[:7]]
+        state = None if state is None else state.detach().requires_grad_()
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ssd_forward, (*arguments, state, documents, None, 0.5, kept.dump()), test_utils=checks)
+
+    compiled = torch.compile(TritonSSD(spec, launch).__call__, fullgraph=True, backend="aot_eager")
+    ours, eager = scans.outcome(compiled, tensors), scans.outcome(TritonSSD(spec, launch), tensors)
+    for name, value in eager.items():
+        torch.testing.assert_close(ours[name], value, atol=0, rtol=0)

@@ -1,0 +1,66 @@
+"""The Triton attention kernels through Triton's interpreter, on a CPU; and what needs no kernel.
+
+In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in
+interpreted_attention.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.kernels.attention.documents import documents
+from llmtrain.kernels.attention.triton_launch import KERNELS, choose
+from llmtrain.kernels.attention.triton_tiles import parts_of
+from llmtrain.kernels.platform import Platform
+
+
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_interpreted_kernels_agree_with_the_definition(cases):
+    file = Path(__file__).with_name("interpreted_attention.py")
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
+        cwd=file.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
+        timeout=3000 if cases == "slow" else 600,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_parts_make_up_the_head_dim(head_dim):
+    parts = parts_of(head_dim)
+    assert 0 <= sum(parts) - head_dim < 16
+    assert all(part >= 16 and part & (part - 1) == 0 for part in parts)
+    assert list(parts) == sorted(set(parts), reverse=True)
+
+
+def test_documents_are_runs_of_equal_ids():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 0], [-1, -1, 3, 3, 3, -1], [7, 8, 9, 9, -2, 4]])
+    found = documents(ids)
+    assert found.starts.dtype == found.ends.dtype == torch.int32
+    # Padding: from the next token to the one before, which is nothing.
+    assert found.starts.tolist() == [[0, 0, 0, 3, 3, 5], [1, 2, 2, 2, 2, 6], [0, 1, 2, 2, 5, 5]]
+    assert found.ends.tolist() == [[2, 2, 2, 4, 4, 5], [-1, 0, 4, 4, 4, 4], [0, 1, 3, 3, 3, 5]]
+    for bound in (found.starts, found.ends):
+        assert (bound.diff(dim=1) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "vendor, arch, same_as",
+    [("nvidia", "sm86", "sm80"), ("nvidia", "sm100", "sm90"), ("amd", "gfx950", "gfx942"), ("amd", "gfx90a", "gfx90a")],
+)
+def test_every_head_dim_has_a_launch_and_unknown_architectures_take_the_nearest(vendor, arch, same_as, dtype):
+    here, nearest = (Platform(vendor, name, "", 1) for name in (arch, same_as))
+    for head_dim in range(8, 257, 8):
+        for kernel in KERNELS:
+            assert choose(kernel, head_dim, dtype, here) == choose(kernel, head_dim, dtype, nearest)

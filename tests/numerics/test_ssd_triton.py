@@ -1,0 +1,67 @@
+"""The Triton kernels of the scan through Triton's interpreter, on a CPU.
+
+In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_ssd.py.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmtrain.kernels import registry
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton_launch import LAUNCHES, HeadsLaunch, default_launch, parsed
+
+
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_interpreted_kernels_agree_with_the_reference(cases):
+    file = Path(__file__).with_name("interpreted_ssd.py")
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
+        cwd=file.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
+        timeout=7200 if cases == "slow" else 600,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "vendor, arch, same_as",
+    [("nvidia", "sm86", "sm80"), ("nvidia", "sm90", "sm90"), ("amd", "gfx950", "gfx942"), ("amd", "gfx90a", "gfx90a")],
+)
+def test_an_architecture_without_a_row_takes_the_nearest(vendor, arch, same_as):
+    spec = SSDSpec(80, 64, 128, 1, 256)
+    assert default_launch(spec, Platform(vendor, arch, "", 1 << 36)) == LAUNCHES[same_as]
+
+
+def test_the_forward_walks_where_that_fills_the_device():
+    launch = replace(LAUNCHES["sm90"], processors=132)
+    assert [launch.walks(programs) for programs in (128, 160, 320, 640)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("chunks, heads", [(256, 80), (128, 40), (32, 10), (1, 1)])
+def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
+    assert HeadsLaunch(programs=2, stages=1).heads(80, chunks, processors=132) == heads
+
+
+def test_a_launch_survives_its_dump():
+    for launch in LAUNCHES.values():
+        assert parsed(launch.dump()) == launch
+
+
+@pytest.mark.parametrize(
+    "head_dim, d_state, words", [(256, 64, "head_dim up to 128, not 256"), (64, 512, "d_state up to 256, not 512")]
+)
+def test_a_refusal_names_the_sizes_it_takes(head_dim, d_state, words):
+    reason = registry.refusal("ssd", "triton", SSDSpec(8, head_dim, d_state, 1, 256), None)
+    assert reason is not None
+    assert words in reason

@@ -1,0 +1,129 @@
+"""Cases of the attention kernels and what they must give, shared by the tests in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.attention.documents import documents
+from llmtrain.kernels.attention.spec import alibi_slopes
+from llmtrain.kernels.attention.triton import attend
+
+
+@dataclass(frozen=True)
+class Case:
+    """packed: lengths of the documents of a sequence, cut to T; negative: so much padding."""
+
+    head_dim: int = 32
+    n_heads: int = 2
+    n_kv_heads: int = 2
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    packed: tuple[int, ...] = ()
+    scale: float = 0.2
+
+    def ids(self, batch: int, seq_len: int, device: str = "cpu") -> Tensor | None:
+        """[batch, T]; the sequences are packed differently."""
+        if not self.packed:
+            return None
+        rows = []
+        for row in range(batch):
+            lengths = self.packed[row % len(self.packed) :] + self.packed[: row % len(self.packed)]
+            runs = [torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)]
+            rows.append(torch.cat([*runs, torch.full((seq_len,), len(lengths))])[:seq_len])
+        return torch.stack(rows).to(device)
+
+    def slopes(self, device: str = "cpu") -> Tensor | None:
+        return torch.tensor(alibi_slopes(self.n_heads, 4.0), device=device) if self.alibi else None
+
+
+CASES = {
+    "causal": Case(),
+    "full": Case(causal=False),
+    "gqa": Case(n_heads=4, n_kv_heads=2),
+    "mqa": Case(n_heads=3, n_kv_heads=1, causal=False),
+    "alibi": Case(alibi=True),
+    "alibi-full": Case(alibi=True, causal=False, n_heads=3, n_kv_heads=3),
+    "window": Case(window=23),
+    "window-1": Case(window=1),
+    "window-full": Case(window=9, causal=False),
+    "softcap": Case(softcap=2.0, scale=1.0),
+    "packed": Case(packed=(17, 1, 30, 5)),
+    "packed-full": Case(packed=(17, 1, 30, 5), causal=False),
+    "padded": Case(packed=(20, -40, 30, -3)),
+    "padded-full": Case(packed=(-20, 33, -40), causal=False),
+    "everything": Case(40, 4, 2, True, 20, 3.0, True, (33, 30, -5)),
+    "everything-full": Case(40, 4, 1, False, 20, 3.0, True, (33, 30, -5)),
+    **{str(d): Case(d) for d in (8, 16, 48, 64, 80, 96, 104, 112, 128, 160, 224, 256)},
+}
+
+
+def inputs(case: Case, batch: int, seq_len: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """q, k, v as slices of one fused projection, each in need of a gradient."""
+    g = torch.Generator().manual_seed(seq_len)
+    heads = (case.n_heads, case.n_kv_heads, case.n_kv_heads)
+    fused = torch.randn(batch, seq_len, sum(heads) * case.head_dim, generator=g, dtype=torch.float64).to(device, dtype)
+    slices = fused.split([h * case.head_dim for h in heads], dim=-1)
+    return [t.unflatten(-1, (h, case.head_dim)).detach().requires_grad_() for t, h in zip(slices, heads, strict=True)]
+
+
+def upstream(out: Tensor, lse: Tensor) -> list[Tensor]:
+    """Gradients of the output and of the log-sum-exp."""
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t) for t in (out, lse)]
+
+
+def exact(case: Case, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Output, log-sum-exp and gradients in float64, from the definition."""
+    q, k, v = (t.detach().double().requires_grad_() for t in tensors)
+    batch, seq_len = q.shape[:2]
+    at = torch.arange(seq_len, device=q.device)
+    distance = at[:, None] - at[None, :]
+    visible = (distance >= 0) if case.causal else torch.ones_like(distance, dtype=torch.bool)
+    if case.window is not None:
+        visible = visible & (distance.abs() < case.window)
+    visible = visible.expand(batch, 1, seq_len, seq_len)
+    ids = case.ids(batch, seq_len, str(q.device))
+    if ids is not None:
+        visible = visible & (ids[:, :, None] == ids[:, None, :])[:, None] & (ids >= 0)[:, None, :, None]
+
+    group = case.n_heads // case.n_kv_heads
+    wide_k, wide_v = (t.repeat_interleave(group, dim=2).transpose(1, 2) for t in (k, v))
+    score = case.scale * q.transpose(1, 2) @ wide_k.mT
+    if case.softcap is not None:
+        score = case.softcap * torch.tanh(score / case.softcap)
+    slopes = case.slopes(str(q.device))
+    if slopes is not None:
+        score = score - slopes.double()[:, None, None] * distance.abs()
+    lse = score.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    blind = ~visible.any(-1)  # neither these rows nor their gradients may become NaN
+    weight = torch.exp(score - lse.masked_fill(blind, 0.0)[..., None]).masked_fill(~visible, 0.0)
+    out = (weight @ wide_v).transpose(1, 2)
+    ups = upstream(out, lse)
+    total = (out * ups[0]).sum() + (lse.masked_fill(blind, 0.0) * ups[1]).sum()
+    return named(out, lse, torch.autograd.grad(total, (q, k, v)))
+
+
+def ours(case: Case, tensors: list[Tensor], function: Any = attend) -> dict[str, Tensor]:
+    """The same by the kernels."""
+    q, k, v = tensors
+    ids = case.ids(q.shape[0], q.shape[1], str(q.device))
+    options: dict[str, Any] = {
+        "causal": case.causal,
+        "window": case.window,
+        "softcap": case.softcap,
+        "slopes": case.slopes(str(q.device)),
+        "packed": None if ids is None else documents(ids),
+    }
+    out, lse = function(q, k, v, case.scale, **options)
+    return named(out, lse, torch.autograd.grad([out, lse], tensors, upstream(out, lse)))
+
+
+def named(out: Tensor, lse: Tensor, gradients: Any) -> dict[str, Tensor]:
+    dq, dk, dv = gradients
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
