@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
+from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import spec as ssd
 
-Operation = Literal["attention", "ssd", "conv1d", "attention_step", "ssd_step", "conv1d_step"]
-Spec = Any  # AttentionSpec, SSDSpec or Conv1dSpec, by operation
+Operation = Literal["attention", "ssd", "conv1d", "gated_norm", "attention_step", "ssd_step", "conv1d_step"]
+Spec = Any  # AttentionSpec, SSDSpec, Conv1dSpec or GatedNormSpec, by operation
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "conv1d": (
         Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
         Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.conv1d.triton", conv1d.refuse_triton_sequence),
+    ),
+    "gated_norm": (
+        Backend("reference", "llmtrain.kernels.gated_norm.reference", gated_norm.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.gated_norm.triton", gated_norm.refuse_triton_rows),
     ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
@@ -80,11 +86,12 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
     "ssd": ssd.preference,
     "conv1d": conv1d.preference,
+    "gated_norm": gated_norm.preference,
     "attention_step": attention.preference_step,
     "ssd_step": ssd.preference_step,
     "conv1d_step": conv1d.preference_step,
 }
-OPERATIONS: tuple[Operation, ...] = ("attention", "ssd", "conv1d", "attention_step", "ssd_step", "conv1d_step")
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
+from llmtrain.kernels import registry
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
 from llmtrain.models.init import InitScale, Rule, constant, normal
 
@@ -86,22 +89,16 @@ class GatedRMSNorm(nn.Module):
     x, z: [..., dim] -> like x.
     """
 
-    def __init__(self, dim: int, n_groups: int, eps: float, norm_before_gate: bool):
+    def __init__(self, spec: GatedNormSpec, platform: Platform):
         super().__init__()
-        self.n_groups, self.eps, self.norm_before_gate = n_groups, eps, norm_before_gate
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.kernel = registry.resolve("gated_norm", "auto", spec, platform).build(spec, platform)
+        self.weight = nn.Parameter(torch.empty(spec.dim))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": constant(1.0)}
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y, gate = x.to(wide), F.silu(z.to(wide))
-        if not self.norm_before_gate:
-            y = y * gate
-        grouped = y.unflatten(-1, (self.n_groups, -1))
-        y = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2) * self.weight
-        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+        return self.kernel(x, z, self.weight)
 
 
 class LowRank(nn.Module):

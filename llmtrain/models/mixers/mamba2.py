@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.init import (
@@ -93,7 +94,8 @@ class Mamba2(nn.Module):
         self.conv = CausalConv1d(Conv1dSpec(self.widths[1], block.d_conv, dtype_name), block.conv_bias, platform)
         self.ssm = SSMParameters(block, self.spec.n_heads)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
-        self.norm = GatedRMSNorm(d_inner, block.n_groups, eps, block.norm_before_gate)
+        gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
+        self.norm = GatedRMSNorm(gated, platform)
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
 
     def prepare(self, seq_len: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ import pytest
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 
@@ -101,22 +102,29 @@ def test_table_has_every_backend_once():
     }
 
 
+SPECS: dict[registry.Operation, registry.Spec] = {
+    "attention": PLAIN,
+    "ssd": SSDSpec(8, 64, 64, 1, 256),
+    "conv1d": Conv1dSpec(64, 4),
+    "gated_norm": GatedNormSpec(64, 1, 1e-5),
+    "attention_step": PLAIN,
+    "ssd_step": SSDSpec(8, 64, 64, 1, 256),
+    "conv1d_step": Conv1dSpec(64, 4),
+}
+
+
 @pytest.mark.parametrize("where", [CPU, H200, A100, MI300X])
 def test_every_operation_serves_everywhere(where):
-    assert registry.resolve("ssd", "auto", SSDSpec(8, 64, 64, 1, 256), where).name == "reference"
+    assert registry.resolve("ssd", "auto", SPECS["ssd"], where).name == "reference"
+    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == ("aten" if where is CPU else "triton")
     for operation in registry.OPERATIONS:
-        assert "reference" in {row.backend for row in registry.table(operation, PLAIN, None)}
+        reasons = {row.backend: row.reason for row in registry.table(operation, SPECS[operation], where)}
+        assert reasons["reference"] is None
 
 
-STEPS: list[tuple[registry.Operation, registry.Spec]] = [
-    ("attention_step", PLAIN),
-    ("ssd_step", SSDSpec(8, 64, 64, 1, 256)),
-    ("conv1d_step", Conv1dSpec(64, 4)),
-]
-
-
-@pytest.mark.parametrize("operation, wanted", STEPS)
-def test_a_step_of_decoding_runs_in_triton_on_gpus_and_by_the_reference_elsewhere(operation, wanted):
+@pytest.mark.parametrize("operation", ["gated_norm", "attention_step", "ssd_step", "conv1d_step"])
+def test_a_step_and_a_gated_norm_run_in_triton_on_gpus_and_by_the_reference_elsewhere(operation):
+    wanted = SPECS[operation]
     chosen_by = {where.vendor: registry.resolve(operation, "auto", wanted, where).name for where in (H200, MI300X, CPU)}
     assert chosen_by == {"nvidia": "triton", "amd": "triton", "cpu": "reference"}
     double = type(wanted)(**{**vars(wanted), "dtype": "float64"})

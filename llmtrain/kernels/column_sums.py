@@ -1,0 +1,47 @@
+"""The second half of a sum over tokens whose first half was taken per program: a fixed order, so equal bits every run."""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A program's tile: few columns, for many programs; columns are in fp32, so 32 of them fill 128 bytes.
+_ROWS, _COLUMNS, _WARPS = 32, 32, 4
+
+
+def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+    """Fills `first`, then `second`, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
+
+    first and second are contiguous, of any dtype and shape; together they have as many elements as there are columns.
+    """
+    rows, columns = partials.shape
+    assert partials.dtype == torch.float32 and partials.is_contiguous() and first.is_contiguous()
+    assert columns == first.numel() + (0 if second is None else second.numel())
+    _column_sums[(triton.cdiv(columns, _COLUMNS),)](
+        *(partials, first, second, rows, columns, first.numel()),
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _column_sums(partials, first, second, rows, columns, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Program (block of columns)."""
+    column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, rows, ROWS):
+        r = (start + row).to(tl.int64)[:, None]
+        total += tl.load(
+            partials + r * columns + column[None, :], mask=(r < rows) & (column < columns)[None, :], other=0.0
+        )
+    found = tl.sum(total, 0)
+    tl.store(first + column, found.to(first.dtype.element_ty), mask=column < split)
+    if second is not None:
+        inside = (column >= split) & (column < columns)
+        tl.store(second + (column - split), found.to(second.dtype.element_ty), mask=inside)

@@ -1,0 +1,85 @@
+"""The causal depthwise convolution with SiLU in Triton: the operators and the backend. No atomics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.conv1d import triton_kernels as kernels
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.triton_launch import Launch, default_launch, fitted, parsed
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: Conv1dSpec, platform: Platform, variant: str) -> TritonConv1d:
+    return TritonConv1d(spec, default_launch(spec, platform))
+
+
+class TritonConv1d:
+    """The signature of the reference. Sums are in fp32, whatever the dtypes; y has x's dtype."""
+
+    def __init__(self, spec: Conv1dSpec, launch: Launch):
+        self.spec, self.options = spec, launch.dump()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None = None) -> Tensor:
+        """x: [batch, T, channels], any slice of a projection without a copy if its channels are contiguous;
+        weight: [channels, K]; bias: [channels] or None; document_ids: [batch, T], integers: where they change, a
+        document begins, and taps do not reach beyond. Returns a tensor like x, contiguous.
+        """
+        assert x.shape[2:] == weight.shape[:1] == (self.spec.channels,) and weight.shape[1] == self.spec.width
+        assert document_ids is None or document_ids.shape == x.shape[:2]
+        return conv1d_forward(x, weight, bias, document_ids, self.options)
+
+
+@torch.library.custom_op("llmtrain::conv1d_forward", mutates_args=())
+def conv1d_forward(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str) -> Tensor:
+    x, launch = _addressable(x), parsed(options)
+    walk = fitted(launch.forward, launch.programs, *x.shape)
+    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk)
+
+
+@conv1d_forward.register_fake
+def _(x, weight, bias, document_ids, options):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("llmtrain::conv1d_backward", mutates_args=())
+def conv1d_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias (empty where there is none)."""
+    dy, x, launch = _addressable(dy), _addressable(x), parsed(options)
+    walk = fitted(launch.backward, launch.programs, *x.shape)
+    dx, d_weight, d_bias = kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk)
+    return dx, d_weight, weight.new_empty(0) if d_bias is None else d_bias
+
+
+@conv1d_backward.register_fake
+def _(dy, x, weight, bias, document_ids, options):
+    d_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.options = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, dy):
+    x, weight, bias, document_ids = ctx.saved_tensors
+    dx, d_weight, d_bias = conv1d_backward(dy, x, weight, bias, document_ids, ctx.options)
+    return dx, d_weight, None if bias is None else d_bias, None, None
+
+
+conv1d_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _addressable(t: Tensor) -> Tensor:
+    """Channels side by side, and offsets within a sequence that fit 32 bits."""
+    t = t if t.stride(2) == 1 else t.contiguous()
+    assert t.shape[1] * max(t.stride(1), t.shape[2]) < 1 << 31
+    return t
+
+
+def _ids(document_ids: Tensor | None) -> Tensor | None:
+    return None if document_ids is None else document_ids.to(torch.int32).contiguous()

@@ -1,0 +1,272 @@
+"""The causal depthwise convolution with SiLU in Triton, forward and backward, and the launches of both.
+
+A program has a tile of channels and several walkers; each goes through its run of tokens from the last to the first, a
+group at a time, and keeps what the next group needs in registers: tokens earlier than a group are read for its taps and
+are the next group. So every number is read once, but for a group at either end of a run.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.column_sums import column_sums
+from llmtrain.kernels.conv1d.triton_launch import Walk
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, walk: Walk) -> Tensor:
+    """y like x, contiguous. document_ids: int32, contiguous; weight: contiguous."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _forward[_grid(x, walk)](
+        *(x, weight, bias, document_ids, y, x.shape[1], x.shape[2], *x.stride()[:2]),
+        **_constants(weight, walk),
+    )
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, walk: Walk
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x, contiguous, and of the weight and the bias."""
+    _, seq_len, channels = x.shape
+    width = weight.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = _grid(x, walk)
+    # Per program and channel: of every tap, and then of the bias.
+    columns = channels * (width + (bias is not None))
+    partials = torch.empty((grid[1] * grid[2], columns), dtype=torch.float32, device=x.device)
+    _backward[grid](
+        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *dy.stride()[:2], *x.stride()[:2]),
+        **_constants(weight, walk),
+    )
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    d_bias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
+    column_sums(partials, d_weight, d_bias)
+    return dx, d_weight, d_bias
+
+
+def _grid(x: Tensor, walk: Walk) -> tuple[int, int, int]:
+    batch, seq_len, channels = x.shape
+    return triton.cdiv(channels, walk.channels), triton.cdiv(seq_len, walk.walkers * walk.run), batch
+
+
+def _constants(weight: Tensor, walk: Walk) -> dict[str, int]:
+    assert walk.group >= weight.shape[1] - 1, "a group does not reach as far back as the taps"
+    return {
+        "WIDTH": weight.shape[1],
+        "CHANNELS": walk.channels,
+        "WALKERS": walk.walkers,
+        "RUN": walk.run,
+        "GROUP": walk.group,
+        "STAGES": walk.stages,
+        "num_warps": walk.warps,
+    }
+
+
+@triton.jit
+def _group(base, t, token_stride, seq_len, valid, GROUP: tl.constexpr):
+    """The tokens t, t + 1, ... of every walker, each [walkers, channels]; zeros outside the sequence."""
+    found = ()
+    for j in tl.static_range(GROUP):
+        inside = ((t + j >= 0) & (t + j < seq_len))[:, None] & valid
+        found = found + (tl.load(base + (t + j)[:, None] * token_stride, mask=inside, other=0.0),)
+    return found
+
+
+@triton.jit
+def _taps(weight, bias, channel, channels, WIDTH: tl.constexpr):
+    """Weights by how many tokens they reach back, and the bias, each [1, channels] in fp32."""
+    valid = channel < channels
+    found = ()
+    for k in tl.static_range(WIDTH):
+        found = found + (
+            tl.load(weight + channel * WIDTH + (WIDTH - 1 - k), mask=valid, other=0.0).to(tl.float32)[None, :],
+        )
+    shift = tl.zeros_like(found[0])
+    if bias is not None:
+        shift = tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)[None, :]
+    return found, shift
+
+
+@triton.jit
+def _reach(ids, t, seq_len, WIDTH: tl.constexpr):
+    """How many tokens before t belong to its document, at most width - 1. Without documents, nothing that is used."""
+    reach = t
+    if ids is not None:
+        reach = tl.zeros_like(t)
+        joined = t >= 0
+        for k in tl.static_range(1, WIDTH):
+            known = (t - k >= 0) & (t - k + 1 < seq_len)
+            this, last = tl.load(ids + (t - k + 1), mask=known, other=0), tl.load(ids + (t - k), mask=known, other=0)
+            joined = joined & known & (this == last)
+            reach += joined.to(tl.int32)
+    return reach
+
+
+@triton.jit
+def _reaches(ids, t, seq_len, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Of the tokens t, t + 1, ..."""
+    found = ()
+    for j in tl.static_range(COUNT):
+        found = found + (_reach(ids, t + j, seq_len, WIDTH),)
+    return found
+
+
+@triton.jit
+def _within(value, reach, distance: tl.constexpr, ids):
+    """Zero in place of what is further away than the document reaches."""
+    if ids is not None and distance > 0:
+        value = tl.where((reach >= distance)[:, None], value, 0.0)
+    return value
+
+
+@triton.jit
+def _forward(
+    x,
+    weight,
+    bias,
+    ids,
+    y,
+    seq_len,
+    channels,
+    x_row,
+    x_token,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WALKERS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (tile of channels, block of tokens, row of the batch)."""
+    channel, row = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(2).to(tl.int64)
+    end = (tl.program_id(1) * WALKERS + tl.arange(0, WALKERS) + 1) * RUN
+    valid = (channel < channels)[None, :]
+    weights, shift = _taps(weight, bias, channel, channels, WIDTH)
+    x += row * x_row + channel[None, :]
+    y += row * seq_len * channels + channel[None, :]
+    if ids is not None:
+        ids += row * seq_len
+
+    now = _group(x, end - GROUP, x_token, seq_len, valid, GROUP)
+    for i in tl.range(0, RUN // GROUP, num_stages=STAGES):
+        t = end - GROUP * (i + 1)
+        before = _group(x, t - GROUP, x_token, seq_len, valid, GROUP)
+        both = before + now
+        for j in tl.static_range(GROUP):
+            reach = _reach(ids, t + j, seq_len, WIDTH)
+            total = shift
+            for k in tl.static_range(WIDTH):
+                total += weights[k] * _within(both[GROUP + j - k].to(tl.float32), reach, k, ids)
+            silu = total / (1.0 + tl.exp(-total))
+            inside = (t + j < seq_len)[:, None] & valid
+            tl.store(y + (t + j)[:, None] * channels, silu.to(y.dtype.element_ty), mask=inside)
+        now = before
+
+
+@triton.jit
+def _backward(
+    dy,
+    x,
+    weight,
+    bias,
+    ids,
+    dx,
+    partials,
+    seq_len,
+    channels,
+    dy_row,
+    dy_token,
+    x_row,
+    x_token,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WALKERS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (tile of channels, block of tokens, row of the batch). u: before SiLU."""
+    block, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    end = (block * WALKERS + tl.arange(0, WALKERS) + 1) * RUN
+    valid = (channel < channels)[None, :]
+    weights, shift = _taps(weight, bias, channel, channels, WIDTH)
+    x += row * x_row + channel[None, :]
+    dy += row * dy_row + channel[None, :]
+    dx += row * seq_len * channels + channel[None, :]
+    if ids is not None:
+        ids += row * seq_len
+
+    now = _group(x, end - GROUP, x_token, seq_len, valid, GROUP)
+    later = _after(dy, x, now, weights, shift, ids, end, seq_len, dy_token, x_token, valid, WIDTH, GROUP)
+    sums = (tl.zeros((WALKERS, CHANNELS), tl.float32),) * (WIDTH + 1)
+    for i in tl.range(0, RUN // GROUP, num_stages=STAGES):
+        t = end - GROUP * (i + 1)
+        upstream = _group(dy, t, dy_token, seq_len, valid, GROUP)
+        before = _group(x, t - GROUP, x_token, seq_len, valid, GROUP)
+        both = before + now
+        reaches = _reaches(ids, t, seq_len, GROUP + WIDTH - 1, WIDTH)
+        du = ()
+        for j in tl.static_range(GROUP):
+            du = du + (_d_preactivation(upstream[j], both, GROUP + j, weights, shift, reaches[j], ids, WIDTH),)
+
+        added = ()
+        for k in tl.static_range(WIDTH):
+            found = sums[k]
+            for j in tl.static_range(GROUP):
+                found += du[j] * _within(both[GROUP + j - k].to(tl.float32), reaches[j], k, ids)
+            added = added + (found,)
+        total = sums[WIDTH]
+        for j in tl.static_range(GROUP):
+            total += du[j]
+        sums = added + (total,)
+
+        onward = du + later
+        for j in tl.static_range(GROUP):
+            found = weights[0] * onward[j]
+            for k in tl.static_range(1, WIDTH):
+                found += weights[k] * _within(onward[j + k], reaches[j + k], k, ids)
+            inside = (t + j < seq_len)[:, None] & valid
+            tl.store(dx + (t + j)[:, None] * channels, found.to(dx.dtype.element_ty), mask=inside)
+        now = before
+        later = onward[: WIDTH - 1]
+
+    columns = channels * WIDTH
+    if bias is not None:
+        columns += channels
+    partials += (row * tl.num_programs(1) + block) * columns
+    for k in tl.static_range(WIDTH):
+        tl.store(partials + channel * WIDTH + (WIDTH - 1 - k), tl.sum(sums[k], 0), mask=channel < channels)
+    if bias is not None:
+        tl.store(partials + channels * WIDTH + channel, tl.sum(sums[WIDTH], 0), mask=channel < channels)
+
+
+@triton.jit
+def _after(
+    dy, x, now, weights, shift, ids, end, seq_len, dy_token, x_token, valid, WIDTH: tl.constexpr, GROUP: tl.constexpr
+):
+    """du of the tokens after a run that reach back into it. now: the run's last group."""
+    tokens = now + _group(x, end, x_token, seq_len, valid, WIDTH - 1)
+    upstream = _group(dy, end, dy_token, seq_len, valid, WIDTH - 1)
+    reaches = _reaches(ids, end, seq_len, WIDTH - 1, WIDTH)
+    found = ()
+    for j in tl.static_range(WIDTH - 1):
+        found = found + (_d_preactivation(upstream[j], tokens, GROUP + j, weights, shift, reaches[j], ids, WIDTH),)
+    return found
+
+
+@triton.jit
+def _d_preactivation(upstream, tokens, at: tl.constexpr, weights, shift, reach, ids, WIDTH: tl.constexpr):
+    """dy SiLU'(u) of the token at place `at` of those at hand."""
+    total = shift
+    for k in tl.static_range(WIDTH):
+        total += weights[k] * _within(tokens[at - k].to(tl.float32), reach, k, ids)
+    gate = 1.0 / (1.0 + tl.exp(-total))
+    return upstream.to(tl.float32) * gate * (1.0 + total * (1.0 - gate))

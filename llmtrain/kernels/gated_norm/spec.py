@@ -1,0 +1,38 @@
+"""What Mamba-2's output norm is, and which backend runs it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
+
+
+@dataclass(frozen=True)
+class GatedNormSpec:
+    """RMSNorm by groups of neighbouring channels, with a SiLU gate: norm(x silu(z)) w, or norm(x) w silu(z)."""
+
+    dim: int
+    n_groups: int
+    eps: float
+    norm_before_gate: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def group_size(self) -> int:
+        return self.dim // self.n_groups
+
+
+def refuse_nothing(spec: GatedNormSpec, platform: Platform | None) -> str | None:
+    return None
+
+
+def refuse_triton_rows(spec: GatedNormSpec, platform: Platform | None) -> str | None:
+    if spec.group_size > 8192:
+        return f"our Triton norm takes groups of up to 8192 channels, not {spec.group_size}; use reference"
+    return refuse_triton(spec.dtype, platform)
+
+
+def preference(spec: GatedNormSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`. On a GPU not yet measured beside the compiled reference."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

@@ -1,0 +1,82 @@
+"""The gated RMSNorm in Triton: the operators and the backend. No atomics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.gated_norm import triton_kernels as kernels
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch, fitted, parsed
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: GatedNormSpec, platform: Platform, variant: str) -> TritonGatedNorm:
+    return TritonGatedNorm(spec, default_launch(spec, platform))
+
+
+class TritonGatedNorm:
+    """The signature of the reference. Computes in fp32, whatever the dtypes; y has x's dtype."""
+
+    def __init__(self, spec: GatedNormSpec, launch: Launch):
+        self.spec, self.options = spec, launch.dump()
+
+    def __call__(self, x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        """x, z: [..., dim], slices of a projection without a copy if their channels are contiguous; weight: [dim].
+        Returns a tensor like x, contiguous.
+        """
+        spec = self.spec
+        assert x.shape == z.shape and x.shape[-1:] == weight.shape == (spec.dim,)
+        return gated_norm_forward(x, z, weight, spec.n_groups, spec.eps, spec.norm_before_gate, self.options)[0]
+
+
+@torch.library.custom_op("llmtrain::gated_norm_forward", mutates_args=())
+def gated_norm_forward(
+    x: Tensor, z: Tensor, weight: Tensor, n_groups: int, eps: float, norm_first: bool, options: str
+) -> tuple[Tensor, Tensor]:
+    """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
+    launch, rows = parsed(options), _rows(x)
+    tile = fitted(launch.forward, launch.programs, len(rows), n_groups)
+    y, r = kernels.forward(rows, _rows(z), weight.contiguous(), n_groups, eps, norm_first, tile)
+    return y.view(x.shape), r
+
+
+@gated_norm_forward.register_fake
+def _(x, z, weight, n_groups, eps, norm_first, options):
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], n_groups), dtype=torch.float32)
+
+
+@torch.library.custom_op("llmtrain::gated_norm_backward", mutates_args=())
+def gated_norm_backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, z and weight."""
+    launch, rows = parsed(options), _rows(x)
+    tile = fitted(launch.backward, launch.programs, len(rows), r.shape[1])
+    dx, dz, d_weight = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile)
+    return dx.view(x.shape), dz.view(z.shape), d_weight
+
+
+@gated_norm_backward.register_fake
+def _(dy, x, z, weight, r, norm_first, options):
+    return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    x, z, weight, _, _, ctx.norm_first, ctx.options = inputs
+    ctx.save_for_backward(x, z, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, _):
+    assert dy is not None, "r is not differentiable"
+    return *gated_norm_backward(dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
+
+
+gated_norm_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[tokens, dim], a view where there can be one, with channels side by side."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()

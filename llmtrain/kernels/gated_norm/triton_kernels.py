@@ -1,0 +1,219 @@
+"""The gated RMSNorm in Triton, forward and backward, and the launches of both.
+
+A row is one token's group of channels, taken in parts, so that a size between two powers of two wastes little. The
+forward keeps it in registers; the backward, which would spill, reads it twice, the second time from the L1 cache (`.ca`
+keeps the compiler from merging both reads). r: the reciprocal root mean square, kept for the backward.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.column_sums import column_sums
+from llmtrain.kernels.gated_norm.triton_launch import Tile
+
+
+def forward(
+    x: Tensor, z: Tensor, weight: Tensor, n_groups: int, eps: float, norm_first: bool, tile: Tile
+) -> tuple[Tensor, Tensor]:
+    """y, contiguous, and r, [tokens, n_groups] in fp32. x, z: [tokens, dim], channels contiguous."""
+    tokens, dim = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    r = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
+    size = dim // n_groups
+    _forward[triton.cdiv(tokens, tile.rows * tile.run), n_groups](
+        *(x, z, weight, y, r, tokens, size, x.stride(0), z.stride(0), eps),
+        **_constants(size, norm_first, tile),
+    )
+    return y, r
+
+
+def backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, z and weight, contiguous. dy, x, z: [tokens, dim], channels contiguous."""
+    (tokens, dim), n_groups = x.shape, r.shape[1]
+    dx, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, z))
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
+    partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
+    _backward[programs, n_groups](
+        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, dy.stride(0), x.stride(0), z.stride(0)),
+        **_constants(size, norm_first, tile),
+    )
+    column_sums(partials, d_weight)
+    return dx, dz, d_weight
+
+
+def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:
+    return {
+        "NORM_FIRST": norm_first,
+        "PARTS": triton.cdiv(size, tile.columns),
+        "COLUMNS": tile.columns,
+        "ROWS": tile.rows,
+        "RUN": tile.run,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
+@triton.jit
+def _part(base, row, row_stride, tokens, size, p: tl.constexpr, COLUMNS: tl.constexpr, AGAIN: tl.constexpr):
+    """Part p of some rows, [rows, columns]; zeros outside."""
+    column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < tokens)[:, None] & (column < size)
+    at = base + row.to(tl.int64)[:, None] * row_stride + column
+    if AGAIN:
+        return tl.load(at, mask=inside, other=0.0, cache_modifier=".ca")
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _row(base, row, row_stride, tokens, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    found = ()
+    for p in tl.static_range(PARTS):
+        found = found + (_part(base, row, row_stride, tokens, size, p, COLUMNS, False),)
+    return found
+
+
+@triton.jit
+def _weights(weight, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    found = ()
+    for p in tl.static_range(PARTS):
+        column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        found = found + (tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _forward(
+    x,
+    z,
+    weight,
+    y,
+    r,
+    tokens,
+    size,
+    x_row,
+    z_row,
+    eps,
+    NORM_FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (block of tokens, group)."""
+    group, n_groups = tl.program_id(1), tl.num_programs(1)
+    x += group * size
+    z += group * size
+    y += group * size
+    weights = _weights(weight + group * size, size, PARTS, COLUMNS)
+    for i in tl.range(0, RUN, num_stages=STAGES):
+        row = (tl.program_id(0) * RUN + i) * ROWS + tl.arange(0, ROWS)
+        xs, zs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS), _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        values, gates = (), ()
+        for p in tl.static_range(PARTS):
+            gate = zs[p].to(tl.float32)
+            gate = gate / (1.0 + tl.exp(-gate))
+            value = xs[p].to(tl.float32)
+            if not NORM_FIRST:
+                value *= gate
+            squares += value * value
+            values, gates = values + (value,), gates + (gate,)
+        scale = tl.rsqrt(tl.sum(squares, 1) / size + eps)
+        tl.store(r + row * n_groups + group, scale, mask=row < tokens)
+        for p in tl.static_range(PARTS):
+            found = values[p] * scale[:, None] * weights[p]
+            if NORM_FIRST:
+                found *= gates[p]
+            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            to = row.to(tl.int64)[:, None] * (size * n_groups) + column
+            tl.store(y + to, found.to(y.dtype.element_ty), mask=(row < tokens)[:, None] & (column < size))
+
+
+@triton.jit
+def _backward(
+    dy,
+    x,
+    z,
+    weight,
+    r,
+    dx,
+    dz,
+    partials,
+    tokens,
+    size,
+    dy_row,
+    x_row,
+    z_row,
+    NORM_FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (block of tokens, group).
+
+    With u what is normed (x silu(z), or x) and d the gradient of u r: du = r (d - u r^2 mean(d u)).
+    """
+    block, group, n_groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    dim = size * n_groups
+    dy += group * size
+    x += group * size
+    z += group * size
+    dx += group * size
+    dz += group * size
+    weights = _weights(weight + group * size, size, PARTS, COLUMNS)
+    sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
+    for i in tl.range(0, RUN, num_stages=STAGES):
+        row = (block * RUN + i) * ROWS + tl.arange(0, ROWS)
+        scale = tl.load(r + row * n_groups + group, mask=row < tokens, other=0.0)[:, None]
+        products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for p in tl.static_range(PARTS):
+            value = _part(x, row, x_row, tokens, size, p, COLUMNS, False).to(tl.float32)
+            gate = _part(z, row, z_row, tokens, size, p, COLUMNS, False).to(tl.float32)
+            upstream = _part(dy, row, dy_row, tokens, size, p, COLUMNS, False).to(tl.float32)
+            # d u: the gate is in u, or in d.
+            products += upstream * weights[p] * value * (gate / (1.0 + tl.exp(-gate)))
+        mean = scale * scale * (tl.sum(products, 1) / size)[:, None]
+
+        added = ()
+        for p in tl.static_range(PARTS):
+            value = _part(x, row, x_row, tokens, size, p, COLUMNS, True).to(tl.float32)
+            gate = _part(z, row, z_row, tokens, size, p, COLUMNS, True).to(tl.float32)
+            upstream = _part(dy, row, dy_row, tokens, size, p, COLUMNS, True).to(tl.float32)
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            d_gate = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            gate = gate * sigmoid
+            d = upstream * weights[p]
+            if NORM_FIRST:
+                found = scale * (d * gate - value * mean)
+                d_gate *= d * value * scale
+            else:
+                du = scale * (d - value * gate * mean)
+                found = du * gate
+                d_gate *= du * value
+            added = added + (sums[p] + upstream * value * gate * scale,)
+            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            to, inside = row.to(tl.int64)[:, None] * dim + column, (row < tokens)[:, None] & (column < size)
+            tl.store(dx + to, found.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dz + to, d_gate.to(dz.dtype.element_ty), mask=inside)
+        sums = added
+
+    partials += block.to(tl.int64) * dim + group * size
+    for p in tl.static_range(PARTS):
+        column = p * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(partials + column, tl.sum(sums[p], 0), mask=column < size)

@@ -1,0 +1,105 @@
+"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.triton import TritonConv1d, conv1d_backward, conv1d_forward
+from llmtrain.kernels.conv1d.triton_launch import Launch, Walk
+from tests.support import around
+
+
+def made(channels: int, width: int, run: int = 8, group: int = 4, walkers: int = 2, stages: int = 1) -> TritonConv1d:
+    """Several programs, walkers and groups in a small problem."""
+    walk = Walk(16, walkers, run, group, 1, stages)
+    return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(walk, walk, programs=0))
+
+
+@pytest.mark.parametrize(
+    "channels, width, biased",
+    [(40, 4, True), (16, 4, False), (7, 3, True), (20, 2, True), (33, 2, False), (17, 1, True)],
+)
+@pytest.mark.parametrize("batch, seq_len", [(1, 1), (2, 3), (1, 16), (2, 37)])
+def test_agrees_with_the_reference(channels, width, biased, batch, seq_len):
+    tensors = around.conv_inputs(batch, seq_len, channels, width, biased, torch.float32)
+    ours = around.outcome(made(channels, width), tensors)
+    around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
+    assert ours[0].is_contiguous()
+    assert all(t.dtype == torch.float32 for t in ours)
+
+
+@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
+def test_how_it_walks_changes_nothing_but_rounding(run, group, walkers):
+    tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
+    ours = around.outcome(made(20, 4, run, group, walkers), tensors)
+    around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [[5, 1, 16, 11], [1, 1, 1, 20], [8, 8, 7]])
+def test_packed_documents_equal_the_documents_apart(width, lengths):
+    tensors = around.conv_inputs(2, sum(lengths), 20, width, True, torch.float32)
+    # A number may come again: a document is a run.
+    ids = torch.cat([torch.full((2, n), i % 2) for i, n in enumerate(lengths)], 1)
+
+    def apart(x, weight, bias):
+        return torch.cat([causal_conv1d_silu(piece, weight, bias) for piece in x.split(lengths, 1)], 1)
+
+    kernel = made(20, width)
+    ours = around.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    around.assert_agrees(ours, around.outcome(apart, tensors, torch.float64))
+
+
+def test_strides_of_every_kind_are_read():
+    """Channels not side by side, one row expanded over the batch, and a gradient that is a slice."""
+    x, weight, bias = around.conv_inputs(2, 9, 20, 4, True, torch.float32)
+    for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), x[:1].expand(2, -1, -1), x[:, ::2], x[..., ::2]):
+        channels = strided.shape[2]
+        tensors = [strided, weight[:channels], bias[:channels]]
+        kernel = made(channels, 4)
+        exact = around.outcome(causal_conv1d_silu, tensors, torch.float64)
+        around.assert_agrees(around.outcome(kernel, tensors), exact)
+
+    def sliced(function):
+        return lambda *t: torch.cat((function(*t), t[0]), -1)
+
+    ours = around.outcome(sliced(made(20, 4)), [x, weight, bias])
+    around.assert_agrees(ours, around.outcome(sliced(causal_conv1d_silu), [x, weight, bias], torch.float64))
+
+
+def test_gradients_have_their_tensors_dtypes():
+    x, weight, bias = around.conv_inputs(1, 9, 20, 4, True, torch.float32)
+    halved = around.outcome(made(20, 4), [x.half(), weight, bias.half()])
+    assert [t.dtype for t in halved] == [torch.float16, torch.float16, torch.float32, torch.float16]
+    exact = around.outcome(causal_conv1d_silu, [x.half(), weight, bias.half()], torch.float64)
+    around.assert_agrees(halved, exact, 2e-2)
+
+
+def test_two_runs_are_equal_bit_by_bit():
+    tensors = around.conv_inputs(2, 37, 20, 4, True, torch.float32)
+    runs = [around.outcome(made(20, 4), tensors) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_operator_is_whole():
+    """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    kernel = made(20, 4)
+    ids = torch.zeros(2, 9, dtype=torch.int32)
+    for biased, documents in itertools.product((True, False), (None, ids)):
+        tensors = around.conv_inputs(2, 9, 20, 4, biased, torch.float32)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        torch.library.opcheck(conv1d_forward, (*leaves, documents, kernel.options), test_utils=checks)
+        torch.library.opcheck(
+            conv1d_backward, (torch.ones(2, 9, 20), *tensors, documents, kernel.options), test_utils=checks
+        )
+
+        def run(*t, documents=documents):
+            return kernel(*t, document_ids=documents)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        ours, eager = around.outcome(compiled, tensors), around.outcome(run, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
