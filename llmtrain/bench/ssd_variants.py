@@ -65,7 +65,7 @@ def inputs(spec: SSDSpec, seq_len: int, tokens: int = TOKENS) -> list[Tensor]:
     return [x, dt, A, B, C, D, dt_bias, draw(*x.shape).bfloat16()]
 
 
-def candidates(kernel: str, chunk: int, few: bool) -> Iterator[PassLaunch | HeadsLaunch]:
+def candidates(kernel: str, chunk: int, few: bool) -> Iterator[PassLaunch | HeadsLaunch | WalkLaunch]:
     """Launches that may fit; what does not compile or launch is reported as such."""
     if kernel == "passing":
         for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3, 4)):
@@ -75,8 +75,8 @@ def candidates(kernel: str, chunk: int, few: bool) -> Iterator[PassLaunch | Head
         for stages in (2, 3):
             yield WalkLaunch(64, stages, {"num_warps": 4}, True)
     else:
-        for heads, stages, fetched in itertools.product((10, 20, 40), (1, 2, 3), (True, False)):
-            yield HeadsLaunch(heads, stages, {"num_warps": 8 if kernel == "states" else 4}, fetched)
+        for programs, stages, fetched in itertools.product((1, 2, 4), (1, 2, 3), (True, False)):
+            yield HeadsLaunch(programs, stages, {"num_warps": 8 if kernel == "states" else 4}, fetched)
 
 
 class Bench:
@@ -111,17 +111,18 @@ class Bench:
     def runner(self, kernel: str, chunk: int, launch: Any) -> Callable[[], tuple[Tensor, ...]]:
         m = self.of_chunk(chunk)
         times, states, d_states, vectors = m["times"], m["states"], m["d_states"], m["vectors"]
+        processors = self.launch.processors
         x, B, C, D, dy = self.x, self.B, self.C, self.D, self.dy
         if kernel == "walk":
             return lambda: forward.walk(x, B, C, D, times, None, None, chunk, False, "ieee", launch)[:2]
         if kernel == "passing":
             return lambda: forward.pass_states(dy, C, times, None, None, chunk, True, "ieee", launch)
         if kernel == "scan":
-            return lambda: (forward.scan(x, B, C, D, times, None, states, chunk, "ieee", launch),)
+            return lambda: (forward.scan(x, B, C, D, times, None, states, chunk, "ieee", launch, processors),)
         if kernel == "pairs":
-            pairs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, "ieee", launch)
+            pairs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, "ieee", launch, processors)
             return lambda: (backward.through_pairs(*pairs)[0], vectors)
-        through = (dy, x, B, C, times, None, m["d_pairs"], states, d_states, vectors, chunk, "ieee", launch)
+        through = (dy, x, B, C, times, None, m["d_pairs"], states, d_states, vectors, chunk, "ieee", launch, processors)
         return lambda: (*backward.through_states(*through), vectors)
 
     def whole(self, launch: Launch) -> tuple[Callable[[], tuple], Callable[[], tuple]]:

@@ -1,6 +1,7 @@
 """Cases of test_ssd_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def assert_agrees(spec: SSDSpec, batch: int, seq_len: int, with_state: bool, lau
         torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-FP32 = {"dtype": "float32"}
+FP32: Any = {"dtype": "float32"}
 MANY = {"processors": 1000}
 CASES = {
     "ragged, odd sizes, groups, a state": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {}),

@@ -3,6 +3,9 @@
 The kernels are in triton_forward.py and triton_backward.py, their launch parameters in triton_launch.py.
 """
 
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 import functools

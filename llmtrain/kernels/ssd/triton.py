@@ -13,7 +13,6 @@ parameter of each direction, not the spec's: results do not depend on it but for
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
@@ -84,7 +83,7 @@ def launch_forward(
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
     start, keep = _state(initial_state), launch.keep_states
-    if launch.walks(x.shape[0] * x.shape[2] * triton.cdiv(x.shape[3], launch.walk.columns)):
+    if launch.walks(x.shape[0] * x.shape[2] * -(-x.shape[3] // launch.walk.columns)):
         walk = (launch.chunk, keep, launch.precision, launch.walk)
         y, last, states = forward.walk(x, B, C, D, times, begun, start, *walk)
     else:

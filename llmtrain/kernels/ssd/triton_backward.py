@@ -18,7 +18,7 @@ Sums over heads of one program stay in registers; over programs they are added i
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ its beginning are masked, found by counting the beginnings within the chunk.
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
