@@ -200,7 +200,7 @@ class Call:
         out = q.new_empty(q.shape)
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
         launch = self.launches["forward"]
-        described = self._described(launch, k, v)
+        described = self._described(launch, launch.block_n, k, v)
         if described:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
@@ -225,7 +225,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         dq = q.new_empty(q.shape)
         launch = self.launches["dq"]
-        described = self._described(launch, k, v)
+        described = self._described(launch, launch.block_n, k, v)
         if described:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
@@ -241,7 +241,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         launch = self.launches["dkdv"]
-        described = self._described(launch, q, dout)
+        described = self._described(launch, launch.block_m, q, dout)
         if described:
             q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
         grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, described)
@@ -282,13 +282,18 @@ class Call:
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
 
-    def _described(self, launch: Launch, *tensors: Tensor) -> bool:
-        """Whether the copy engine can fetch rows of these: one tile wide, and aligned to 16 bytes."""
+    def _described(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
+        """Whether the copy engine can fetch `rows` rows of these: one tile wide and whole tiles long, aligned to 16 bytes,
+        heads and sequences one after the other.
+        """
         return (
             launch.described
             and self.where.vendor != "amd"
             and self.parts == (self.head_dim,)
-            and all(s * t.element_size() % 16 == 0 for t in tensors for s in t.stride()[:3])
+            and self.seq_len % rows == 0
+            and all(t.stride(1) * t.element_size() % 16 == 0 for t in tensors)
+            and all(t.stride(2) == self.head_dim or t.shape[2] == 1 for t in tensors)
+            and all(t.stride(0) == self.seq_len * t.stride(1) or self.batch == 1 for t in tensors)
             and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
         )
 
@@ -298,6 +303,6 @@ def _rows_contiguous(t: Tensor) -> Tensor:
 
 
 def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """[batch, heads, T, head_dim] in blocks of `rows` of one head."""
-    t = t.transpose(1, 2)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[3]])
+    """[batch * T, heads * head_dim] in blocks of `rows` of one head."""
+    batch, seq_len, heads, head_dim = t.shape
+    return TensorDescriptor(t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, head_dim])

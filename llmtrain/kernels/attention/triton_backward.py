@@ -154,6 +154,8 @@ def attention_dkdv(
     The early keys, which the most queries see, begin.
     """
     N_KV: tl.constexpr = N_HEADS // GROUP
+    # Tiles at the edge of causality or of a window are one or two: tiles in flight would cost wide heads registers only.
+    EDGES: tl.constexpr = STAGES if HEAD_DIM <= 64 or starts is not None else 1
     # Which queries a key sees: the other direction in time.
     AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     BACK: tl.constexpr = 0 if CAUSAL else AHEAD
@@ -184,7 +186,7 @@ def attention_dkdv(
             q_in = q + batch.to(tl.int64) * q_batch + head * q_head
             dout_in = dout + batch.to(tl.int64) * do_batch + head * do_head
         if LOWER:
-            for start in tl.range(a, b, BLOCK_M, num_stages=STAGES):
+            for start in tl.range(a, b, BLOCK_M, num_stages=EDGES):
                 dkeys, dvalues = _add_dkdv(
                     dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
                     batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
@@ -197,7 +199,7 @@ def attention_dkdv(
                 False, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
             )  # fmt: skip
         if UPPER:
-            for start in tl.range(c, end, BLOCK_M, num_stages=STAGES):
+            for start in tl.range(c, end, BLOCK_M, num_stages=EDGES):
                 dkeys, dvalues = _add_dkdv(
                     dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
                     batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
@@ -220,12 +222,7 @@ def _add_dkdv(
     i = start + tl.arange(0, BLOCK_M)
     queries = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
     score = inner(keys, queries, PARTS, PRECISION)
-    if CUT:
-        minus = tl.load(lse + i, mask=i < seq_len, other=0.0) * LOG2_E
-        sums = tl.load(delta + i, mask=i < seq_len, other=0.0)
-    else:
-        minus = tl.load(lse + i) * LOG2_E
-        sums = tl.load(delta + i)
+    minus = tl.load(lse + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None) * LOG2_E
     if slopes is not None and CAUSAL:
         minus += slope * (i - begin)
     visible = seen(i[None, :], first[:, None], last[:, None], LOWER, UPPER)
@@ -236,6 +233,8 @@ def _add_dkdv(
     douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
     dvalues = outer(weight, douts, dvalues, PARTS, PRECISION)
     dweight = inner(values, douts, PARTS, PRECISION)
+    # Read as late as this: it takes as many registers as a score has columns.
+    sums = tl.load(delta + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None)
     dscore = weight * (dweight - sums[None, :])
     if softcap is not None:
         dscore *= slack

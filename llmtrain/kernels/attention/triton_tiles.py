@@ -67,11 +67,11 @@ def load_rows(
 ):  # fmt: skip
     """Rows start .. start + ROWS of [T, head_dim] as parts; zeros, not read, from row `limit` on if MASKED.
 
-    source: a pointer to row 0 (batch and head are not used), or DESCRIBED, a tensor descriptor of [batch, heads, T,
-    head_dim]: the copy engine then computes the addresses and fills up with zeros.
+    source: a pointer to row 0 (batch and head are not used), or DESCRIBED, a tensor descriptor of [batch * T, heads *
+    head_dim], for a T (the limit) in whole tiles: the copy engine then computes the addresses.
     """
     if DESCRIBED:
-        return (source.load([batch, head, start, 0]).reshape(ROWS, HEAD_DIM),)
+        return (source.load([batch * limit + start, head * HEAD_DIM]),)
     else:
         row = tl.arange(0, ROWS)
         base = source + start * stride
