@@ -25,10 +25,11 @@ class Newest:
     seconds: float
 
 
-def newest(root: Path, *, verify: bool, warn: Callable[[str], None]) -> Newest | None:
+def newest(root: Path, *, verify: bool, warn: Callable[[str], None], verified: str | None = None) -> Newest | None:
     """The newest good checkpoint under `root`, the same on every rank; None where there is none at all. Called by every rank.
 
     Tidies up after a kill first. Every newer one that is damaged is told through `warn` (on every rank) and passed over.
+    verified: save_id of one whose hashes need not be compared again.
     Raises CheckpointError when there are checkpoints, but none is good, and for one of another format.
     """
     if dist.get_rank() == 0:
@@ -40,7 +41,7 @@ def newest(root: Path, *, verify: bool, warn: Callable[[str], None]) -> Newest |
         began = time.perf_counter()
         try:
             manifest = _read_together(folder)
-            if verify:
+            if verify and manifest.save_id != verified:
                 verify_together(folder, manifest)
             return Newest(folder, manifest, time.perf_counter() - began)
         except FormatError:

@@ -60,7 +60,7 @@ class Saver:
         Waits for an unfinished save first, and says so. Never raises SaveError: see `poll` and `finish`.
         """
         began = time.perf_counter()
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None and self.busy:
             self._thread.join()
             self.warn(
                 f"checkpoint: step {about.step} waited {time.perf_counter() - began:.1f} s for the save of step "
@@ -85,9 +85,14 @@ class Saver:
             self._thread.join()
         self.blocked_seconds = time.perf_counter() - began
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def poll(self) -> None:
         """Tells of a save that has failed; never waits."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.busy:
             self._thread = None
         if self._thread is None and self._error is not None:
             error, self._error = self._error, None

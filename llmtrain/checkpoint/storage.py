@@ -50,7 +50,7 @@ FILE_BYTES = 512 * 2**20
 """A file is closed beyond this, so that hashing and uploading have parts to share; a piece is never split."""
 READ_BYTES = 64 * 2**20
 """Of a piece, in memory at a time beside the tensor it goes to."""
-_THREADS = 4
+THREADS = 4
 _Answer = TypeVar("_Answer")
 
 
@@ -88,7 +88,7 @@ class ShardWriter(StorageWriter):
     another, in the order of the plan.
     """
 
-    def __init__(self, folder: Path, save_id: str, *, file_bytes: int | None = None, threads: int = _THREADS):
+    def __init__(self, folder: Path, save_id: str, *, file_bytes: int | None = None, threads: int = THREADS):
         self._folder, self._save_id = folder, save_id
         self._file_bytes, self._threads = file_bytes or FILE_BYTES, threads
         self.files: dict[str, FileRecord] = {}
@@ -206,7 +206,7 @@ class ShardReader(StorageReader):
             assert item.storage_index.offset is not None
             piece = self._pieces[name, tuple(item.storage_index.offset)]
             by_file.setdefault(piece.file, []).append((item, piece))
-        _in_threads(lambda file: self._read(file, by_file[file], planner), by_file, _THREADS)
+        _in_threads(lambda file: self._read(file, by_file[file], planner), by_file, THREADS)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -20,15 +20,18 @@ def check_resumption(config: Config) -> None:
         refuse_another_meaning(config, *found)
 
 
-def bring_newest_checkpoint(config: Config, launch: str | None, progress: bool) -> None:
+def bring_newest_checkpoint(config: Config, launch: str | None, progress: bool) -> str | None:
     """Downloads the newest checkpoint of `checkpoint.remote` where it is newer than what is good here. Every rank calls this
-    before the process group exists. launch: see fetch.bring_newest. Raises CheckpointError."""
-    if config.checkpoint.remote is not None:
-        from llmtrain.checkpoint.remote.fetch import bring_newest
+    before the process group exists. launch: see fetch.bring_newest. Returns the save_id of the newest checkpoint here if its
+    hashes have been compared on the way. Raises CheckpointError."""
+    if config.checkpoint.remote is None:
+        return None
+    from llmtrain.checkpoint.remote.fetch import bring_newest
 
-        root = Path(config.run_dir) / "checkpoints"
-        verify = config.checkpoint.verify
-        bring_newest(config.checkpoint.remote, root, launch=launch, verify=verify, say=_tell, progress=progress)
+    root, verify = Path(config.run_dir) / "checkpoints", config.checkpoint.verify
+    return bring_newest(
+        config.checkpoint.remote, root, launch=launch, verify=verify, say=_tell, progress=progress
+    ).verified
 
 
 def bring_initial_weights(config: Config, fresh: bool) -> None:

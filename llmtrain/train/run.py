@@ -38,6 +38,7 @@ from llmtrain.train.parallel import parallelize
 from llmtrain.train.precision import compute_dtype
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import refuse_another_meaning
+from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.uploads import Uploads
 
 
@@ -55,18 +56,20 @@ class Outcome:
     uploads: Uploads
 
 
-def train(config: Config) -> Outcome:
+def train(config: Config, verified: str | None = None) -> Outcome:
     """Trains, or continues the run in `config.run_dir`. Every rank calls this.
 
-    Raises ValueError when the folder holds a run whose config means something else, SaveError when the last checkpoint
-    could not be written, and Preempted when SIGTERM ended the run early, with a checkpoint.
+    verified: save_id of a checkpoint there whose hashes have been compared already.
+    Raises ValueError when the folder holds a run whose config means something else, or is not one for all nodes; SaveError
+    when the last checkpoint could not be written; Preempted when SIGTERM ended the run early, with a checkpoint.
     """
     folder = Path(config.run_dir)
     device = initialize()
     world = world_from_environment()
     torch.use_deterministic_algorithms(config.train.deterministic)
     checkpoint = config.checkpoint
-    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=say)
+    require_shared(folder, world)
+    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=say, verified=verified)
 
     with torch.device("meta"):
         model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))

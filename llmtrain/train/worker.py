@@ -30,15 +30,18 @@ def run_rank(args: argparse.Namespace) -> int:
         first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if args.fresh and first_start:
             refuse_used_remote(config)
+        verified = None
         if not args.fresh:
-            bring_newest_checkpoint(config, launch_id() if world.size > 1 else None, progress=sys.stderr.isatty())
+            verified = bring_newest_checkpoint(
+                config, launch_id() if world.size > 1 else None, progress=sys.stderr.isatty()
+            )
             check_resumption(config)
         bring_initial_weights(config, args.fresh)
         _refuse_missing_gpus(world)
         _prepare_data(config, world)
         if args.fresh and world.is_main and first_start:
             set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
-        return _train(config, args)
+        return _train(config, args, verified)
     except KeyboardInterrupt:
         return _leave(130)
     except BaseException as error:
@@ -62,7 +65,7 @@ def run_rank(args: argparse.Namespace) -> int:
         return _leave(1)
 
 
-def _train(config: Config, args: argparse.Namespace) -> int:
+def _train(config: Config, args: argparse.Namespace, verified: str | None) -> int:
     if not os.environ.get("LLMTRAIN_VERBOSE"):
         from llmtrain.train.composer_fixes import quiet
 
@@ -71,7 +74,7 @@ def _train(config: Config, args: argparse.Namespace) -> int:
     from llmtrain.train.run import train
 
     began = time.perf_counter()
-    outcome = train(config)
+    outcome = train(config, verified)
     report(config, outcome, file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
     outcome.uploads.finish()
     return 0

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -21,30 +22,40 @@ _LOCK = ".remote.lock"
 _ASKED = ".remote-asked"
 
 
+@dataclass(frozen=True)
+class Brought:
+    """folder: what this call downloaded. verified: save_id of the newest checkpoint here, when its hashes have been compared."""
+
+    folder: Path | None = None
+    verified: str | None = None
+
+
 def bring_newest(
     address: str, root: Path, *, launch: str | None, verify: bool, say: Callable[[str], None], progress: bool = False
-) -> Path | None:
+) -> Brought:
     """Makes sure that the newest complete checkpoint of local folder and store is in the local folder `root`.
 
-    Every rank of a run calls this before the process group exists: one of them (per file system) asks the store and
-    downloads, the others wait for it at a lock. launch: what the ranks of this start have in common; None for one alone.
+    Every rank of a run calls this before the process group exists: one of them asks the store and downloads, the others
+    wait for it at a lock. launch: what the ranks of this start have in common; None for one alone.
     verify: look for the newest local one by its hashes, so that one that was damaged here is fetched again.
     A checkpoint that turns out damaged in the store is named, and the one before it is tried.
-    Returns the folder that was downloaded by this call. Raises RemoteError when the store cannot be asked: going on from
-    an older checkpoint, or from nothing, would make a second run of it.
+    Raises RemoteError when the store cannot be asked: going on from an older checkpoint, or from nothing, would make a
+    second run of it.
     """
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / _LOCK):
         asked = root / _ASKED
-        if launch is not None and asked.is_file() and asked.read_text() == launch:
-            return None
+        if launch is not None and asked.is_file():
+            of, _, verified = asked.read_text().partition("\n")
+            if of == launch:
+                return Brought(verified=verified or None)
         found = _bring(address, root, verify, say, progress)
         if launch is not None:
-            asked.write_text(launch)
+            asked.write_text(f"{launch}\n{found.verified or ''}")
         return found
 
 
-def _bring(address: str, root: Path, verify: bool, say: Callable[[str], None], progress: bool) -> Path | None:
+def _bring(address: str, root: Path, verify: bool, say: Callable[[str], None], progress: bool) -> Brought:
     try:
         there = stored(open_bucket(address))
     except RemoteError as error:
@@ -52,34 +63,35 @@ def _bring(address: str, root: Path, verify: bool, say: Callable[[str], None], p
             f"checkpoint.remote cannot be asked for a newer checkpoint: {error}. "
             "Try again when it can, or go on without it: checkpoint.remote=null"
         ) from None
-    step = _newest_here(root, verify, say)
+    here = _newest_here(root, verify, say)
+    step = here.step if here else -1
     for candidate in newest(there, warn=say):
         if candidate.step <= step:
-            return None
-        here = f"{root} has step {step}" if step >= 0 else f"{root} has none that is good"
-        say(f"downloading {candidate.url} ({candidate.nbytes / 1e6:,.1f} MB): {here}")
+            break
+        what = f"{root} has step {step}" if here else f"{root} has none that is good"
+        say(f"downloading {candidate.url} ({candidate.nbytes / 1e6:,.1f} MB): {what}")
         try:
-            return _download(candidate, root, progress)
+            return Brought(_download(candidate, root, progress), candidate.require().save_id)
         except RemoteError:
             raise
         except CheckpointError as error:
             say(f"WARNING: {error}; trying the one before")
-    return None
+    return Brought(verified=here.save_id if here and verify else None)
 
 
-def _newest_here(root: Path, verify: bool, say: Callable[[str], None]) -> int:
-    """The step of the newest good checkpoint; -1 when there is none."""
+def _newest_here(root: Path, verify: bool, say: Callable[[str], None]) -> Manifest | None:
+    """Of the newest good checkpoint."""
     for folder in reversed(manifests.folders(root)):
         try:
             manifest = manifests.read(folder)
             if verify:
                 manifests.verify(folder, manifest)
-            return manifest.step
+            return manifest
         except FormatError:
             raise
         except CheckpointError as error:
             say(f"WARNING: {error}")
-    return -1
+    return None
 
 
 def refuse_used(address: str) -> None:

@@ -12,13 +12,11 @@ from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import CheckpointError
 from llmtrain.checkpoint.remote import catalogue
 from llmtrain.checkpoint.remote.bucket import Bucket
-from llmtrain.checkpoint.remote.upload import GoneError, answer, upload
+from llmtrain.checkpoint.remote.upload import GoneError, upload
 from llmtrain.checkpoint.rotation import Keep, staying
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 10.0
 _AGAIN_SECONDS, _AGAIN_AT_MOST_SECONDS = 30.0, 900.0
-_OTHER_NODES_SECONDS = 1800.0
 
 
 def tell(text: str) -> None:
@@ -32,7 +30,7 @@ class Uploader:
     that fails is told, and tried again with growing pauses, or as soon as there is a newer checkpoint. After each upload
     the store keeps what `keep` says; only checkpoints that are whole there count as kept.
 
-    One per run, on rank 0 (`Answerer` is for nodes with a disk of their own). It begins at once; call close().
+    One per run, on rank 0. It begins at once; call close().
     """
 
     def __init__(
@@ -41,13 +39,11 @@ class Uploader:
         root: Path,
         keep: Keep,
         *,
-        several_nodes: bool = False,
         say: Callable[[str], None] = tell,
         look_seconds: float = _LOOK_SECONDS,
         again_seconds: float = _AGAIN_SECONDS,
     ):
         self._bucket, self._root, self._keep, self._say = bucket, root, keep, say
-        self._other_nodes_seconds = _OTHER_NODES_SECONDS if several_nodes else 0.0
         self._look_seconds, self._again_seconds = look_seconds, again_seconds
         self._done: dict[int, str] = {}  # step -> the save that needs nothing more
         self._failures, self._not_before = 0, 0.0
@@ -102,7 +98,7 @@ class Uploader:
     def _upload(self, folder: Path, save_id: str) -> bool:
         step = manifests.step_of(folder)
         try:
-            done = upload(self._bucket, folder, other_nodes_seconds=self._other_nodes_seconds)
+            done = upload(self._bucket, folder)
             if done.sent:
                 rate = done.sent / max(done.seconds, 1e-9) / 1e6
                 size = f"{done.sent / 1e6:,.1f} MB in {done.seconds:.1f} s, {rate:,.0f} MB/s"
@@ -131,36 +127,3 @@ class Uploader:
             # Unfinished ones go too once they are older than all that stays; newer ones may be on their way.
             if stay and checkpoint.step not in stay | to_come and checkpoint.step < max(stay):
                 catalogue.delete(checkpoint)
-
-
-class Answerer:
-    """On the other nodes of a run whose nodes share no file system: sends the files that rank 0 asks for."""
-
-    def __init__(self, bucket: Bucket, root: Path, say: Callable[[str], None] = tell, seconds: float = _ANSWER_SECONDS):
-        self._bucket, self._root, self._say, self._seconds = bucket, root, say, seconds
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="uploader", daemon=True)
-        self._thread.start()
-
-    def close(self, seconds: float | None = None) -> bool:
-        """Stops once the store has asked for nothing twice: rank 0 may be slower to ask than this node to end."""
-        self._closing.set()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _watch(self) -> None:
-        said, quiet = "", 0
-        while quiet < 2:
-            closing = self._closing.is_set()
-            try:
-                wanted = answer(self._bucket, self._root)
-            except Exception as error:
-                wanted = []
-                if str(error) != said:
-                    self._say(f"WARNING: checkpoint files of this node were not uploaded: {error}")
-                    said = str(error)
-            quiet = quiet + 1 if closing and not wanted else 0
-            if closing:
-                time.sleep(self._seconds)
-            else:
-                self._closing.wait(self._seconds)

@@ -202,28 +202,6 @@ def test_a_download_that_was_cut_off_keeps_the_files_it_has(s3: S3, prefix, tmp_
         assert proxy.requests - before <= 3  # two files, and the manifest
 
 
-def test_nodes_without_a_shared_disk_send_their_own_files(s3: S3, prefix, tmp_path):
-    whole = make_checkpoint(tmp_path / "whole", 7, files=4)
-    one, other = tmp_path / "one" / whole.name, tmp_path / "other" / f"{whole.name}.partial"
-    for folder, names in (
-        (one, ["manifest.json", "shard-0.bin", "shard-1.bin"]),
-        (other, ["shard-2.bin", "shard-3.bin"]),
-    ):
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).write_bytes((whole / name).read_bytes())
-    bucket = s3.bucket(prefix)
-    with pytest.raises(CheckpointError, match="incomplete"):
-        upload(bucket, one)
-    with pytest.raises(RemoteError, match=r"2 of its files, shard-2\.bin first"):
-        upload(bucket, one, other_nodes_seconds=0.01)
-    assert "step-00000007/manifest.json" not in s3.names(prefix)
-    assert sorted(uploads.answer(bucket, other.parent)) == [f"{whole.name}/shard-{i}.bin" for i in (2, 3)]
-    upload(bucket, one, other_nodes_seconds=0.01)
-    assert uploads.answer(bucket, other.parent) == []
-    assert same_files(whole, download(stored(bucket)[0], tmp_path / "there"))
-
-
 @pytest.mark.parametrize(
     ("closed", "bucket", "message"), [(False, "absent", "NoSuchBucket"), (True, BUCKET, r"\(12 attempts\)")]
 )

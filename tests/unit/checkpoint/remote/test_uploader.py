@@ -19,7 +19,7 @@ from llmtrain.checkpoint.remote.fetch import bring_newest, find, local_copy, ref
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.retry import Patience
 from llmtrain.checkpoint.remote.upload import GoneError, upload
-from llmtrain.checkpoint.remote.uploader import Answerer, Uploader
+from llmtrain.checkpoint.remote.uploader import Uploader
 from llmtrain.checkpoint.rotation import Keep
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import S3, flip, make_checkpoint, same_files
@@ -151,20 +151,25 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_arrives_all_the_same(root, 
         upload(bucket, folder)
 
 
-def test_another_node_sends_what_is_asked_for(root, bucket, tmp_path):
-    whole = make_checkpoint(tmp_path / "whole", 1)
-    (tmp_path / "other" / whole.name).mkdir(parents=True)
-    (whole / "shard-4.bin").rename(tmp_path / "other" / whole.name / "shard-4.bin")
-    uploader, said = started(bucket, whole.parent, several_nodes=True)
-    answerer = Answerer(bucket, tmp_path / "other", said.append, seconds=0.1)
-    assert uploader.close(30) and answerer.close(30)
-    assert steps(bucket) == [1]
-    verify(stored(bucket)[0])
-
-
 def bring(address: str, root: Path, launch: str | None = None, verify: bool = True) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return bring_newest(address, root, launch=launch, verify=verify, say=said.append), said
+    return bring_newest(address, root, launch=launch, verify=verify, say=said.append).folder, said
+
+
+def test_what_was_hashed_on_the_way_is_said_to_every_rank_of_the_start(root, bucket):
+    """So that the run does not hash it again."""
+
+    def verified(launch: str | None, verify: bool = True) -> str | None:
+        return bring_newest(bucket.url, root, launch=launch, verify=verify, say=lambda text: None).verified
+
+    assert verified("a") is None
+    here = manifests.read(make_checkpoint(root, 1)).save_id
+    assert verified("a") is None  # asked before
+    assert [verified(launch) for launch in ("b", "b", None)] == [here] * 3
+    assert verified("c", verify=False) is None
+    newer = make_checkpoint(root.parent / "elsewhere", 2)
+    upload(bucket, newer)
+    assert verified("d") == verified("d") == manifests.read(newer).save_id  # compared while it came
 
 
 def test_the_newest_of_both_wins(root, bucket, tmp_path):
