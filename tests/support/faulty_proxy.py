@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _CHUNK = 64 * 1024
@@ -21,6 +22,7 @@ class FaultyProxy:
         before the store sees them or (for a reset) after.
     drop_after: bytes of request bodies after which one connection is cut in the middle; set it anew for another cut.
     closes_after: bytes of request bodies after which every connection is reset, for good.
+    stalls_after: bytes of request bodies after which every connection waits, until it is negative again; then `stalled`.
     cut_answers: bytes of an answer's body after which its connection is cut, for so many answers: [bytes, answers left].
     closed: refuses all.
     received: bytes of request bodies that went through to the store. faults: how many were injected.
@@ -28,6 +30,7 @@ class FaultyProxy:
 
     def __init__(self, port: int, rate: float = 0.0, seed: int = 0):
         self.rate, self.drop_after, self.closes_after = rate, -1, -1
+        self.stalls_after, self.stalled = -1, False
         self.cut_answers, self.closed = [0, 0], False
         self.received = self.faults = self.requests = 0
         self._random, self._lock, self._target = random.Random(seed), threading.Lock(), port
@@ -59,6 +62,9 @@ class FaultyProxy:
 
     def count(self, size: int) -> bool:
         """Counts bytes of a body on their way; False when the connection is to be cut here."""
+        while 0 <= self.stalls_after < self.received + size:
+            self.stalled = True
+            time.sleep(0.01)
         with self._lock:
             if 0 <= self.drop_after < self.received + size:
                 self.drop_after = -1

@@ -56,7 +56,7 @@ def upload(bucket: Bucket, folder: Path, *, progress: Progress = lambda size: No
             raise CheckpointError(f"{folder} is incomplete: {min(missing)} is missing")
         if not bucket.holds(prefix + manifests.NAME, len(text), digest):
             bucket.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
-            _send(bucket, prefix, files, manifest.files, counter.add)
+            send(bucket, prefix, files, manifest.files, counter.add)
             bucket.put(prefix + manifests.NAME, own, len(text), digest, counter.add)
         for name in bucket.sizes(prefix):  # what an earlier save of this step had more
             if name.removeprefix(prefix) not in {manifests.NAME, *manifest.files}:
@@ -65,7 +65,7 @@ def upload(bucket: Bucket, folder: Path, *, progress: Progress = lambda size: No
     return Uploaded(f"{bucket.url}/{prefix[:-1]}", manifest.nbytes, counter.total, time.monotonic() - began)
 
 
-def _send(
+def send(
     bucket: Bucket, prefix: str, files: Mapping[str, BinaryIO], records: Mapping[str, FileRecord], progress: Progress
 ) -> None:
     """Files, several at a time; those that the store has with this size and hash are passed over."""
