@@ -17,6 +17,8 @@ from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.upload import upload
 from llmtrain.cli import main
 from llmtrain.config.load import load_config
+from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scorer import HybridScorer
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import S3, serving
 
@@ -82,6 +84,33 @@ def test_weights_to_start_from_may_be_in_a_store(finished, project, tmp_path, mo
     config = load_config(file)
     folder, manifest = initial_checkpoint(config)
     assert manifest.step == 6 and folder.is_relative_to(tmp_path / "cache")
+
+
+def test_a_run_starts_from_weights_in_a_store(ranks, s3, finished, project, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    upload(s3.bucket("initial"), finished[0].run_dir / "checkpoints" / "step-00000006")
+    project.write({"init_from": "s3://checkpoints/initial"})
+    with FaultyProxy(s3.port, rate=0.2, seed=2) as proxy:
+        job = (command, proxy.url, "train", str(project.folder / "run.yaml"), "train.duration=4 steps")
+        for status, text in ranks(2).run(command_with, {"LLMTRAIN_CACHE": str(tmp_path / "cache")}, *job):
+            assert status == 0, text
+    assert list((tmp_path / "cache").rglob("step-00000006/manifest.json"))
+    assert project.checkpoints() == ["step-00000004"]
+
+
+def command_with(variables: dict[str, str], job, *arguments: str) -> tuple[int, str]:
+    with patch.dict("os.environ", variables):
+        return job(*arguments)
+
+
+def test_a_model_in_a_store_can_be_evaluated(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    bucket = MountedBucket(tmp_path / "mounted")
+    upload(bucket, finished[0].run_dir / "checkpoints" / "step-00000006")
+    found = find_model(bucket.url)
+    assert found.is_checkpoint and found.ours and found.folder.is_relative_to(tmp_path / "cache")
+    scorer = load_scorer(found, find_tokenizer(found))
+    assert isinstance(scorer, HybridScorer) and scorer.model.config.vocab_size == 300
 
 
 def test_an_address_that_is_none_is_refused(project, capsys):

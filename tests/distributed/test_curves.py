@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmtrain.data.shards import data_fingerprint
+from tests.support import sequential_ssd
 from tests.support.runs import Run, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
 
@@ -166,12 +167,28 @@ def test_a_run_moves_over_four_two_one_and_four_ranks(ranks, shards, tmp_path, o
     assert samples == one_batch.samples
 
 
+def train_with_another_ssd(*args) -> Run:
+    with patch("llmtrain.kernels.ssd.reference.build", sequential_ssd.build):
+        before = sequential_ssd.SequentialSSD.calls
+        result = train(*args)
+        assert sequential_ssd.SequentialSSD.calls > before
+    return result
+
+
 def test_a_run_continues_with_other_kernels(ranks, shards, tmp_path, one_batch):
-    """Backends are free: a checkpoint knows nothing of them. Of the SSD there is one for a CPU; in other chunks it adds
-    up in another order, as another kernel does."""
-    for stop_before, attention, chunk_size in ((8, "reference", 16), (16, "sdpa", 8), (None, "reference", 32)):
+    """Backends are free: a checkpoint knows nothing of them. For the SSD, whose reference alone trains on a CPU, other
+    chunks and the plain recurrence stand for other kernels: they add up in another order."""
+    legs = (
+        (6, train, "reference", 16),
+        (12, train_with_another_ssd, "sdpa", 16),
+        (18, train, "sdpa:cpu", 8),
+        (None, train_with_another_ssd, "reference", 32),
+    )
+    samples: dict[int, list[int]] = {}
+    for stop_before, job, attention, chunk_size in legs:
         changes = {"model.blocks.s.backend": attention, "model.blocks.m.chunk_size": chunk_size}
-        config = tiny_config(shards, tmp_path / "run", changes | {"checkpoint.interval": "8 steps"})
-        [run] = ranks(1).run(train, config, stop_before)
+        config = tiny_config(shards, tmp_path / "run", changes | {"checkpoint.interval": "6 steps"})
+        [run] = ranks(1).run(job, config, stop_before)
+        samples |= run.samples
     assert_same_curve(run, one_batch)
-    assert run.samples == {step: ids for step, ids in one_batch.samples.items() if step > 16}
+    assert samples == one_batch.samples
