@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--saves", type=int, default=3, help="in the background")
+    parser.add_argument("--seconds", type=float, default=30.0, help="after which no third or later one of them begins")
     parser.add_argument("--repeat", type=int, default=1, help="synchronous saves of each kind")
     args = parser.parse_intermixed_args(arguments)
     config = load_config(args.file, args.overrides)
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     training.model.init_weights(config.seed)
     about = About(1, 0, config.model_dump(mode="json"), {}, {})
     found: dict[str, Any] = {"model": config.name, "ranks": dist.get_world_size(), "device": _name(device)}
-    found |= _in_background(training, ours, about, args.saves)
+    found |= _in_background(training, ours, about, args.saves, args.seconds)
     found |= _synchronous(training, ours, theirs, about, args.repeat)
     shutil.rmtree(theirs, ignore_errors=True)
     del training
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _in_background(training: Training, root: Path, about: About, saves: int) -> dict[str, Any]:
+def _in_background(training: Training, root: Path, about: About, saves: int, seconds: float) -> dict[str, Any]:
     alone = [timed(training.step) for _ in range(_WARM_UP + _ALONE)][_WARM_UP:]
     state = training.state
     nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
@@ -114,7 +115,10 @@ def _in_background(training: Training, root: Path, about: About, saves: int) -> 
         root, training.model, training.optimizer, keep=Keep(1), background=True, group=gloo_group(), warn=_say
     ) as saver:
         prepared = timed(saver.prepare)
-        for _ in range(saves):
+        first = time.perf_counter()
+        for number in range(saves):
+            if _any(number > 1 and time.perf_counter() - first > seconds, training.device):
+                break
 
             def save_and_step() -> None:
                 training.step()

@@ -72,8 +72,8 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _config(args: argparse.Namespace, run_dir: Path, *more: str) -> Config:
-    return load_config(FILE, [*args.overrides, f"run_dir={run_dir}", *more])
+def _config(args: argparse.Namespace, run_dir: Path) -> Config:
+    return load_config(FILE, [*args.overrides, f"run_dir={run_dir}"])
 
 
 def _train(
@@ -202,11 +202,11 @@ def _report(args: argparse.Namespace) -> int:
         names = "\n".join(f"{name} {backend}" for name, backend in leg["kernels"].items())
         top.text(
             (leg["from"] + leg["to"]) / 2,
-            0.97,
+            1.01,
             f"{leg['leg']}\n{names}",
             transform=top.get_xaxis_transform(),
             ha="center",
-            va="top",
+            va="bottom",
             fontsize=6,
         )
     top.set(ylabel="training loss (nats per token)")
