@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     config = load_config(args.file, args.overrides)
     device = initialize()
+    start = _age()
     torch.manual_seed(config.seed)
     began = time.perf_counter()
     ours, theirs = args.folder / "llmtrain", args.folder / "torch"
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    found |= _resume(config, device, ours)
+    found |= _resume(config, device, ours, start)
     found["seconds_in_all"] = time.perf_counter() - began
     if dist.get_rank() == 0:
         print(table(found))
@@ -174,8 +175,9 @@ def _synchronous(training: Training, ours: Path, theirs: Path, about: About, rep
     }
 
 
-def _resume(config: Config, device: torch.device, root: Path) -> dict[str, Any]:
-    parts: dict[str, float] = {}
+def _resume(config: Config, device: torch.device, root: Path, start: float) -> dict[str, Any]:
+    """start: seconds that this process took to begin, as that of a resumed run would."""
+    parts = {"start": start}
 
     def part(name: str, action: Callable[[], Any]) -> Any:
         answers: list[Any] = []
@@ -214,7 +216,7 @@ def table(found: dict[str, Any]) -> str:
         ("torch's dcp.save", f"{seconds('torch_save')}, {found['torch_save_gigabytes_per_second']:.2f} GB/s"),
         *(
             (f"resume: {name.replace('_', ' ')}", seconds(f"resume_{name}"))
-            for name in ("find", "verify", "build", "read", "first_step")
+            for name in ("start", "find", "verify", "build", "read", "first_step")
         ),
         ("resume, all of it", seconds("resume")),
     ]
@@ -236,6 +238,12 @@ def timed(action: Callable[[], object]) -> float:
         torch.cuda.synchronize()
     dist.barrier()
     return time.perf_counter() - began
+
+
+def _age() -> float:
+    """Seconds since this process began: Python, imports, process group."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _any(flag: bool, device: torch.device) -> bool:
