@@ -7,7 +7,7 @@ that continues from the checkpoint of the one before. Then draws OUT/moving.png 
 OUT/moving.json, and prints the largest difference and whether every step saw the same samples.
 
 Each part goes on where it was cut short, so the parts may run in several calls, or all in one. A leg is written
-`2a` (2 GPUs, kernel set a), `1b` or `cpu` (16 threads or what there is, reference kernels); `--legs` is repeated to the
+`2a` (2 GPUs, kernel set a), `1b` or `cpu` (reference kernels); `--legs` is repeated to the
 end. Without GPUs every leg runs on CPU processes, which is good for a try: add model.d_model=64 and the like.
 """
 
@@ -64,6 +64,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="steps of a leg")
     parser.add_argument("--a", default="attention=sdpa,ssd=triton", metavar="OP=BACKEND,…")
     parser.add_argument("--b", default="attention=triton,ssd=reference", metavar="OP=BACKEND,…")
+    cores = min(16, len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--threads", type=int, default=cores, help="of all ranks of a leg together (default: %(default)s)"
+    )
     parser.add_argument("--rank", nargs=2, metavar=("RUN", "STOP"), help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     args.part = args.part.split(",")
@@ -94,7 +98,9 @@ def _train(
         devices, kernels = ("", REFERENCE) if leg == "cpu" else (leg[:-1], sets[leg[-1]])
         changes = [f"model.blocks.{BLOCKS[name]}.backend={backend}" for name, backend in kernels.items()]
         size = int(devices or 1)
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if leg == "cpu" else {}
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if leg == "cpu" else {}
+        # A container may see more cores than it has, and threads beyond those wait for each other by spinning.
+        variables["OMP_NUM_THREADS"] = str(max(args.threads // size, 1))
         micro = min(config.train.microbatch_size, config.train.global_batch_size // size)
         changes.append(f"train.microbatch_size={micro}")
         began = time.perf_counter()
@@ -102,7 +108,7 @@ def _train(
             f"{run}: steps {at + 1} to {stop} on {leg}: {', '.join(f'{k} {v}' for k, v in kernels.items())}", flush=True
         )
         command = [sys.executable, __file__, str(args.out), *args.overrides, *changes, "--rank", run, str(stop)]
-        with patch.dict("os.environ", hidden):
+        with patch.dict("os.environ", variables):
             status = launch(command, size, str(run_dir))
         if status or _step(run_dir) != stop:
             raise SystemExit(f"{run} on {leg} ended with status {status} at step {_step(run_dir)}; see {run_dir}/logs")
