@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from llmtrain import __version__
+from llmtrain.checkpoint.commands import add_checkpoint
 from llmtrain.config.commands import add_check, add_schema
 from llmtrain.convert.commands import add_export, add_import
 from llmtrain.data.commands import add_prepare
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
         add_generate,
         add_import,
         add_export,
+        add_checkpoint,
         add_mfu,
         add_schema,
     ):

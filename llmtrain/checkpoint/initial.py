@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest, latest
+from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.config.base import Problem
 from llmtrain.config.differences import ABSENT, changes, text
 from llmtrain.config.schema import Config
@@ -16,37 +17,41 @@ from llmtrain.config.schema import Config
 _MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")
 
 
-def initial_checkpoint(config: Config) -> Path:
+def initial_checkpoint(config: Config) -> tuple[Path, Manifest]:
     """The checkpoint that `config.init_from` names. Raises CheckpointError when it is gone, or of another model."""
     assert config.init_from is not None
-    folder, manifest = lookup.find(Path(config.init_from))
+    folder, manifest = lookup.find(config.init_from.path)
     mismatches = list(_mismatches(config, manifest))
     if mismatches:
         lines = "\n".join(f"  {problem.path}: {problem.message}" for problem in mismatches)
         raise CheckpointError(f"init_from: {folder} holds another model\n{lines}")
-    return folder
+    return folder, manifest
 
 
 def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     """What keeps `init_from` from serving; nothing once the run has a checkpoint of its own and will continue it."""
     if config.init_from is None:
         return
-    path, run_dir = Path(config.init_from).expanduser(), Path(config.run_dir)
+    path, run_dir = config.init_from.path, Path(config.run_dir)
     if not fresh and latest(run_dir / "checkpoints", warn=lambda text: None):
         return
-    if path.resolve().is_relative_to(run_dir.resolve()):
-        yield Problem("init_from", config.init_from, "is the folder of this run; choose another name or run_dir")
+    if not is_remote(path) and Path(path).expanduser().resolve().is_relative_to(run_dir.resolve()):
+        yield Problem("init_from", path, "is the folder of this run; choose another name or run_dir")
         return
     try:
-        _, manifest = lookup.find(path)
+        manifest = lookup.manifest_of(path)
     except CheckpointError as error:
-        yield Problem("init_from", config.init_from, str(error))
+        yield Problem("init_from", path, str(error))
         return
     yield from _mismatches(config, manifest)
 
 
 def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:
-    """Every setting by which the checkpoint's model is another."""
+    """Every setting by which the checkpoint's model is another. Where only a part is taken, tensors are compared as they are
+    loaded (checkpoint/partial.py)."""
+    assert config.init_from is not None
+    if not config.init_from.is_whole:
+        return
     for change in changes(manifest.config["model"], config.model, "model."):
         if _MAY_DIFFER.fullmatch(change.path):
             continue
@@ -54,4 +59,4 @@ def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:
             continue  # no parameter has this length
         found = None if change.new is ABSENT else change.new
         wanted = "is not in" if change.old is ABSENT else f"must be {text(change.old)}, as in"
-        yield Problem(change.path, found, f"{wanted} the checkpoint of init_from ({config.init_from})")
+        yield Problem(change.path, found, f"{wanted} the checkpoint of init_from ({config.init_from.path})")

@@ -1,4 +1,4 @@
-"""From what a user names, a run's folder or one checkpoint, to a checkpoint that is whole. No torch here."""
+"""From what a user names, a run or one checkpoint, here or in a store, to a checkpoint that is whole. No torch here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ from pathlib import Path
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.remote.bucket import is_remote
 
 
-def find(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint at `path`, or the newest complete one of the run at `path`.
+def manifest_of(path: Path | str) -> Manifest:
+    """Of what `find` would find; nothing is copied. Raises CheckpointError."""
+    if is_remote(str(path)):
+        from llmtrain.checkpoint.remote import fetch
+
+        return fetch.manifest_of(str(path))
+    return find(path)[1]
+
+
+def find(path: Path | str) -> tuple[Path, Manifest]:
+    """The checkpoint at `path`, or the newest complete one of the run at `path`. Of `s3://bucket/prefix` a copy is made here.
 
     Newer checkpoints that are not whole are named on standard error and passed over.
     Raises CheckpointError that says what is there instead.
     """
-    path = path.expanduser()
+    if is_remote(str(path)):
+        from llmtrain.checkpoint.remote.fetch import local_copy
+
+        folder = local_copy(str(path))
+        return folder, manifests.read(folder)
+    path = Path(path).expanduser()
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; expected a run's folder or a checkpoint in one")
     if not path.is_dir():

@@ -1,15 +1,16 @@
-"""Save and load: sharded tensors through torch's distributed checkpoint, keyed by parameter name.
+"""Save and load: sharded tensors, keyed by parameter name, through torch's distributed checkpoint and our storage of it.
 
-A save goes to `step-N.partial`, is flushed, gets its manifest, and only then takes its name. What has the
-name is whole. Saves are synchronous.
+A save goes to `step-N.partial`: files are hashed while they are written, flushed, and listed in the manifest, which
+comes last; only then the folder takes its name. What has the name is whole.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,12 +27,34 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
+from llmtrain.checkpoint import index as indexes
 from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.index import Index
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.rotation import Keep, clear, prune, replace
+from llmtrain.checkpoint.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
 
 # Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+# How this machine computes the step, not what: a checkpoint of a GPU must not ask a CPU for a fused kernel.
+_OF_THE_MACHINE = (".foreach", ".fused", ".capturable", ".differentiable")
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; earlier ones stay as they were."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What the manifest says beside the tensors: see Manifest."""
+
+    step: int
+    tokens: int
+    config: dict[str, Any]
+    clock: dict[str, Any]
+    data: dict[str, Any]
 
 
 def save(
@@ -44,85 +68,175 @@ def save(
     clock: dict[str, Any],
     data: dict[str, Any],
     keep_last: int | None,
+    keep_every: int | None = None,
 ) -> Path:
-    """Saves one checkpoint under `root` and deletes those beyond `keep_last`. Called by every rank.
+    """Saves one checkpoint under `root` and deletes those beyond `keep_last`. Called by every rank; see `write`."""
+    state = flat_state(model, optimizer)
+    about = About(step, tokens, config, clock, data)
+    return write(root, state, local_tensors(state), about, Keep(keep_last, keep_every))
 
-    Returns the folder. Raises CheckpointError, on every rank, when any rank could not write (a full disk, say);
-    earlier checkpoints stay as they were.
+
+def write(
+    root: Path,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    about: About,
+    keep: Keep,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Writes one checkpoint, of the state as it is sharded, with `tensors` as this rank's data. Called by every rank.
+
+    group: which coordinates the ranks; a group of its own when this runs beside training.
+    Returns the folder. Raises SaveError, on every rank, when any rank could not write (a full disk, say).
     """
-    final = root / manifests.folder_name(step)
-    partial = final.with_suffix(".partial")
-    main = dist.get_rank() == 0
-    _together(lambda: _make_empty(partial) if main else None, f"cannot create {partial}")
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_BY_NAME),
-    }
-    _together(lambda: dcp.save(state, checkpoint_id=partial), f"could not write {partial}")
+    final = root / manifests.folder_name(about.step)
+    partial = final.with_name(final.name + manifests.PARTIAL)
+    main = dist.get_rank(group) == 0
+    save_id = _agreed_id(group)
+    writer = ShardWriter(partial, save_id)
 
     def publish() -> None:
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        for name in files:
-            _flush(partial / name)
         written = Manifest(
-            step=step, tokens=tokens, config=config, clock=clock, data=data, versions=_versions(), files=files
+            save_id=save_id,
+            step=about.step,
+            tokens=about.tokens,
+            config=about.config,
+            clock=about.clock,
+            data=about.data,
+            versions=versions("torch", "mosaicml", "mosaicml-streaming"),
+            files=dict(sorted(writer.files.items())),
         )
         manifests.write(partial, written)
-        if final.exists():  # the same step saved again, for instance after a resume with other settings
-            shutil.rmtree(final)
-        partial.rename(final)
-        manifests.sync_folder(root)
-        _prune(root, keep_last)
+        replace(partial, final)
+        prune(root, keep)
 
-    _together(lambda: publish() if main else None, f"could not complete {final}")
+    try:
+        together(lambda: clear(partial, make=True) if main else None, f"cannot create {partial}", group, SaveError)
+        together(
+            lambda: dcp.save(dict(state), storage_writer=writer, planner=StatePlanner(tensors), process_group=group),
+            f"could not write {partial}",
+            group,
+            SaveError,
+        )
+        together(lambda: publish() if main else None, f"could not complete {final}", group, SaveError)
+    except SaveError:
+        if main:  # a full disk stays full while half a checkpoint lies on it
+            with contextlib.suppress(OSError):
+                clear(partial)
+        raise
     return final
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Loads parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    manifest: Manifest | None = None,
+    verify: bool = True,
+) -> None:
+    """Loads parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank.
+
+    verify: compare the hashes of the files that are read, each rank those of a share of them.
+    Raises CheckpointError, on every rank, for a file that is missing or damaged, and tensors that do not fit.
+    """
+    manifest = manifest or manifests.read(folder)
+    full = _full_state(model, optimizer)
+    state = {name: value for name, value in full.items() if not name.endswith(_OF_THE_MACHINE)}
+    load_state(folder, manifest, state, verify=verify)
+    set_model_state_dict(model, _part(state, "model."))
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        set_optimizer_state_dict(model, optimizer, _part(full | state, "optimizer."), options=_BY_NAME)
+
+
+def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verify: bool) -> None:
+    """Loads into a flat state dict: its tensors in place. Called by every rank; raises CheckpointError on all."""
+    found: list[Index] = []
+    together(lambda: found.append(indexes.read(folder, manifest)), None)
+    [index] = found
+    if verify:
+        verify_together(folder, manifest, index.files(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
-        dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
+        try:
+            dcp.load(state, storage_reader=ShardReader(folder, index), planner=ValuePlanner())
+        except CheckpointException as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {_first_failure(error)[1]}") from error
+
+
+def verify_together(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
+    """Compares the hashes of a checkpoint's files (or of `names`), each rank those of a share. Raises CheckpointError on all."""
+    by_size = sorted(manifest.files if names is None else names, key=lambda name: -manifest.files[name]["bytes"])
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = by_size[rank::size]
+    together(lambda: manifests.verify(folder, manifest, names=share), None)
+
+
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded."""
+    full = _full_state(model, optimizer)
+    return {name: value for name, value in full.items() if not name.endswith(_OF_THE_MACHINE)}
+
+
+def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
+        found = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        state |= {f"optimizer.{name}": value for name, value in found.items()}
+    return state
 
 
-def _together(action: Callable[[], object], failure: str) -> None:
-    """Runs an action on every rank; if it fails on any, raises CheckpointError on all, so that none waits forever."""
+def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of every tensor of a state; no copies."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of libraries; without what follows a `+`, which says for which vendor torch was built."""
+    return {name: version(name).partition("+")[0] for name in names}
+
+
+def together(
+    action: Callable[[], object],
+    failure: str | None,
+    group: dist.ProcessGroup | None = None,
+    kind: type[CheckpointError] = CheckpointError,
+) -> None:
+    """Runs an action on every rank; if it fails on any, raises `kind` on all, so that none waits forever.
+
+    failure: what the message begins with, before the rank and the cause; None when the cause tells the whole story.
+    """
     error = None
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     try:
         action()
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as caught:
+    except CheckpointException as caught:
+        rank, error = _first_failure(caught)
+    except (OSError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for rank, message in enumerate(errors):
+    except CheckpointError as caught:
+        error = str(caught)
+    answers: list[tuple[int, str | None]] = [(rank, error)]
+    if dist.is_initialized():
+        answers *= dist.get_world_size(group)
+        dist.all_gather_object(answers, (rank, error), group=group)
+    for rank, message in answers:
         if message is not None:
-            raise CheckpointError(f"{failure} (rank {rank}: {message})")
+            raise kind(message if failure is None else f"{failure} (rank {rank}: {message})")
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+def _agreed_id(group: dist.ProcessGroup | None) -> str:
+    ids = [str(uuid.uuid4())]
+    dist.broadcast_object_list(ids, group_src=0, group=group)
+    return ids[0]
 
 
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _prune(root: Path, keep_last: int | None) -> None:
-    """Deletes the oldest complete checkpoints. Each is renamed first, so that a kill cannot leave half of one."""
-    for folder in manifests.folders(root)[: -keep_last if keep_last else 0]:
-        doomed = folder.with_suffix(".partial")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "mosaicml", "mosaicml-streaming")}
+def _first_failure(error: CheckpointException) -> tuple[int, str]:
+    """(rank, cause): torch reports failures by rank, with tracebacks."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return rank, str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"

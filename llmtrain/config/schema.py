@@ -10,6 +10,7 @@ from pydantic import Field
 
 from llmtrain.config.base import Problem, Section, free
 from llmtrain.config.data import DataConfig
+from llmtrain.config.initial import InitialWeights
 from llmtrain.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -30,9 +31,10 @@ class Config(Section):
     """Checkpoints, logs and plots go here."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 17
     """Of the weights, the dropout, and (with data.shuffle_seed) the sample order."""
-    init_from: str | None = None
-    """Start from these weights (a run's folder, a checkpoint, or what `llmtrain import` wrote) with a fresh optimizer,
-    schedule and data. Not read once the run has a checkpoint of its own; another value then is another run."""
+    init_from: InitialWeights | None = None
+    """A path, or a mapping. Start from the weights there (a run's folder, a checkpoint, or what `llmtrain import` wrote; also
+    in a store, s3://bucket/prefix) with a fresh optimizer, schedule and data. Not read once the run has a checkpoint of its
+    own; another value then is another run."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmtrain.checkpoint.remote.bucket import address_problem
 from llmtrain.config.base import Duration, DurationField, PositiveInt, Problem, Section, free
 from llmtrain.models.config import LossConfig
 
@@ -156,10 +157,28 @@ class CheckpointConfig(Section):
     interval: DurationField = free(Duration(1000, "steps"))
     keep_last: PositiveInt | None = free(3)
     """Delete older checkpoints beyond this many; null keeps all."""
+    keep_every: DurationField | None = free(None)
+    """Keep, for good, the first checkpoint of every so many steps (or tokens, epochs) too."""
+    background: bool = free(True)
+    """Training waits only until the state is copied to host memory, of which that takes as much as a checkpoint's part of
+    this machine. false: until it is written."""
+    verify: bool = free(True)
+    """Compare the hash of every file before a checkpoint is loaded."""
+    remote: str | None = free(None)
+    """Bring every checkpoint to `s3://bucket/prefix` (or a mounted folder) too, in the background, and start from the newest
+    there when it is newer than what is here. Holds the checkpoints of this run alone: `s3://bucket/runs/${name}`."""
+    grace_seconds: Annotated[float, Field(gt=0)] = free(120.0)
+    """After SIGTERM: save and end, with exit status 143, within so many seconds, or end without."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
             yield Problem("interval", str(self.interval), "must be positive")
+        if self.keep_every is not None and self.keep_every.value <= 0:
+            yield Problem("keep_every", str(self.keep_every), "must be positive")
+        if self.keep_every is not None and self.keep_last is None:
+            yield Problem("keep_every", str(self.keep_every), "has no effect with keep_last: null, which keeps all")
+        if self.remote is not None and (problem := address_problem(self.remote)):
+            yield Problem("remote", self.remote, problem)
 
 
 class WandbConfig(Section):

@@ -20,9 +20,8 @@ def add_export(commands) -> None:
     )
     sub.add_argument(
         "checkpoint",
-        type=Path,
         metavar="CHECKPOINT",
-        help="a run's folder (its newest checkpoint), or a checkpoint",
+        help="a run's folder (its newest checkpoint), or a checkpoint; either may be in a store (s3://bucket/prefix)",
     )
     sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     sub.add_argument("--dtype", choices=_DTYPES, default="auto", help="default: auto, as in the checkpoint")

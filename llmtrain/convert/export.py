@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.tensor_file import Entry, TensorFile
 from llmtrain.convert.folder import appearing, refuse_existing, require_space
 from llmtrain.convert.reading import CheckpointTensors
-from llmtrain.convert.safetensors import Entry, TensorFile, divide, file_names
+from llmtrain.convert.safetensors import divide, file_names
 from llmtrain.data.progress import ByteBar
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
@@ -40,7 +42,7 @@ class Exported:
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: Path | str,
     out: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -50,7 +52,7 @@ def export(
 ) -> Exported:
     """Writes config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears whole.
 
-    checkpoint: a run's folder (its newest complete checkpoint) or one checkpoint.
+    checkpoint: a run's folder (its newest complete checkpoint) or one checkpoint; of s3://bucket/prefix a copy is made.
     dtype: of every tensor; default: as in the checkpoint. Mamba-2's A_log, D and dt_bias are no exception: the classes
         in transformers keep no parameter in fp32, they cast all to the dtype of config.json when they load.
     tokenizer: a folder, tokenizer.json or hub name; default: the checkpoint's.
@@ -66,7 +68,7 @@ def export(
     weights = family.weights(config)
     text = load_tokenizer(tokenizer or _tokenizer_of(folder, manifest))
     _check_tokenizer(text, config)
-    tensors = CheckpointTensors(folder)
+    tensors = CheckpointTensors(folder, manifest)
     _check_tensors(tensors, weights, folder)
 
     parts = [part for weight in weights for part in weight.parts]
@@ -75,6 +77,7 @@ def export(
     shards = divide(entries, max_shard_bytes)
     nbytes = sum(entry.nbytes for entry in entries)
     require_space(out, nbytes + _SMALL_FILES)
+    manifests.verify(folder, manifest, names=tensors.files(_key(weight) for weight in weights))
 
     with ByteBar(progress, nbytes, title="export") as bar, appearing(out) as partial:
         # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
@@ -133,7 +136,7 @@ def _pieces(tensors: CheckpointTensors, weights: list[Weight]) -> Iterator[tuple
         elements = tensors.elements(_key(weight), [count for _, count in plan])
         for name, _ in plan:
             yield name, next(elements)
-        next(elements, None)  # the end of the data, where its checksum is compared
+        next(elements, None)  # which raises if there are more
 
 
 def _counts(total: int) -> list[int]:
@@ -143,7 +146,7 @@ def _counts(total: int) -> list[int]:
 def _write_shard(
     path: Path, entries: list[Entry], pieces: Iterator[tuple[str, Tensor]], advance: Callable[[int], None]
 ) -> None:
-    with TensorFile(path, entries) as file:
+    with TensorFile(path, entries, {"format": "pt"}) as file:  # transformers asks for the format
         for entry in entries:
             for _ in _counts(entry.elements):
                 name, piece = next(pieces)

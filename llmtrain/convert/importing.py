@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial as bind
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.store import versions
 from llmtrain.convert.folder import appearing, refuse_existing, require_space
 from llmtrain.convert.writing import LazyTensor, write_parameters
 from llmtrain.data.progress import ByteBar
@@ -64,21 +65,22 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     require_space(out, nbytes + _SMALL_FILES)
 
     with ByteBar(progress, nbytes, title="import") as bar, appearing(out) as partial:
-        write_parameters(partial, _lazily(published, weights), bar.advance)
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        save_id = str(uuid.uuid4())
+        files = write_parameters(partial, _lazily(published, weights), bar.advance, save_id)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, folder, partial / "tokenizer")
         (partial / "model.yaml").write_text(_model_yaml(section, source), encoding="utf-8")
         manifests.write(
             partial,
             Manifest(
+                save_id=save_id,
                 step=0,
                 tokens=0,
                 # No data: where others keep the way to their tokenizer.
                 config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}},
                 clock={},
                 data={},
-                versions={"torch": version("torch")},
+                versions=versions("torch"),
                 files=files,  # the tensors: the tokenizer and model.yaml may be edited
             ),
         )

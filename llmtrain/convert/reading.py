@@ -1,137 +1,89 @@
-"""Reading a checkpoint's tensors a few megabytes at a time, whatever the number of ranks that wrote it.
-
-torch's own way (dcp.load) holds a tensor and one of its pieces at the same time: for a checkpoint of one rank, twice
-the largest tensor. Here a tensor is a stream of its elements, in bounded memory.
-"""
+"""Reading a checkpoint's tensors a few megabytes at a time, whatever the number of ranks that wrote it."""
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint.header import HeaderError
+from llmtrain.checkpoint.index import Piece, TensorRecord
+from llmtrain.checkpoint.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.tensor_file import DTYPES, TensorSource
 
 
 class CheckpointTensors:
     """The tensors of a checkpoint's folder, by name. No process group is needed.
 
-    The index is read once, by torch's FileSystemReader; it says in which file, and where in it, each piece of a tensor
-    is. A piece is what torch.save writes: a zip archive, uncompressed, whose data/0 are the elements. Its checksums are
-    compared, so that a flipped bit is found, which torch.load would let pass.
+    What is read is not verified: see manifest.verify, and `files` for what to verify.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, manifest: Manifest):
         self._folder = folder
-        self._index = FileSystemReader(folder).read_metadata()
+        self._index = indexes.read(folder, manifest)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """None when there is no such tensor."""
-        found = self._index.state_dict_metadata.get(name)
-        return tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        found = self._index.tensors.get(name)
+        return tuple(found.shape) if found is not None else None
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensor(name).properties.dtype
+        return DTYPES[self._index.tensors[name].dtype]
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self._index.state_dict_metadata if name.startswith(prefix)]
+        return [name for name in self._index.tensors if name.startswith(prefix)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, by name."""
+        return self._index.values
+
+    def files(self, names: Iterable[str]) -> list[str]:
+        """Those that hold these tensors."""
+        return self._index.files(dict.fromkeys(names))
 
     def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
         """A tensor's elements in order, as flat tensors of so many each; `counts` must add up to all of them.
 
-        Raises CheckpointError for a piece that is damaged.
+        Raises CheckpointError for a file that is damaged.
         """
+        record, dtype = self._index.tensors[name], self.dtype(name)
+        pieces = iter(_in_order(self._folder, name, record))
         try:
-            with ExitStack() as stack:
-                yield from self._elements(name, counts, stack)
-        except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+            with ExitStack() as opened:
+                piece, source, at, end = None, None, 0, 0
+                for count in counts:
+                    wanted = torch.empty(count, dtype=dtype)
+                    filled = 0
+                    while filled < count:
+                        if at == end:
+                            piece = next(pieces, None)
+                            if piece is None:
+                                raise EOFError("too few elements")
+                            opened.close()
+                            source = opened.enter_context(TensorSource(self._folder / piece.file))
+                            source.check(piece.key, dtype, piece.sizes)
+                            at, end = 0, torch.Size(piece.sizes).numel()
+                        assert piece is not None and source is not None
+                        size = min(count - filled, end - at)
+                        source.read_into(piece.key, at, wanted[filled : filled + size])
+                        at, filled = at + size, filled + size
+                    yield wanted
+                if at != end or next(pieces, None):
+                    raise EOFError("too many elements")
+        except CheckpointError:
+            raise
+        except (HeaderError, ValueError, EOFError, OSError) as error:
             raise CheckpointError(f"{self._folder} is damaged: tensor {name}: {error}") from error
 
-    def _elements(self, name: str, counts: Iterable[int], stack: ExitStack) -> Iterator[Tensor]:
-        pieces = iter(self._pieces(name))
-        source: IO[bytes] = io.BytesIO()
-        for count in counts:
-            wanted = torch.empty(count, dtype=self.dtype(name))
-            view = wanted.view(torch.uint8).numpy().data
-            while view:
-                got = source.readinto(view)  # type: ignore[attr-defined]
-                if not got:
-                    piece = next(pieces, None)
-                    if piece is None:
-                        raise EOFError("too few elements")
-                    stack.close()
-                    source = self._open(name, piece, stack)
-                view = view[got:]
-            yield wanted
-        # zipfile compares the checksum where the data ends.
-        if source.read(1) or next(pieces, None):
-            raise EOFError("too many elements")
 
-    def _tensor(self, name: str) -> TensorStorageMetadata:
-        found = self._index.state_dict_metadata[name]
-        assert isinstance(found, TensorStorageMetadata), name
-        return found
-
-    def _pieces(self, name: str) -> list[ChunkStorageMetadata]:
-        """In order, without the empty ones of ranks that had no row."""
-        tensor = self._tensor(name)
-        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
-        # FSDP2 shards the first dimension, so a piece is a run of elements.
-        if any(chunk.sizes[1:] != tensor.size[1:] for chunk in chunks):
-            raise CheckpointError(f"{self._folder}: {name} is sharded along another dimension than its first")
-        return sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
-
-    def _open(self, name: str, chunk: ChunkStorageMetadata, stack: ExitStack) -> IO[bytes]:
-        """The elements of a piece, as bytes."""
-        place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
-        raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
-        # For the meta device torch.load reads the description of a tensor, not its data.
-        window: Any = _Window(raw, place.offset, place.length)
-        described = torch.load(window, map_location="meta", weights_only=True)
-        archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
-        data = next(info for info in archive.infolist() if info.filename.split("/", 1)[-1] == "data/0")
-        if described.dtype != self.dtype(name) or described.shape != chunk.sizes or not _is_plain(described, data):
-            raise EOFError("not what .metadata says")
-        return stack.enter_context(archive.open(data))
-
-
-def _is_plain(described: Tensor, data: zipfile.ZipInfo) -> bool:
-    """Whether a file holds exactly the elements of a tensor, in order."""
-    return described.is_contiguous() and described.storage_offset() == 0 and data.file_size == described.nbytes
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file. torch's own (checkpoint.utils) seeks wrongly from the end, where zipfile begins."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int):
-        self._handle, self._offset, self._length, self._at = file.fileno(), offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(self._length - self._at, 0)]
-        got = os.preadv(self._handle, [view], self._offset + self._at)
-        self._at += got
-        return got
+def _in_order(folder: Path, name: str, record: TensorRecord) -> list[Piece]:
+    # FSDP2 shards the first dimension, so a piece is a run of elements.
+    if any(piece.sizes[1:] != record.shape[1:] for piece in record.pieces):
+        raise CheckpointError(f"{folder}: {name} is sharded along another dimension than its first")
+    return sorted(record.pieces, key=lambda piece: piece.offsets)

@@ -6,7 +6,6 @@ moment and forgotten after. Nothing of it is private to torch: SavePlanner is th
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import warnings
@@ -18,14 +17,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from llmtrain.checkpoint.manifest import FileRecord
+from llmtrain.checkpoint.storage import ShardWriter
+
 PIECE_BYTES = 64 * 2**20
-"""Of a piece of a tensor, each in a file of its own: what a rank holds, beside its shard, while it loads."""
+"""Of a piece of a tensor: what is copied from it at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class LazyTensor:
     make: Callable[[], Tensor]
 
 
-def write_parameters(folder: Path, tensors: Iterable[LazyTensor], progress: Callable[[int], None]) -> None:
-    """Writes the shards of a checkpoint into `folder`, as store.load reads them; fp32, without optimizer state.
+def write_parameters(
+    folder: Path, tensors: Iterable[LazyTensor], progress: Callable[[int], None], save_id: str
+) -> dict[str, FileRecord]:
+    """Writes the files of a checkpoint but its manifest into `folder`, as store.load reads them; fp32, without optimizer state.
 
-    progress: is told the bytes of each piece. Raises what making or writing a tensor raised.
+    progress: is told the bytes of each piece. Returns the files for the manifest, which must have the same save_id.
+    Raises what making or writing a tensor raised.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
+    writer = ShardWriter(folder, save_id, threads=1)  # one tensor in memory at a time
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -51,6 +55,7 @@ def write_parameters(folder: Path, tensors: Iterable[LazyTensor], progress: Call
             # torch reports failures by rank, an interruption among them; there is one rank.
             [(cause, _)] = error.failures.values()
             raise cause from None
+    return dict(sorted(writer.files.items()))
 
 
 class _Planner(SavePlanner):
@@ -68,10 +73,7 @@ class _Planner(SavePlanner):
         return SavePlan([item for key, tensor in self._tensors.items() for item in _items(key, tensor.shape)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        # The way back from flat keys to {"model": {name: tensor}}, for torch's own tools.
-        nesting = {key: ("model", tensor.name) for key, tensor in self._tensors.items()}
-        return plans, dataclasses.replace(metadata, planner_data=nesting)
+        return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from llmtrain.eval.scorer import Scorer
 
 Backend = Literal["auto", "llmtrain", "transformers"]
-_WEIGHTS = ("*.safetensors", "*.bin", "*.distcp", "*.json", ".metadata")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,16 @@ class Found:
 
 
 def find_model(source: str, backend: Backend = "auto") -> Found:
-    """Looks, but loads nothing. source: a run's folder (its newest complete checkpoint), a checkpoint, or a folder or hub
-    name in Hugging Face format. Raises ValueError when there is none, or the backend cannot read it."""
+    """Looks, but loads nothing.
+
+    source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
+        which a copy is made here), or a folder or hub name in Hugging Face format.
+    Raises ValueError when there is none, or the backend cannot read it."""
     from llmtrain.models.hf.published import resolve
 
     path = Path(source).expanduser()
-    is_checkpoint = path.exists() and not (path / "config.json").is_file()
-    folder = lookup.find(path)[0] if is_checkpoint else Path(resolve(source))
+    is_checkpoint = is_remote(source) or (path.exists() and not (path / "config.json").is_file())
+    folder = lookup.find(source)[0] if is_checkpoint else Path(resolve(source))
     if is_checkpoint and backend == "transformers":
         raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
     ours = backend != "transformers"

@@ -37,7 +37,8 @@ class ModelChoice(Section):
     """A model to evaluate; only its path, where nothing else is said."""
 
     path: str
-    """A run's folder (its newest checkpoint), a checkpoint, or a folder or hub name in Hugging Face format."""
+    """A run's folder (its newest checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a folder or hub
+    name in Hugging Face format."""
     name: str | None = None
     """In results; default: the last part of the path (of a checkpoint, its run's and its own)."""
     tokenizer: str | None = None

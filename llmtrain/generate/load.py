@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain.checkpoint import lookup, store
+from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -22,7 +23,8 @@ def load_model(
 ) -> tuple[HybridLM, TextTokenizer]:
     """The model and its tokenizer, on this process's GPU or else its CPU.
 
-    source: a run's folder (its newest complete checkpoint), a checkpoint, or a folder or hub name in Hugging Face format.
+    source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a
+        folder or hub name in Hugging Face format.
     dtype: of weights and activations; default bf16 on a GPU, fp32 on a CPU. A_log, D and dt_bias stay fp32.
     tokenizer: in place of its own.
     Raises ValueError when there is nothing to load there, or no tokenizer with it.
@@ -30,14 +32,14 @@ def load_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     path = Path(source).expanduser()
-    if (path / "config.json").is_file() or not path.exists():
+    if not is_remote(source) and ((path / "config.json").is_file() or not path.exists()):
         from llmtrain.models.hf.load import load_hf
         from llmtrain.models.hf.published import resolve
 
         folder = resolve(source)
         model, own = load_hf(folder, dtype=dtype), folder
     else:
-        folder, manifest = lookup.find(path)
+        folder, manifest = lookup.find(source)
         with torch.device("meta"):
             model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifest.config["model"])), dtype=dtype)
         model.to_empty(device=device)

@@ -31,7 +31,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     from llmtrain.config.load import load_config
     from llmtrain.train.distributed import launched_by_a_launcher
-    from llmtrain.train.resume import check_resumption
+    from llmtrain.train.resume import check_resumption, refuse_used_remote
     from llmtrain.train.worker import run_rank, set_aside
 
     if launched_by_a_launcher():
@@ -53,10 +53,10 @@ def run_train(args: argparse.Namespace) -> int:
 
     config = load_config(args.file, args.overrides, world_size=processes, check_data=True, fresh=args.fresh)
     if args.fresh:
+        refuse_used_remote(config)
         set_aside(Path(config.run_dir))
-    return launch(
-        [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides], processes, config.run_dir
-    )
+    command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
+    return launch(command, processes, config.run_dir, config.checkpoint.grace_seconds)
 
 
 def _gpus() -> int:

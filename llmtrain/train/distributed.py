@@ -38,6 +38,13 @@ def launched_by_a_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launch_id() -> str:
+    """What the ranks of one start of a run have in common, and no other start of it: for use in a file's name."""
+    ours = os.environ.get("LLMTRAIN_LAUNCH_ID")
+    launch = ours or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
+    return f"{launch}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What one rank of a single-node run finds in its environment; Composer needs NODE_RANK as well."""
     return {
@@ -55,6 +62,17 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def gloo_group():
+    """A torch.distributed.ProcessGroup of all ranks, for messages in host memory that must not come between others'.
+
+    Every rank calls this, in the same order."""
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def initialize(timeout_s: float = 600.0):

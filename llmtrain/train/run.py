@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,12 @@ from composer import Trainer
 from composer.core import Callback, Evaluator, State
 from composer.utils import dist
 
-from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
 from llmtrain.checkpoint.initial import initial_checkpoint
+from llmtrain.checkpoint.newest import newest
+from llmtrain.checkpoint.partial import load_part
+from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint.saver import Saver
 from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
@@ -27,17 +31,21 @@ from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
-from llmtrain.train.distributed import World, initialize, world_from_environment
+from llmtrain.train.distributed import World, gloo_group, initialize, world_from_environment
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize
 from llmtrain.train.precision import compute_dtype
+from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import refuse_another_meaning
+from llmtrain.train.shared_folder import require_shared
+from llmtrain.train.uploads import Uploads
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training left behind. validation_loss: nats per token; None without validation data, as is bits_per_byte."""
+    """What training left behind. validation_loss: nats per token; None without validation data, as is bits_per_byte.
+    uploads: to be finished when nothing else is left to do."""
 
     folder: Path
     step: int
@@ -45,18 +53,23 @@ class Outcome:
     model: HybridLM
     validation_loss: float | None
     bits_per_byte: float | None
+    uploads: Uploads
 
 
-def train(config: Config) -> Outcome:
+def train(config: Config, verified: str | None = None) -> Outcome:
     """Trains, or continues the run in `config.run_dir`. Every rank calls this.
 
-    Raises ValueError when the folder holds a run whose config means something else.
+    verified: save_id of a checkpoint there whose hashes have been compared already.
+    Raises ValueError when the folder holds a run whose config means something else, or is not one for all nodes; SaveError
+    when the last checkpoint could not be written; Preempted when SIGTERM ended the run early, with a checkpoint.
     """
     folder = Path(config.run_dir)
     device = initialize()
     world = world_from_environment()
     torch.use_deterministic_algorithms(config.train.deterministic)
-    resumed = manifests.latest(folder / "checkpoints", warn=say)
+    checkpoint = config.checkpoint
+    require_shared(folder, world)
+    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=say, verified=verified)
 
     with torch.device("meta"):
         model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
@@ -65,11 +78,14 @@ def train(config: Config) -> Outcome:
     optimizer = build_optimizer(model, config.optimizer)
     loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
     if resumed:
-        refuse_another_meaning(config, *resumed)  # the worker asked before, but remote data is known only now
-        store.load(resumed[0], model, optimizer)
+        # The worker asked before, but remote data is known only now.
+        refuse_another_meaning(config, resumed.folder, resumed.manifest)
+        store.load(resumed.folder, model, optimizer, manifest=resumed.manifest, verify=False)  # it has been
     elif config.init_from:
-        store.load(initial_checkpoint(config), model)
-        say(f"starting from the weights in {config.init_from}")
+        if not config.init_from.is_whole:
+            model.init_weights(config.seed)  # for what is not loaded
+        initial = initial_checkpoint(config)
+        say(load_part(*initial, model, optimizer, config.init_from, verify=checkpoint.verify).summary())
     else:
         model.init_weights(config.seed)
 
@@ -82,6 +98,18 @@ def train(config: Config) -> Outcome:
         "steps_per_epoch": steps_per_epoch,
         "total_steps": total_steps,
     }
+    keep = Keep(checkpoint.keep_last, checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1))
+    saver = Saver(
+        folder / "checkpoints",
+        model,
+        optimizer,
+        keep=keep,
+        background=checkpoint.background,
+        group=gloo_group(),
+        warn=say,
+    )
+    preemption = Preemption(checkpoint.grace_seconds)
+    uploads = Uploads(checkpoint.remote, saver.root, keep, world, preemption)
     trainer = Trainer(
         model=ComposerHybridLM(model),
         run_name=config.name,
@@ -103,26 +131,24 @@ def train(config: Config) -> Outcome:
             Throughput(cost),
             *in_context(config, model, world, length),  # after Throughput, which does not count it
             Checkpointing(
-                folder / "checkpoints",
-                model,
-                optimizer,
+                saver,
+                preemption,
                 config=config.model_dump(mode="json"),
                 data_position=lambda state: data_position(state, config),
-                interval=max(config.checkpoint.interval.steps(**length), 1),
-                keep_last=config.checkpoint.keep_last,
+                interval=max(checkpoint.interval.steps(**length), 1),
             ),
         ],
         loggers=build_loggers(config, folder, total_steps),
         progress_bar=False,
     )
     if resumed:
-        continue_from(trainer.state, resumed[1].clock, resumed[1].data)
-        say(f"resumed from {resumed[0]} (step {resumed[1].step} of {total_steps})")
-    if trainer.state.timestamp.batch.value < total_steps:
-        trainer.fit()
-    elif trainer.state.evaluators:
-        trainer.eval()  # complete already: say how good it is
-    trainer.close()
+        continue_from(trainer.state, resumed.manifest.clock, resumed.manifest.data)
+        say(f"resumed from {resumed.folder} (step {resumed.manifest.step} of {total_steps})")
+    with uploads, saver, preemption, contextlib.closing(trainer):
+        if trainer.state.timestamp.batch.value < total_steps:
+            trainer.fit()
+        elif trainer.state.evaluators:
+            trainer.eval()  # complete already: say how good it is
     clock = trainer.state.timestamp
     return Outcome(
         folder,
@@ -131,6 +157,7 @@ def train(config: Config) -> Outcome:
         model,
         validation_loss=final_metric(trainer.state, "cross_entropy"),
         bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
+        uploads=uploads,
     )
 
 

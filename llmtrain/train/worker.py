@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
-from llmtrain.train.distributed import World, world_from_environment
-from llmtrain.train.resume import check_resumption
+from llmtrain.train.distributed import World, launch_id, world_from_environment
+from llmtrain.train.resume import bring_initial_weights, bring_newest_checkpoint, check_resumption, refuse_used_remote
 
 _SECONDS_FOR_THE_LAUNCHER = 3.0
 _SECONDS_FOR_THE_RANK_THAT_SPEAKS = 30.0
@@ -26,20 +27,34 @@ def run_rank(args: argparse.Namespace) -> int:
     try:
         config = load_config(args.file, args.overrides, world_size=world.size, check_data=True, fresh=args.fresh)
         folder = Path(config.run_dir)
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if args.fresh and first_start:
+            refuse_used_remote(config)
+        verified = None
         if not args.fresh:
+            verified = bring_newest_checkpoint(
+                config, launch_id() if world.size > 1 else None, progress=sys.stderr.isatty()
+            )
             check_resumption(config)
+        bring_initial_weights(config, args.fresh)
         _refuse_missing_gpus(world)
         _prepare_data(config, world)
-        if args.fresh and world.is_main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if args.fresh and world.is_main and first_start:
             set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
-        return _train(config, args)
+        return _train(config, args, verified)
     except KeyboardInterrupt:
         return _leave(130)
     except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends what waits below
+        if type(error).__name__ == "Preempted":
+            if world.is_main:
+                print(error, file=sys.stderr, flush=True)
+            return _leave(128 + signal.SIGTERM)
         if isinstance(error, ValueError) and _raised_by_us(error):
             if _speaks(folder, world):
                 print(error, file=sys.stderr, flush=True)
-            return _leave(2)
+            # A disk that is full is no mistake in the config.
+            return _leave(1 if type(error).__name__ == "SaveError" else 2)
         if _lost_a_peer(error):
             time.sleep(_SECONDS_FOR_THE_LAUNCHER)
         if _speaks(folder, world):
@@ -50,7 +65,7 @@ def run_rank(args: argparse.Namespace) -> int:
         return _leave(1)
 
 
-def _train(config: Config, args: argparse.Namespace) -> int:
+def _train(config: Config, args: argparse.Namespace, verified: str | None) -> int:
     if not os.environ.get("LLMTRAIN_VERBOSE"):
         from llmtrain.train.composer_fixes import quiet
 
@@ -59,8 +74,9 @@ def _train(config: Config, args: argparse.Namespace) -> int:
     from llmtrain.train.run import train
 
     began = time.perf_counter()
-    outcome = train(config)
+    outcome = train(config, verified)
     report(config, outcome, file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
+    outcome.uploads.finish()
     return 0
 
 
@@ -107,11 +123,7 @@ def _first_to_fail(folder: Path | None, world: World) -> bool:
         return True
     if folder is None:  # the config could not be read: all ranks fail alike
         return world.is_main
-    launch = (
-        os.environ.get("LLMTRAIN_LAUNCH_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
-    )
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    marker = folder / "errors" / f"first-{launch}-{restart}"
+    marker = folder / "errors" / f"first-{launch_id()}"
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))

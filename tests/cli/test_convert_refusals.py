@@ -25,8 +25,8 @@ from tests.support.project import copy_of
 def test_an_unsupported_model_is_refused_by_its_feature_before_any_weight_is_read(tmp_path, capsys):
     config = checkpoints.mpt(32, 2, 300)
     folder = checkpoints.save(tmp_path / "checkpoint", config)
-    for shard in folder.glob("*.distcp"):
-        shard.write_bytes(bytes(shard.stat().st_size))
+    for shard in folder.glob("*.safetensors"):
+        checkpoints.flip_bit(shard, -1)
     edit_manifest(folder, lambda model: model["blocks"]["attn"].update(softcap=30.0))
     said = refused(capsys, "export", folder, tmp_path / "out")
     assert "MptForCausalLM: model.blocks.attn.softcap = 30.0" in said
@@ -34,10 +34,9 @@ def test_an_unsupported_model_is_refused_by_its_feature_before_any_weight_is_rea
 
 
 def edit_manifest(folder: Path, change: Any) -> None:
-    file = folder / manifests.NAME
-    content = json.loads(file.read_text())
-    change(content["config"]["model"])
-    file.write_text(json.dumps(content))
+    config = manifests.read(folder).config
+    change(config["model"])
+    checkpoints.edit_manifest(folder, config=config)
 
 
 @pytest.fixture
@@ -82,11 +81,9 @@ def test_tensors_that_are_not_the_configs_are_refused_each_by_name(small, tmp_pa
 
 
 def test_a_damaged_shard_is_refused_and_nothing_appears(small, tmp_path, capsys):
-    [shard] = small.glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 16
-    shard.write_bytes(content)
-    assert "is damaged: tensor model." in refused(capsys, "export", small, tmp_path / "out")
+    [shard] = small.glob("*.safetensors")
+    checkpoints.flip_bit(shard, -10_000)
+    assert f"is damaged: {shard.name} is not what was written" in refused(capsys, "export", small, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

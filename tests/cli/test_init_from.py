@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from llmtrain.checkpoint import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.config.schema import Config
 from llmtrain.generate.load import load_model
 from llmtrain.train import run
 from llmtrain.train.loggers import read_metrics
 from tests.support import runs
+from tests.support.checkpoints import edit_manifest
 from tests.support.conversion import publish
 from tests.support.project import Project, copy_of
 from tests.support.tiny import tiny_config
@@ -159,10 +160,8 @@ def test_a_run_that_is_under_way_takes_no_other_weights(finished, tmp_path, caps
 
 def test_fresh_asks_for_the_weights_again(finished, tmp_path, capsys, monkeypatch):
     project = copy_of(finished, tmp_path)
-    manifest = project.run_dir / "checkpoints" / "step-00000006" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["config"]["init_from"] = "gone"
-    manifest.write_text(json.dumps(content))
+    folder = project.run_dir / "checkpoints" / "step-00000006"
+    edit_manifest(folder, config=manifests.read(folder).config | {"init_from": "gone"})
     assert check(project, capsys, monkeypatch, "init_from=gone")[0] == 0  # not read any more
     status, text = check(project, capsys, monkeypatch, "--fresh", "init_from=gone", command="train")
     assert status == 2 and "gone: no such folder" in text

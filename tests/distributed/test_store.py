@@ -7,44 +7,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
 from llmtrain.config.schema import Config
-from llmtrain.models.hybrid import HybridLM
-from llmtrain.train.distributed import world_from_environment
-from llmtrain.train.optim import build_optimizer
-from llmtrain.train.parallel import parallelize
 from tests.support.ranks import RankFailed
+from tests.support.sharded import build, same, state_of, write
 from tests.support.tiny import tiny_config
-
-
-def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:
-    """A sharded model with an optimizer that has taken a step."""
-    with torch.device("meta"):
-        model = HybridLM(config.model)
-    parallelize(model, config.train, world_from_environment(), torch.device("cpu"))
-    model.init_weights(seed)
-    optimizer = build_optimizer(model, config.optimizer)
-    tokens = torch.arange(64).reshape(2, 32)
-    model(tokens, tokens).loss.backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def state_of(model: HybridLM, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [
-        (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in [*model.parameters(), *moments]
-    ]
-
-
-def write(
-    root: Path, model: HybridLM, optimizer: torch.optim.Optimizer, step: int, keep_last: int | None = None
-) -> Path:
-    return store.save(root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=keep_last)
 
 
 def save_and_load(config: Config, root: Path) -> bool:
@@ -56,10 +26,6 @@ def save_and_load(config: Config, root: Path) -> bool:
     assert not same(state_of(other, its_optimizer), saved)
     store.load(folder, other, its_optimizer)
     return same(state_of(other, its_optimizer), saved)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture
@@ -105,10 +71,11 @@ def save_with_a_full_disk(config: Config, root: Path, failing_rank: int, where: 
 @pytest.mark.parametrize(
     ("failing_rank", "where"),
     [
-        pytest.param(0, "torch.distributed.checkpoint.FileSystemWriter.write_data", id="shards of rank 0"),
-        pytest.param(1, "torch.distributed.checkpoint.FileSystemWriter.write_data", id="shards of rank 1"),
+        pytest.param(0, "llmtrain.checkpoint.tensor_file.TensorFile._write", id="shards of rank 0"),
+        pytest.param(1, "llmtrain.checkpoint.tensor_file.TensorFile._write", id="shards of rank 1"),
+        pytest.param(0, "llmtrain.checkpoint.index.write", id="index"),
         pytest.param(0, "llmtrain.checkpoint.manifest.write", id="manifest"),
-        pytest.param(0, "llmtrain.checkpoint.store._make_empty", id="folder"),
+        pytest.param(0, "llmtrain.checkpoint.store.clear", id="folder"),
     ],
 )
 def test_a_failed_write_is_told_on_every_rank_and_leaves_the_earlier_checkpoint(
@@ -116,7 +83,7 @@ def test_a_failed_write_is_told_on_every_rank_and_leaves_the_earlier_checkpoint(
 ):
     with pytest.raises(RankFailed) as error:
         ranks(2).run(save_with_a_full_disk, config, tmp_path / "root", failing_rank, where)
-    assert str(error.value).count("CheckpointError: could not") + str(error.value).count("CheckpointError: cannot") == 2
+    assert str(error.value).count("SaveError: could not") + str(error.value).count("SaveError: cannot") == 2
     assert str(error.value).count("No space left on device") >= 2
     found = manifests.latest(tmp_path / "root", pytest.fail)
     assert found is not None and found[1].step == 1

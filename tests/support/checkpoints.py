@@ -9,15 +9,15 @@ is an MPT-7B as transformers' MptForCausalLM has it (ALiBi, no biases; 27 GB), e
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
 
@@ -44,6 +44,9 @@ MPT_7B: dict[str, Any] = {
 }
 
 
+SAVE_ID = "00000000-0000-4000-8000-000000000000"
+
+
 def mpt(d_model: int, n_layers: int, vocab_size: int) -> ModelConfig:
     attn = {**MPT_7B["blocks"]["attn"], "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 4 * d_model}}
     changes = {"d_model": d_model, "vocab_size": vocab_size, "blocks": {"attn": attn}, "layers": f"attn*{n_layers}"}
@@ -54,40 +57,44 @@ def tokenizer() -> TextTokenizer:
     return train_bpe(["the quick brown fox jumps over a lazy dog " * 20], 270)
 
 
-def finish(folder: Path, config: ModelConfig) -> None:
-    """Adds what makes a folder of shards a checkpoint, and a tokenizer."""
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    tokenizer().save(folder / "tokenizer")
-    content = {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
-    written = Manifest(step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files)
-    manifests.write(folder, written)
-
-
 def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor] = torch.randn) -> Path:
-    """As one rank saves it: every tensor whole, all in one file."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({"model": dict(parameters(config, make))}, checkpoint_id=folder, no_dist=True)
-    finish(folder, config)
-    return folder
-
-
-def parameters(config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for weight in family_for(config).weights(config):
-        yield weight.ours, make(weight.shape)
+    """With tensors made by `make`."""
+    torch.manual_seed(0)
+    return write(folder, config, [bind(make, weight.shape) for weight in family_for(config).weights(config)])
 
 
 def save_lazily(folder: Path, config: ModelConfig) -> Path:
-    """A tensor at a time; of any size."""
+    """Every tensor filled with a number of its own."""
     weights = family_for(config).weights(config)
-    lazy = [
-        LazyTensor(weight.ours, weight.shape, lambda weight=weight, value=i: torch.full(weight.shape, float(value)))
-        for i, weight in enumerate(weights)
-    ]
+    return write(folder, config, [bind(torch.full, weight.shape, float(i)) for i, weight in enumerate(weights)])
+
+
+def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]]) -> Path:
+    """A tensor at a time, so of any size; with a tokenizer."""
+    weights = family_for(config).weights(config)
+    lazy = [LazyTensor(weight.ours, weight.shape, make) for weight, make in zip(weights, makes, strict=True)]
     folder.mkdir(parents=True)
-    write_parameters(folder, lazy, progress=lambda size: None)
-    finish(folder, config)
+    files = write_parameters(folder, lazy, progress=lambda size: None, save_id=SAVE_ID)
+    tokenizer().save(folder / "tokenizer")
+    content = {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
+    manifests.write(
+        folder,
+        Manifest(save_id=SAVE_ID, step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files),
+    )
     return folder
+
+
+def edit_manifest(folder: Path, **changes: Any) -> None:
+    """Other fields, and the checksum that goes with them."""
+    manifests.write(folder, dataclasses.replace(manifests.read(folder), **changes))
+
+
+def flip_bit(file: Path, place: int) -> None:
+    """place: in bits, from the start; negative, from the end."""
+    content = bytearray(file.read_bytes())
+    place %= 8 * len(content)
+    content[place // 8] ^= 1 << place % 8
+    file.write_bytes(content)
 
 
 def main(out: str, *changes: str) -> None:

@@ -14,7 +14,10 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint import manifest as manifests
 from llmtrain.config.schema import Config
+from llmtrain.convert.reading import CheckpointTensors
 from llmtrain.train import run
 from llmtrain.train.loggers import build_loggers, read_metrics
 
@@ -71,9 +74,13 @@ def _metric(config: Config, name: str) -> dict[int, float]:
     return dict(zip(*read_metrics(Path(config.run_dir) / "metrics.jsonl", name), strict=True))
 
 
-def read_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """{model: {name: tensor}, optimizer: {...}} of a checkpoint, unsharded, without a process group."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(checkpoint, scratch)
-    return torch.load(scratch, weights_only=False)
+def read_tensors(checkpoint: Path) -> dict[str, Any]:
+    """{model.NAME: tensor, optimizer.NAME: tensor or value} of a checkpoint, unsharded, without a process group."""
+    manifest = manifests.read(checkpoint)
+    index = indexes.read(checkpoint, manifest)
+    tensors = CheckpointTensors(checkpoint, manifest)
+    found: dict[str, Any] = dict(index.values)
+    for name, record in index.tensors.items():
+        count = torch.Size(record.shape).numel()
+        found[name] = torch.cat(list(tensors.elements(name, [count]))).reshape(record.shape)
+    return found

@@ -1,56 +1,66 @@
-"""Saves at intervals and at the end."""
+"""Saves at intervals, at the end, and when the machine is taken back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from torch import nn
 
-from llmtrain.checkpoint import store
+from llmtrain.checkpoint.manifest import folder_name
+from llmtrain.checkpoint.saver import Saver
+from llmtrain.checkpoint.store import About
+from llmtrain.train.preemption import Preempted, Preemption
 
 
 class Checkpointing(Callback):
-    """Writes a checkpoint every `interval` steps and after the last one."""
+    """Writes a checkpoint every `interval` steps and after the last one, for which it waits.
+
+    After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
+    """
 
     def __init__(
         self,
-        root: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        saver: Saver,
+        preemption: Preemption,
         config: dict[str, Any],
         data_position: Callable[[State], dict[str, Any]],
         interval: int,
-        keep_last: int | None,
     ):
-        self.root = root
-        self.model = model
-        self.optimizer = optimizer
+        self.saver = saver
+        self.preemption = preemption
         self.config = config
         self.data_position = data_position
         self.interval = interval
-        self.keep_last = keep_last
+        self.prepared = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event != Event.BATCH_CHECKPOINT:
+            return
         step = state.timestamp.batch.value
         last = state.max_duration is not None and state.timestamp >= state.max_duration
-        if event == Event.BATCH_CHECKPOINT and (step % self.interval == 0 or last):
+        preempted = self.preemption.agreed()
+        self.saver.poll()
+        if not self.prepared:
+            self.saver.prepare()  # the first step is slow anyway
+            self.prepared = True
+        if step % self.interval == 0 or last or preempted:
             self.save(state)
+            logger.log_metrics({"checkpoint/blocked_seconds": self.saver.blocked_seconds})
+        if last or preempted:
+            self.saver.finish()
+        if preempted and not last:
+            raise Preempted(step, self.saver.root / folder_name(step))
 
-    def save(self, state: State) -> Path:
+    def save(self, state: State) -> None:
         clock = state.timestamp.state_dict()
-        return store.save(
-            self.root,
-            self.model,
-            self.optimizer,
-            step=state.timestamp.batch.value,
-            tokens=state.timestamp.token.value,
-            config=self.config,
-            clock={key: value for key, value in clock.items() if isinstance(value, int)},
-            data=self.data_position(state),
-            keep_last=self.keep_last,
+        self.saver.save(
+            About(
+                step=state.timestamp.batch.value,
+                tokens=state.timestamp.token.value,
+                config=self.config,
+                clock={key: value for key, value in clock.items() if isinstance(value, int)},
+                data=self.data_position(state),
+            )
         )

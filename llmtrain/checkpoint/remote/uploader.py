@@ -1,0 +1,129 @@
+"""A run's checkpoints, brought to a store in the background. Training never waits for it, nor stops when it fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.checkpoint.remote import catalogue
+from llmtrain.checkpoint.remote.bucket import Bucket
+from llmtrain.checkpoint.remote.upload import GoneError, upload
+from llmtrain.checkpoint.rotation import Keep, staying
+
+_LOOK_SECONDS = 1.0
+_AGAIN_SECONDS, _AGAIN_AT_MOST_SECONDS = 30.0, 900.0
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Uploader:
+    """Watches a run's folder of checkpoints, and brings each that is complete to the store: the newest first.
+
+    It looks at the folder, not at who writes there, so that what an earlier, killed run left is brought too. An upload
+    that fails is told, and tried again with growing pauses, or as soon as there is a newer checkpoint. After each upload
+    the store keeps what `keep` says; only checkpoints that are whole there count as kept.
+
+    One per run, on rank 0. It begins at once; call close().
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        root: Path,
+        keep: Keep,
+        *,
+        say: Callable[[str], None] = tell,
+        look_seconds: float = _LOOK_SECONDS,
+        again_seconds: float = _AGAIN_SECONDS,
+    ):
+        self._bucket, self._root, self._keep, self._say = bucket, root, keep, say
+        self._look_seconds, self._again_seconds = look_seconds, again_seconds
+        self._done: dict[int, str] = {}  # step -> the save that needs nothing more
+        self._failures, self._not_before = 0, 0.0
+        self._tried: tuple[int, str] | None = None  # the newest that failed
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="uploader", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Waits, at most so long, until all there is to upload is uploaded or has failed once more. Whether it all arrived;
+        if not, says so, and that the next start of the run goes on with it."""
+        self._closing.set()
+        self._thread.join(seconds)
+        left = [folder for folder, _ in self._pending()]
+        if left:
+            unfinished = "is not finished" if self._thread.is_alive() else "failed"
+            self._say(
+                f"WARNING: the upload of {', '.join(folder.name for folder in left)} to {self._bucket.url} {unfinished}. "
+                f"They are whole in {self._root}; the same command again goes on with the upload"
+            )
+        return not left
+
+    def _watch(self) -> None:
+        while True:
+            closing = self._closing.is_set()  # read before looking: what is saved before close() is found
+            pending = self._pending()
+            due = bool(pending) and (closing or self._due(pending[0]))
+            if due and (self._upload(*pending[0]) or not closing):
+                continue
+            if closing:
+                return
+            self._closing.wait(self._look_seconds)
+
+    def _pending(self) -> list[tuple[Path, str]]:
+        """(folder, save id) of the complete checkpoints that are still to be brought, newest first."""
+        found: list[tuple[Path, str]] = []
+        for folder in manifests.folders(self._root):
+            try:
+                save_id = manifests.parse(folder, (folder / manifests.NAME).read_bytes()).save_id
+            except (OSError, CheckpointError):
+                continue  # gone meanwhile, or damaged: the run itself will say so
+            found.append((folder, save_id))
+        stay = staying([manifests.step_of(folder) for folder, _ in found], self._keep)
+        steps = [(manifests.step_of(folder), folder, save_id) for folder, save_id in reversed(found)]
+        return [
+            (folder, save_id) for step, folder, save_id in steps if step in stay and self._done.get(step) != save_id
+        ]
+
+    def _due(self, item: tuple[Path, str]) -> bool:
+        return (manifests.step_of(item[0]), item[1]) != self._tried or time.monotonic() >= self._not_before
+
+    def _upload(self, folder: Path, save_id: str) -> bool:
+        step = manifests.step_of(folder)
+        try:
+            done = upload(self._bucket, folder)
+            if done.sent:
+                rate = done.sent / max(done.seconds, 1e-9) / 1e6
+                size = f"{done.sent / 1e6:,.1f} MB in {done.seconds:.1f} s, {rate:,.0f} MB/s"
+                self._say(f"uploaded {folder.name} to {done.url} ({size})")
+            self._prune()
+        except GoneError as error:
+            self._say(f"{error} (uploads take longer than checkpoint.keep_last allows)")
+        except Exception as error:  # whatever it is, training goes on
+            known = isinstance(error, CheckpointError)
+            self._failures += 1
+            pause = min(self._again_seconds * 2 ** (self._failures - 1), _AGAIN_AT_MOST_SECONDS)
+            self._tried, self._not_before = (step, save_id), time.monotonic() + pause
+            again = "" if self._closing.is_set() else f"; again in {pause:.0f} s, or with the next checkpoint"
+            said = error if known else f"{type(error).__name__}: {error}"
+            self._say(f"WARNING: {folder.name} was not uploaded to {self._bucket.url}: {said}{again}")
+            return False
+        self._failures, self._tried = 0, None
+        self._done[step] = save_id
+        return True
+
+    def _prune(self) -> None:
+        found = catalogue.stored(self._bucket)
+        to_come = {manifests.step_of(folder) for folder, _ in self._pending()}
+        stay = staying([checkpoint.step for checkpoint in found if checkpoint.manifest], self._keep)
+        for checkpoint in found:
+            # Unfinished ones go too once they are older than all that stays; newer ones may be on their way.
+            if stay and checkpoint.step not in stay | to_come and checkpoint.step < max(stay):
+                catalogue.delete(checkpoint)

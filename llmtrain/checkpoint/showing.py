@@ -1,0 +1,111 @@
+"""What a checkpoint is, in lines for a terminal. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint.index import Index
+from llmtrain.checkpoint.inventory import Item
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.remote.catalogue import Stored
+from llmtrain.config.base import Section
+from llmtrain.config.differences import changes, text
+from llmtrain.config.schema import Config
+from llmtrain.config.walk import by_type, child, choose, default, is_section, typed
+from llmtrain.convert.folder import readable
+
+
+def summary(item: Item, config_file: str | None) -> Iterator[str]:
+    """config_file: a YAML to compare the checkpoint's config with, rather than with the defaults.
+
+    Raises CheckpointError for a damaged index, ConfigError for a YAML that is wrong.
+    """
+    manifest = item.manifest
+    assert manifest is not None
+    yield f"{item.address}: format {manifest.format}, save {manifest.save_id}"
+    yield f"step       {manifest.step:,}"
+    yield f"tokens     {manifest.tokens:,}"
+    yield f"size       {readable(manifest.nbytes)} in {len(manifest.files)} files"
+    yield f"clock      {_pairs(manifest.clock)}"
+    yield f"data       {_position(manifest.data)}"
+    yield f"versions   {_pairs(manifest.versions)}"
+    yield from _tensors(_index(item, manifest))
+    if config_file is None:
+        lines = list(_set(Config, manifest.config, ""))
+        yield f"config     {len(lines)} settings that are not the default"
+    else:
+        lines = _compared(manifest.config, config_file)
+        yield f"config     {len(lines)} differences in meaning: here -> {config_file}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _index(item: Item, manifest: Manifest) -> Index:
+    if not isinstance(item.place, Stored):
+        return indexes.read(item.place, manifest)
+    with tempfile.TemporaryDirectory() as folder:
+        content = item.place.bucket.read(item.place.prefix + indexes.NAME)
+        (Path(folder) / indexes.NAME).write_bytes(content)
+        return indexes.read(Path(folder), manifest)
+
+
+def _tensors(index: Index) -> Iterator[str]:
+    for part in ("model", "optimizer"):
+        found = [record for name, record in index.tensors.items() if name.startswith(f"{part}.")]
+        elements = sum(math.prod(record.shape) for record in found)
+        nbytes = sum(math.prod(record.shape) * _itemsize(record.dtype) for record in found)
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in Counter(r.dtype for r in found).most_common())
+        kinds = f" ({dtypes}): {elements:,} numbers, {readable(nbytes)}" if found else ""
+        yield f"{part:10} {len(found)} tensors{kinds}"
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element, by safetensors' name of its type: the first number in it are the bits."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1  # BOOL
+
+
+def _position(data: Mapping[str, Any]) -> str:
+    position = data.get("position")
+    if not isinstance(position, Mapping):
+        return "none: weights alone"
+    return f"{_pairs(position)}; fingerprint {data.get('fingerprint')}"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {text(value)}" for name, value in values.items()) or "none"
+
+
+def _compared(old: Mapping[str, Any], file: str) -> list[str]:
+    from llmtrain.config.load import load_config
+
+    new = load_config(file)
+    if set(old) == {"model", "data"}:  # imported: there is no run to compare
+        return [str(change) for change in changes(old["model"], new.model, "model.")]
+    return [str(change) for change in changes(old, new)]
+
+
+def _set(section: type[Section], values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """`path: value` for every setting that is not at its default."""
+    for name, field in section.model_fields.items():
+        if name in values and values[name] != default(field):
+            yield from _of_value(typed(field), values[name], prefix + name)
+
+
+def _of_value(annotation: Any, value: Any, path: str) -> Iterator[str]:
+    kind = choose(annotation, value)
+    if isinstance(value, Mapping) and is_section(kind):
+        if by_type(annotation):
+            yield f"{path}.type: {value['type']}"
+        yield from _set(kind, value, f"{path}.")
+    elif isinstance(value, Mapping) and get_origin(kind) is dict:
+        for key, entry in value.items():
+            yield from _of_value(child(kind, key), entry, f"{path}.{key}")
+    else:
+        yield f"{path}: {text(value)}"

@@ -1,0 +1,48 @@
+"""The weights that a run starts from: the `init_from` section. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from llmtrain.config.base import Problem, Section
+
+
+class InitialWeights(Section):
+    """Written as a path alone, it means all of the checkpoint's parameters, and nothing else of it."""
+
+    path: str
+    """A run's folder, a checkpoint, or what `llmtrain import` wrote; also in a store, s3://bucket/prefix."""
+    parameters: list[str] = Field(default=["*"], min_length=1)
+    """Names of the parameters to take, as patterns (`blocks.0.*`, `embed.weight`); the others start fresh."""
+    optimizer: bool = False
+    """Take AdamW's moments of these parameters too. The learning rate and the schedule are this run's own."""
+    strict: bool = True
+    """Whether every parameter to take must be in the checkpoint, with the same shape; where not, it starts fresh."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the checkpoint must hold this very model."""
+        return self.strict and self.parameters == ["*"]
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.path:
+            yield Problem("path", self.path, "must name a checkpoint")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _to_path(self, handler: Any) -> Any:
+        written = handler(self)
+        return self.path if self.is_whole and not self.optimizer else written
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}

@@ -1,0 +1,161 @@
+"""Composer's own checkpoints: the weights in them, for a model of ours or an MPT of LLM Foundry's. Nothing else is taken.
+
+A checkpoint is one file (torch.save of {"state": {"model": ..., ...}, "rng": ...}), or a folder that torch's distributed
+checkpoint wrote (names begin with `state.model.`). Composer does not know our config; of a HuggingFaceModel it keeps
+config.json in state.integrations.huggingface.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.config.source import read_file
+from llmtrain.convert.dcp import DcpTensors
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import Part, Weight
+from llmtrain.models.hf.mpt import FAMILY as MPT
+from llmtrain.models.hybrid import HybridLM
+
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and Composer's models put before a parameter's name."""
+# What else Composer stores: the state of numpy's generator, times, versions. None of these runs code of the file's choice.
+_PLAIN: list[Any] = [
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np.ndarray,
+    np.dtype,
+    np.dtypes.UInt32DType,
+    datetime.timedelta,
+    TorchVersion,
+]
+
+
+class Source(Protocol):
+    """Tensors by name, a run of elements at a time; CheckpointTensors and DcpTensors are such."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def names(self, prefix: str) -> list[str]: ...
+    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]: ...
+
+
+class FileTensors:
+    """The tensors of a torch.save file, mapped into memory rather than read. config: config.json, if it holds one."""
+
+    def __init__(self, file: Path):
+        try:
+            with torch.serialization.safe_globals(_PLAIN):
+                content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+        except (
+            Exception
+        ) as error:  # unpickling raises what it likes; torch's text goes on to advise against its own caution
+            reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+            reason = reason.strip().splitlines()[0].partition(" Please use ")[0]
+            raise CheckpointError(f"{file} is damaged, or no checkpoint of plain data: {reason}") from error
+        state = content.get("state") if isinstance(content, Mapping) else None
+        if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+            raise CheckpointError(f"{file} is no checkpoint of Composer's: it has no state.model")
+        self._tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+        integrations: Any = state.get("integrations") or {}
+        huggingface = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
+        self.config: dict[str, Any] | None = None
+        if isinstance(huggingface, Mapping):
+            self.config = huggingface.get("model", {}).get("config", {}).get("content")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self._tensors[name].shape) if name in self._tensors else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._tensors if name.startswith(prefix)]
+
+    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
+        flat, start = self._tensors[name].detach().reshape(-1), 0
+        for count in counts:
+            yield flat[start : start + count]
+            start += count
+
+
+def is_composer(path: Path) -> bool:
+    """Whether a path looks like a checkpoint of Composer's: a file, or a folder of torch's without our manifest."""
+    return path.is_file() or ((path / ".metadata").is_file() and not (path / "manifest.json").exists())
+
+
+def open_composer(path: Path, config_file: str | None) -> tuple[Source, ModelConfig, list[Weight]]:
+    """The tensors, our config of the model, and which tensor is which parameter of ours (by the names that Source has).
+
+    config_file: a YAML with the `model` section; default: what the file itself says (LLM Foundry's MPT).
+    Raises CheckpointError when the tensors are not those of the config, with each that is missing, left over, or of
+    another shape; UnsupportedModelError for an MPT that ours cannot express.
+    """
+    source: Source
+    if path.is_file():
+        source, found = FileTensors(path), None
+        found, prefix = source.config, ""
+    else:
+        source, found, prefix = DcpTensors(path), None, "state.model."
+    names = {_bare(name.removeprefix(prefix)): name for name in source.names(prefix)}
+    if config_file is not None:
+        config = _model_of(config_file)
+    elif found is not None:
+        if found.get("model_type") != "mpt":
+            raise CheckpointError(
+                f"{path} holds a {found.get('model_type')}; of Hugging Face's models only mpt is read here"
+            )
+        config = ModelConfig.model_validate(MPT.read_config(found))
+    else:
+        raise CheckpointError(
+            f"{path} does not say what model it holds; name a YAML with its `model` section: --config FILE"
+        )
+    weights = MPT.weights(config) if "transformer.wte.weight" in names else _own(config)
+    wrong = list(_misfits(source, names, weights))
+    if wrong:
+        raise CheckpointError(f"{path} does not hold the model of its config:\n  " + "\n  ".join(wrong[:20]))
+    renamed = [Weight(w.ours, w.shape, tuple(Part(names[part.name], part.shape) for part in w.parts)) for w in weights]
+    return source, config, renamed
+
+
+def _bare(name: str) -> str:
+    while wrapper := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), None):
+        name = name.removeprefix(wrapper)
+    return (
+        name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")
+    )
+
+
+def _own(config: ModelConfig) -> list[Weight]:
+    with torch.device("meta"):
+        model = HybridLM(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return [Weight(name, shape, (Part(name, shape),)) for name, shape in shapes.items()]
+
+
+def _misfits(source: Source, names: Mapping[str, str], weights: Iterable[Weight]) -> Iterator[str]:
+    taken = set()
+    for part in (part for weight in weights for part in weight.parts):
+        taken |= set(part.names)
+        if part.name not in names:
+            yield f"{part.name} {list(part.shape)} is missing"
+        elif source.shape(names[part.name]) != part.shape:
+            yield f"{part.name} has shape {list(source.shape(names[part.name]) or ())}, expected {list(part.shape)}"
+    for name in sorted(set(names) - taken):
+        yield f"{name} has no place in this model, and would be lost"
+
+
+def _model_of(file: str) -> ModelConfig:
+    """The `model` section of a YAML, whatever else it has or lacks. Raises ConfigError, or ValueError without the section."""
+    found = read_file(file)
+    if "model" not in found.data:
+        raise ValueError(f"--config {file} has no `model` section")
+    return ModelConfig.model_validate_json(json.dumps(found.data["model"]))

@@ -1,0 +1,202 @@
+"""Reading torch's own distributed checkpoint format (DCP): what format 1 of ours was, and what Composer's sharded one is.
+
+Its index, `.metadata`, is a pickle, which may hold any code. Here it is read by an unpickler that knows the classes of an
+index and nothing else; the tensors' own small pickles are read by torch's, with weights_only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from llmtrain.checkpoint.manifest import CheckpointError
+
+METADATA = ".metadata"
+# What an index is made of, as torch 2.0 to 2.11 pickle it: data, without a way to run anything.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a folder. Raises CheckpointError for one that is damaged, or holds anything but an index."""
+    try:
+        with (folder / METADATA).open("rb") as file:
+            found = _Unpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no {METADATA}") from None
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error}") from error
+    if not isinstance(found, Metadata) or not found.storage_data:
+        raise CheckpointError(f"{folder / METADATA} is no index of a distributed checkpoint")
+    for place in found.storage_data.values():
+        if Path(place.relative_path).name != str(place.relative_path):
+            raise CheckpointError(f"{folder / METADATA} names a file outside of its folder: {place.relative_path}")
+    return found
+
+
+class DcpTensors:
+    """The tensors of a DCP folder, by name. No process group is needed.
+
+    The index says in which file, and where in it, each piece of a tensor is. A piece is what torch.save writes: a zip
+    archive, uncompressed, whose data/0 are the elements. Its checksums are compared, so that a flipped bit is found, which
+    torch.load would let pass.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._index = read_metadata(folder)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None when there is no such tensor."""
+        found = self._index.state_dict_metadata.get(name)
+        return tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).properties.dtype
+
+    def names(self, prefix: str) -> list[str]:
+        found = self._index.state_dict_metadata.items()
+        return [name for name, kind in found if name.startswith(prefix) and isinstance(kind, TensorStorageMetadata)]
+
+    def values(self, prefix: str) -> dict[str, Any]:
+        """What is no tensor, by name. Raises CheckpointError for what only a pickle can hold."""
+        found = {}
+        for name, kind in self._index.state_dict_metadata.items():
+            if not isinstance(kind, BytesStorageMetadata) or not name.startswith(prefix):
+                continue
+            place: Any = self._index.storage_data[MetadataIndex(name)]
+            try:
+                with (self._folder / place.relative_path).open("rb", buffering=0) as raw:
+                    window: Any = _Window(raw, place.offset, place.length)
+                    found[name] = torch.load(window, map_location="cpu", weights_only=True)
+            except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+                raise CheckpointError(f"{self._folder}: {name} cannot be read: {error}") from error
+        return found
+
+    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
+        """A tensor's elements in order, as flat tensors of so many each; `counts` must add up to all of them.
+
+        Raises CheckpointError for a piece that is damaged.
+        """
+        try:
+            with ExitStack() as stack:
+                yield from self._elements(name, counts, stack)
+        except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"{self._folder} is damaged: tensor {name}: {error}") from error
+
+    def _elements(self, name: str, counts: Iterable[int], stack: ExitStack) -> Iterator[Tensor]:
+        pieces = iter(self._pieces(name))
+        source: IO[bytes] = io.BytesIO()
+        for count in counts:
+            wanted = torch.empty(count, dtype=self.dtype(name))
+            view = wanted.view(torch.uint8).numpy().data
+            while view:
+                got = source.readinto(view)  # type: ignore[attr-defined]
+                if not got:
+                    piece = next(pieces, None)
+                    if piece is None:
+                        raise EOFError("too few elements")
+                    stack.close()
+                    source = self._open(name, piece, stack)
+                view = view[got:]
+            yield wanted
+        # zipfile compares the checksum where the data ends.
+        if source.read(1) or next(pieces, None):
+            raise EOFError("too many elements")
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
+        found = self._index.state_dict_metadata[name]
+        assert isinstance(found, TensorStorageMetadata), name
+        return found
+
+    def _pieces(self, name: str) -> list[ChunkStorageMetadata]:
+        """In order, without the empty ones of ranks that had no row."""
+        tensor = self._tensor(name)
+        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+        # FSDP2 shards the first dimension, so a piece is a run of elements.
+        if any(chunk.sizes[1:] != tensor.size[1:] for chunk in chunks):
+            raise CheckpointError(f"{self._folder}: {name} is sharded along another dimension than its first")
+        return sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+
+    def _open(self, name: str, chunk: ChunkStorageMetadata, stack: ExitStack) -> IO[bytes]:
+        """The elements of a piece, as bytes."""
+        place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
+        raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
+        # For the meta device torch.load reads the description of a tensor, not its data.
+        window: Any = _Window(raw, place.offset, place.length)
+        described = torch.load(window, map_location="meta", weights_only=True)
+        archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
+        data = next(info for info in archive.infolist() if info.filename.split("/", 1)[-1] == "data/0")
+        if described.dtype != self.dtype(name) or described.shape != chunk.sizes or not _is_plain(described, data):
+            raise EOFError("not what .metadata says")
+        return stack.enter_context(archive.open(data))
+
+
+def _is_plain(described: Tensor, data: zipfile.ZipInfo) -> bool:
+    """Whether a file holds exactly the elements of a tensor, in order."""
+    return described.is_contiguous() and described.storage_offset() == 0 and data.file_size == described.nbytes
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file. torch's own (checkpoint.utils) seeks wrongly from the end, where zipfile begins."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int):
+        self._handle, self._offset, self._length, self._at = file.fileno(), offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)[: max(self._length - self._at, 0)]
+        got = os.preadv(self._handle, [view], self._offset + self._at)
+        self._at += got
+        return got

@@ -1,0 +1,182 @@
+"""`llmtrain checkpoint convert`: any checkpoint that can be read here -> one in the current format, or Hugging Face's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint import lookup, store
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.index import Index, Piece, TensorRecord
+from llmtrain.checkpoint.manifest import FileRecord, Manifest, OldFormatError
+from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.checkpoint.storage import FILE_BYTES
+from llmtrain.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.convert.composer import Source, is_composer, open_composer
+from llmtrain.convert.dcp import DcpTensors
+from llmtrain.convert.export import export
+from llmtrain.convert.folder import appearing, readable, refuse_existing, require_space
+from llmtrain.convert.reading import CheckpointTensors
+from llmtrain.convert.safetensors import divide
+from llmtrain.data.progress import ByteBar
+
+_PIECE_ELEMENTS = 2**20
+_SMALL_FILES = 64 * 2**20
+_FP32 = torch.float32
+# Of the machine rather than the run: see store.flat_state.
+_DROPPED = (".foreach", ".fused", ".capturable", ".differentiable")
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint to write. parts: for each tensor of ours, by full name, its entry and the tensors of `source` that it is
+    made of, flat one after another. about: what the manifest keeps. extras: folders and files that come along."""
+
+    place: str
+    source: Source
+    parts: dict[str, tuple[Entry, list[str]]]
+    values: Mapping[str, Any]
+    about: dict[str, Any]
+    extras: list[Path]
+
+
+def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool) -> str:
+    """Writes `out`, which appears whole; returns a sentence about it. args: of `llmtrain checkpoint convert`.
+
+    Raises ValueError for anything at `out`, nothing readable at `source`, a damaged source, a model that does not fit.
+    """
+    refuse_existing(out)
+    path = Path(source).expanduser()
+    foreign = not is_remote(source) and is_composer(path)
+    if args.config and not foreign:
+        raise ValueError("--config has no effect: the checkpoint has its own config")
+    if args.to == "llmtrain":
+        content = _open_composer(path, args.config) if foreign else _open_ours(source)
+        nbytes, files = write(content, out, shards=args.shards, progress=progress)
+        what = "with its optimizer: a run can go on from it" if content.values else "weights alone: for init_from"
+        return f"{content.place} -> {out}: format {manifests.FORMAT}, {readable(nbytes)} in {files} file(s), {what}"
+    if foreign or _is_format_1(source):
+        content = _open_composer(path, args.config) if foreign else _open_ours(source)
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f"{out.name}.") as scratch:
+            write(content, Path(scratch) / "checkpoint", shards=None, progress=progress)
+            return _to_hf(str(Path(scratch) / "checkpoint"), out, args, progress).replace(scratch, source)
+    return _to_hf(source, out, args, progress)
+
+
+def write(content: Content, out: Path, *, shards: int | None, progress: bool) -> tuple[int, int]:
+    """A checkpoint in the current format, some megabytes in memory at a time. Returns its bytes, and files of tensors.
+
+    shards: how many files, about: a tensor is never split. Default: as a save divides them.
+    """
+    entries = {name: entry for name, (entry, _) in content.parts.items()}
+    total = sum(entry.nbytes for entry in entries.values())
+    require_space(out, total + _SMALL_FILES)
+    groups = divide(entries.values(), FILE_BYTES if shards is None else max(-(-total // shards), 1))
+    save_id = str(uuid.uuid4())
+    with ByteBar(progress, total, title="convert") as bar, appearing(out) as partial:
+        index = Index(save_id, {}, dict(content.values))
+        files: dict[str, FileRecord] = {}
+        for number, group in enumerate(groups):
+            name = f"tensors-{number:05d}.safetensors"
+            with TensorFile(partial / name, group, {"format": "pt", "save_id": save_id}) as file:
+                for entry in group:
+                    for piece in _pieces(content.source, content.parts[entry.name]):
+                        file.append(piece)
+                        bar.advance(piece.nbytes)
+                    piece = Piece([0] * len(entry.shape), list(entry.shape), name, entry.name)
+                    index.tensors[entry.name] = TensorRecord(DTYPE_NAMES[entry.dtype], list(entry.shape), [piece])
+            files[name] = file.record
+        files[indexes.NAME] = indexes.write(partial, index)
+        for extra in content.extras:
+            copy = shutil.copytree if extra.is_dir() else shutil.copyfile
+            copy(extra, partial / extra.name)
+        manifests.write(partial, Manifest(save_id=save_id, files=dict(sorted(files.items())), **content.about))
+    return sum(record["bytes"] for record in files.values()), len(groups)
+
+
+def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> str:
+    size = 5 * 10**9
+    if args.shards is not None:
+        folder, manifest = lookup.find(source)
+        tensors = CheckpointTensors(folder, manifest)
+        elements = sum(math.prod(tensors.shape(name) or ()) for name in tensors.names("model."))
+        width = 4 if args.dtype in ("auto", "float32") else 2
+        size = max(-(-elements * width // args.shards), 1)
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    made = export(source, out, dtype=dtype, max_shard_bytes=size, tokenizer=args.tokenizer, progress=progress)
+    return f"{made.checkpoint} -> {made.out}: {made.architecture}, {readable(made.nbytes)} in {made.files} file(s)"
+
+
+def _pieces(source: Source, parts: tuple[Entry, list[str]]) -> Iterator[Tensor]:
+    entry, names = parts
+    for name in names:
+        total = math.prod(source.shape(name) or ())
+        counts = [min(_PIECE_ELEMENTS, total - start) for start in range(0, total, _PIECE_ELEMENTS)]
+        for piece in source.elements(name, counts):
+            yield piece.to(entry.dtype)
+
+
+def _open_ours(source: str) -> Content:
+    """A checkpoint of ours, in any format, with all that is in it; every byte is verified first (format 1 knew no hashes)."""
+    tensors: CheckpointTensors | DcpTensors
+    if _is_format_1(source):
+        folder = _format_1_folder(source)
+        manifest = manifests.read_format_1(folder)
+        tensors = DcpTensors(folder)
+        values = {name: value for name, value in tensors.values("").items() if not name.endswith(_DROPPED)}
+    else:
+        folder, manifest = lookup.find(source)
+        manifests.verify(folder, manifest)
+        tensors = CheckpointTensors(folder, manifest)
+        values = tensors.values
+    entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
+    about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}
+    extras = [folder / name for name in ("tokenizer", "model.yaml") if (folder / name).exists()]
+    return Content(str(folder), tensors, {n: (e, [n]) for n, e in entries.items()}, values, about, extras)
+
+
+def _open_composer(path: Path, config_file: str | None) -> Content:
+    tensors, config, weights = open_composer(path, config_file)
+    parts = {}
+    for weight in weights:
+        name = f"model.{weight.ours}"
+        parts[name] = Entry(name, _FP32, weight.shape), [part.name for part in weight.parts]
+    about = {
+        "step": 0,
+        "tokens": 0,
+        "config": {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}},
+        "clock": {},
+        "data": {},
+        "versions": store.versions("torch"),
+    }
+    return Content(str(path), tensors, parts, {}, about, [])
+
+
+def _is_format_1(source: str) -> bool:
+    if is_remote(source):
+        return False
+    try:
+        lookup.find(source)
+    except OldFormatError:
+        return True
+    return False
+
+
+def _format_1_folder(source: str) -> Path:
+    path = Path(source).expanduser()
+    if (path / manifests.NAME).is_file():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return next(folder for folder in reversed(manifests.folders(root)) if (folder / manifests.NAME).is_file())

@@ -1,0 +1,243 @@
+"""A run that moves: over GPU counts, kernels and onto a CPU, every 50 steps, beside one that stays.
+
+    python scripts/gpu/moving_checkpoint.py OUT [--part prepare,whole,moving,report] [a.b=c …]
+
+Trains yamls/bench/moving-25m.yaml twice: `whole` on all the GPUs that `--whole` says, `moving` in legs, each a start of its own
+that continues from the checkpoint of the one before. Then draws OUT/moving.png (both losses, and their difference), writes
+OUT/moving.json, and prints the largest difference and whether every step saw the same samples.
+
+Each part goes on where it was cut short, so the parts may run in several calls, or all in one. A leg is written
+`2a` (2 GPUs, kernel set a), `1b` or `cpu` (reference kernels); `--legs` is repeated to the
+end. Without GPUs every leg runs on CPU processes, which is good for a try: add model.d_model=64 and the like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.train.launch import launch
+
+FILE = Path(__file__).parents[2] / "yamls" / "bench" / "moving-25m.yaml"
+PARTS = ("prepare", "whole", "moving", "report")
+REFERENCE = {"attention": "reference", "ssd": "reference"}
+BLOCKS = {"attention": "a", "ssd": "m"}
+"""Which block of the YAML has the backend of an operation."""
+
+
+def main() -> int:
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rank:
+        return _rank(args)
+    sets = {name: dict(pair.split("=") for pair in getattr(args, name).split(",")) for name in "ab"}
+    if "prepare" in args.part:
+        from llmtrain.data.prepare import prepare
+
+        config = _config(args, args.out / "whole")
+        assert config.data.prepare is not None
+        print(prepare(config.data.prepare, progress=False).summary(), flush=True)
+    if "whole" in args.part:
+        _train(args, "whole", [args.whole], sets, every=None)
+    if "moving" in args.part:
+        _train(args, "moving", args.legs.split(","), sets, every=args.every)
+    return _report(args) if "report" in args.part else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the YAML's, in both runs")
+    parser.add_argument("--part", default=",".join(PARTS), metavar="PART,…")
+    parser.add_argument("--whole", default="2a", metavar="LEG")
+    parser.add_argument("--legs", default="2a,1b,cpu", metavar="LEG,LEG,…")
+    parser.add_argument("--every", type=int, default=50, help="steps of a leg")
+    parser.add_argument("--a", default="attention=sdpa,ssd=triton", metavar="OP=BACKEND,…")
+    parser.add_argument("--b", default="attention=triton,ssd=reference", metavar="OP=BACKEND,…")
+    cores = min(16, len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--threads", type=int, default=cores, help="of all ranks of a leg together (default: %(default)s)"
+    )
+    parser.add_argument("--rank", nargs=2, metavar=("RUN", "STOP"), help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
+    args.part = args.part.split(",")
+    if unknown := set(args.part) - set(PARTS):
+        parser.error(f"--part: no {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    return args
+
+
+def _config(args: argparse.Namespace, run_dir: Path) -> Config:
+    return load_config(FILE, [*args.overrides, f"run_dir={run_dir}"])
+
+
+def _train(
+    args: argparse.Namespace, run: str, legs: list[str], sets: dict[str, dict[str, str]], every: int | None
+) -> None:
+    run_dir = args.out / run
+    config = _config(args, run_dir)
+    total = int(config.train.duration.value)
+    every = every or total
+    interval = int(config.checkpoint.interval.value)
+    if every % interval:
+        raise SystemExit(f"--every {every}: must be a multiple of checkpoint.interval ({interval} steps)")
+    for number, leg in zip(range(-(-total // every)), itertools.cycle(legs), strict=False):
+        stop = min((number + 1) * every, total)
+        at = _step(run_dir)
+        if at >= stop:
+            continue
+        devices, kernels = ("", REFERENCE) if leg == "cpu" else (leg[:-1], sets[leg[-1]])
+        changes = [f"model.blocks.{BLOCKS[name]}.backend={backend}" for name, backend in kernels.items()]
+        size = int(devices or 1)
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if leg == "cpu" else {}
+        # A container may see more cores than it has, and threads beyond those wait for each other by spinning.
+        variables["OMP_NUM_THREADS"] = str(max(args.threads // size, 1))
+        micro = min(config.train.microbatch_size, config.train.global_batch_size // size)
+        changes.append(f"train.microbatch_size={micro}")
+        began = time.perf_counter()
+        print(
+            f"{run}: steps {at + 1} to {stop} on {leg}: {', '.join(f'{k} {v}' for k, v in kernels.items())}", flush=True
+        )
+        command = [sys.executable, __file__, str(args.out), *args.overrides, *changes, "--rank", run, str(stop)]
+        with patch.dict("os.environ", variables):
+            status = launch(command, size, str(run_dir))
+        if status or _step(run_dir) != stop:
+            raise SystemExit(f"{run} on {leg} ended with status {status} at step {_step(run_dir)}; see {run_dir}/logs")
+        seconds = time.perf_counter() - began
+        with (args.out / "legs.jsonl").open("a") as file:
+            entry = {"run": run, "leg": leg, "from": at, "to": stop, "seconds": round(seconds, 1), "kernels": kernels}
+            file.write(json.dumps(entry) + "\n")
+        print(f"{run}: {leg} took {seconds:.1f} s", flush=True)
+
+
+def _step(run_dir: Path) -> int:
+    """Of the newest complete checkpoint; 0 when there is none."""
+    found = manifests.latest(run_dir / "checkpoints", warn=print)
+    return found[1].step if found else 0
+
+
+def _rank(args: argparse.Namespace) -> int:
+    """One rank of a leg: trains to step STOP, as if it were killed there, just after its checkpoint."""
+    run, stop = args.rank
+    config = _config(args, args.out / run)
+    from composer.core import State
+    from composer.loggers import Logger, LoggerDestination
+    from composer.utils import dist
+
+    from llmtrain.train import composer_fixes
+    from llmtrain.train import run as training
+
+    class Interrupted(Exception):
+        pass
+
+    class Recorder(LoggerDestination):
+        """Writes which samples each step sees, over all ranks; ends the leg."""
+
+        def batch_start(self, state: State, logger: Logger) -> None:
+            step = state.timestamp.batch.value
+            if step == int(stop):
+                raise Interrupted
+            ids = sorted(itertools.chain(*dist.all_gather_object(state.batch["sample_ids"].tolist())))
+            if dist.get_global_rank() == 0:
+                with (args.out / f"{run}-samples.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step + 1, "ids": ids}) + "\n")
+
+    composer_fixes.quiet()
+    build = training.build_loggers
+    with patch.object(training, "build_loggers", lambda *a: [*build(*a), Recorder()]), contextlib.suppress(Interrupted):
+        training.train(config)
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # with the group of an interrupted run
+
+
+def _report(args: argparse.Namespace) -> int:
+    import matplotlib
+
+    from llmtrain.train.loggers import read_metrics
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    losses = {
+        run: dict(zip(*read_metrics(args.out / run / "metrics.jsonl", "loss/train/total"), strict=True))
+        for run in ("whole", "moving")
+    }
+    steps = sorted(losses["whole"].keys() & losses["moving"].keys())
+    difference = {step: abs(losses["whole"][step] - losses["moving"][step]) for step in steps}
+    worst = max(steps, key=difference.__getitem__)
+    seen = {run: _samples(args.out / f"{run}-samples.jsonl") for run in ("whole", "moving")}
+    same = seen["whole"] == seen["moving"] and sorted(seen["whole"]) == steps
+    legs = [
+        leg for leg in map(json.loads, (args.out / "legs.jsonl").read_text().splitlines()) if leg["run"] == "moving"
+    ]
+    result = {
+        "steps": len(steps),
+        "largest_difference": difference[worst],
+        "relative": difference[worst] / losses["whole"][worst],
+        "at_step": worst,
+        "sample_ids_identical": same,
+        "final_loss": {run: found[steps[-1]] for run, found in losses.items()},
+        "legs": legs,
+    }
+    (args.out / "moving.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(9, 6), height_ratios=(2, 1), layout="constrained")
+    top.plot(
+        steps,
+        [losses["whole"][step] for step in steps],
+        linewidth=3,
+        color="0.75",
+        label=f"uninterrupted ({args.whole})",
+    )
+    top.plot(steps, [losses["moving"][step] for step in steps], linewidth=1, color="tab:red", label="moving")
+    bottom.semilogy(steps, [max(difference[step], 1e-9) for step in steps], linewidth=1, color="tab:red")
+    for leg in legs:
+        for axes in (top, bottom):
+            axes.axvspan(leg["from"], leg["to"], color="tab:blue", alpha=0.08 if leg["from"] // args.every % 2 else 0)
+        names = "\n".join(f"{name} {backend}" for name, backend in leg["kernels"].items())
+        top.text(
+            (leg["from"] + leg["to"]) / 2,
+            1.01,
+            f"{leg['leg']}\n{names}",
+            transform=top.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            fontsize=6,
+        )
+    top.set(ylabel="training loss (nats per token)")
+    top.legend(loc="lower left")
+    bottom.set(xlabel="step", ylabel="|difference|")
+    figure.suptitle(
+        f"largest difference {difference[worst]:.2e} at step {worst}; sample ids {'identical' if same else 'DIFFER'}",
+        fontsize=10,
+    )
+    figure.savefig(args.out / "moving.png", dpi=130)
+    print(
+        f"{len(steps)} steps, {len(legs)} legs: largest difference of the loss {difference[worst]:.3e} "
+        f"({result['relative']:.1e} relative) at step {worst}; sample ids {'identical in every step' if same else 'DIFFER'}"
+    )
+    return 0 if same else 1
+
+
+def _samples(file: Path) -> dict[int, list[int]]:
+    """Ids by step. A step that was run twice, after a leg was cut short, must have seen the same."""
+    found: dict[int, list[int]] = {}
+    for line in map(json.loads, file.read_text().splitlines()):
+        if found.setdefault(line["step"], line["ids"]) != line["ids"]:
+            raise SystemExit(f"{file}: step {line['step']} saw other samples the second time")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""`llmtrain checkpoint convert`: from format 1, from ours, and from what Composer itself writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.remote.mounted import MountedBucket
+from llmtrain.checkpoint.remote.upload import upload
+from llmtrain.config.schema import Config
+from llmtrain.convert.reading import CheckpointTensors
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.published import open_published
+from tests.support import checkpoints
+from tests.support.conversion import CONFIGS, convert, publish, refused
+from tests.support.stores import flip
+from tests.support.tiny import tiny_config
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, flat, after its hashes were compared."""
+    manifest = manifests.read(folder)
+    manifests.verify(folder, manifest)
+    tensors = CheckpointTensors(folder, manifest)
+    sizes = {name: torch.Size(tensors.shape(name) or ()).numel() for name in tensors.names("")}
+    return {name: next(tensors.elements(name, [size])) for name, size in sizes.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_files(finished, tmp_path, capsys, count):
+    run, out = finished[0].run_dir, tmp_path / "out"
+    text = convert(capsys, "checkpoint", "convert", run, out, "--to", "llmtrain", "--shards", count)
+    folder, before = lookup.find(run)
+    after = manifests.read(out)
+    files = len(list(out.glob("*.safetensors")))
+    assert abs(files - count) <= 1 and f"in {files} file(s), with its optimizer" in text
+    assert after.save_id != before.save_id
+    kept = ("step", "tokens", "config", "clock", "data", "versions")
+    assert all(getattr(after, name) == getattr(before, name) for name in kept)
+    assert same(read(folder), read(out))
+    assert indexes.read(folder, before).values == indexes.read(out, after).values
+
+
+def test_what_is_damaged_is_not_passed_on(finished, tmp_path, capsys):
+    convert(capsys, "checkpoint", "convert", finished[0].run_dir, tmp_path / "one", "--to", "llmtrain")
+    flip(next((tmp_path / "one").glob("*.safetensors")))
+    text = refused(capsys, "checkpoint", "convert", tmp_path / "one", tmp_path / "two", "--to", "llmtrain")
+    assert "is not what was written" in text and not (tmp_path / "two").exists()
+
+
+def test_an_import_keeps_its_tokenizer_and_goes_to_hugging_face_again(tmp_path, capsys):
+    source = publish(tmp_path / "source", "llama")
+    convert(capsys, "import", source, tmp_path / "imported")
+    text = convert(capsys, "checkpoint", "convert", tmp_path / "imported", tmp_path / "ours", "--to", "llmtrain")
+    assert "weights alone" in text and same(read(tmp_path / "imported"), read(tmp_path / "ours"))
+    options = ["--to", "hf", "--shards", 2, "--dtype", "bfloat16"]
+    convert(capsys, "checkpoint", "convert", tmp_path / "ours", tmp_path / "hf", *options)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) in (2, 3)
+    published, original = open_published(tmp_path / "hf"), open_published(source)
+    assert set(published) == set(original)
+    assert all(torch.equal(published[name], original[name].bfloat16()) for name in original)
+
+
+def test_a_checkpoint_in_a_store_serves_as_one_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    source = publish(tmp_path / "source", "mpt")
+    convert(capsys, "import", source, tmp_path / "step-00000000")
+    bucket = MountedBucket(tmp_path / "mounted")
+    upload(bucket, tmp_path / "step-00000000")
+    convert(capsys, "checkpoint", "convert", bucket.url, tmp_path / "ours", "--to", "llmtrain")
+    assert same(read(tmp_path / "step-00000000"), read(tmp_path / "ours"))
+    convert(capsys, "export", bucket.url, tmp_path / "hf", "--tokenizer", source)
+    assert set(open_published(tmp_path / "hf")) == set(open_published(source))
+
+
+def save_format_1(config: Config, folder: Path) -> dict[str, Any]:
+    """A job: a checkpoint as llmtrain wrote it in format 1, of a model that has taken a step; what it holds."""
+    from tests.distributed.test_store import build
+
+    model, optimizer = build(config)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.save(state, checkpoint_id=folder)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        content = {"step": 3, "tokens": 8, "config": config.model_dump(mode="json"), "clock": {"batch": 3}, "format": 1}
+        (folder / "manifest.json").write_text(json.dumps(content | {"data": {}, "versions": {}, "files": files}))
+    return whole(state)
+
+
+def load(config: Config, folder: Path) -> dict[str, Any]:
+    """A job: what a fresh model and optimizer hold after loading."""
+    from llmtrain.checkpoint import store
+    from tests.distributed.test_store import build
+
+    model, optimizer = build(config, seed=2)
+    store.load(folder, model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return whole(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    )
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+    return {
+        n: v.full_tensor().tolist() if hasattr(v, "full_tensor") else getattr(v, "tolist", lambda v=v: v)()
+        for n, v in flat.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_format_1_comes_with_its_optimizer(ranks, shards, tmp_path, capsys, size):
+    config = tiny_config(shards, tmp_path / "run")
+    old = tmp_path / "run" / "checkpoints" / "step-00000003"
+    [saved, *_] = ranks(size).run(save_format_1, config, old)
+    text = convert(capsys, "checkpoint", "convert", tmp_path / "run", tmp_path / "step-00000003", "--to", "llmtrain")
+    assert "with its optimizer" in text
+    written = manifests.read(tmp_path / "step-00000003")
+    assert (written.step, written.tokens, written.clock) == (3, 8, {"batch": 3})
+    [loaded, *_] = ranks(1).run(load, config, tmp_path / "step-00000003")
+    assert loaded == saved
+    convert(capsys, "checkpoint", "convert", old, tmp_path / "hf", "--to", "hf")
+    assert open_published(tmp_path / "hf").config["model_type"] == "zamba2"
+
+
+class Bomb:
+    """Runs when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_no_code_of_a_pickle_is_run(tmp_path, capsys):
+    mark = tmp_path / "mark"
+    pickle.loads(pickle.dumps(Bomb(mark)))
+    assert mark.exists()  # it does run when nobody minds
+    mark.unlink()
+
+    bomb = tmp_path / "ep0-ba1-rank0.pt"
+    torch.save({"state": {"model": {}, "bomb": Bomb(mark)}}, bomb)
+    assert "no checkpoint of plain data" in refused(
+        capsys, "checkpoint", "convert", bomb, tmp_path / "out", "--to", "llmtrain"
+    )
+
+    folder = tmp_path / "sharded"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {"state": {"model": {"model.embed.weight": torch.ones(2)}, "bomb": Bomb(mark)}},
+            checkpoint_id=folder,
+            no_dist=True,
+        )
+    original = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
+    assert "which no index holds" in refused(
+        capsys, "checkpoint", "convert", folder, tmp_path / "out", "--to", "llmtrain"
+    )
+    index = pickle.loads(original)
+    (folder / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(index, planner_data=Bomb(mark))))
+    assert "which no index holds" in refused(
+        capsys, "checkpoint", "convert", folder, tmp_path / "out", "--to", "llmtrain"
+    )
+    assert not mark.exists() and not (tmp_path / "out").exists()
+
+
+def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[str, torch.Tensor]:
+    """A job: Composer saves a model of ours by itself; the parameters it had."""
+    from composer import Trainer
+    from composer.utils import FSDP2Config
+
+    from llmtrain.models.hybrid import HybridLM
+    from llmtrain.train.composer_model import ComposerHybridLM
+
+    model = HybridLM(config)
+    model.init_weights(5)
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    sharding: Any = {"fsdp": FSDP2Config(state_dict_type="sharded")} if sharded else None
+    trainer = Trainer(
+        model=ComposerHybridLM(model), optimizers=optimizer, parallelism_config=sharding, progress_bar=False
+    )
+    trainer.save_checkpoint(str(out / "ep0-ba0-rank{rank}.pt"))
+    trainer.close()
+    return expected
+
+
+@pytest.fixture
+def model_yaml(shards, tmp_path) -> tuple[ModelConfig, Path]:
+    config = tiny_config(shards, tmp_path / "run").model
+    file = tmp_path / "model.yaml"
+    file.write_text(json.dumps({"model": config.model_dump(mode="json")}))
+    return config, file
+
+
+def test_composers_file_of_our_model(ranks, model_yaml, tmp_path, capsys):
+    config, file = model_yaml
+    [expected] = ranks(1).run(save_with_composer, config, tmp_path, False)
+    source = tmp_path / "ep0-ba0-rank0.pt"
+    assert "--config FILE" in refused(capsys, "checkpoint", "convert", source, tmp_path / "out", "--to", "llmtrain")
+    text = convert(capsys, "checkpoint", "convert", source, tmp_path / "out", "--to", "llmtrain", "--config", file)
+    assert "weights alone" in text
+    assert same(read(tmp_path / "out"), {f"model.{name}": value.reshape(-1) for name, value in expected.items()})
+    assert ModelConfig.model_validate_json(json.dumps(manifests.read(tmp_path / "out").config["model"])) == config
+
+    other = config.model_dump(mode="json") | {"d_model": 64}
+    file.write_text(json.dumps({"model": other}))
+    said = refused(capsys, "checkpoint", "convert", source, tmp_path / "no", "--to", "llmtrain", "--config", file)
+    assert "embed.weight has shape [300, 32], expected [300, 64]" in said
+
+
+def test_composers_folder_of_our_model(ranks, model_yaml, tmp_path, capsys):
+    config, file = model_yaml
+    [expected, _] = ranks(2).run(save_with_composer, config, tmp_path / "saved", True)
+    [metadata] = (tmp_path / "saved").rglob(".metadata")
+    convert(capsys, "checkpoint", "convert", metadata.parent, tmp_path / "out", "--to", "llmtrain", "--config", file)
+    assert same(read(tmp_path / "out"), {f"model.{name}": value.reshape(-1) for name, value in expected.items()})
+
+
+def save_mpt_with_composer(out: Path) -> dict[str, torch.Tensor]:
+    """A job: an MPT as LLM Foundry names its tensors, in Composer's HuggingFaceModel."""
+    from composer import Trainer
+    from composer.models import HuggingFaceModel
+    from transformers import MptForCausalLM
+
+    torch.manual_seed(4)
+    mpt = MptForCausalLM(CONFIGS["mpt"]())
+    model = HuggingFaceModel(mpt, use_logits=True, metrics=[], eval_metrics=[])
+    trainer = Trainer(model=model, optimizers=torch.optim.AdamW(mpt.parameters()), progress_bar=False)
+    trainer.save_checkpoint(str(out / "ep0-ba0-rank{rank}.pt"))
+    trainer.close()
+    return {name: parameter.detach().clone() for name, parameter in mpt.named_parameters()}
+
+
+def test_composers_file_of_an_mpt_says_itself_what_it_is(ranks, tmp_path, capsys):
+    [expected] = ranks(1).run(save_mpt_with_composer, tmp_path)
+    checkpoints.tokenizer().save(tmp_path / "tokenizer")
+    options = ["--to", "hf", "--tokenizer", tmp_path / "tokenizer"]
+    convert(capsys, "checkpoint", "convert", tmp_path / "ep0-ba0-rank0.pt", tmp_path / "hf", *options)
+    published = open_published(tmp_path / "hf")
+    assert published.config["model_type"] == "mpt"
+    assert {name: published[name].tolist() for name in published} == {n: v.tolist() for n, v in expected.items()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ep0-ba0-rank0.pt", "hf", "tokenizer"]

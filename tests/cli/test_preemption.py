@@ -1,0 +1,81 @@
+"""SIGTERM, as a job manager sends it: the run saves, ends with its own status, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.cli.test_train import LAUNCHERS, command, wait_for
+from tests.support.project import LLMTRAIN, Project, living, stop
+
+ENDLESS = {"train.duration": "100000 steps", "checkpoint.interval": "50000 steps", "schedule.type": "constant"}
+
+
+def steps(project: Project) -> int:
+    file = project.run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "torchrun"))],
+)
+def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
+    project.write(ENDLESS)
+    how = LAUNCHERS[launcher]() if launcher in LAUNCHERS else [*LLMTRAIN, "train"]
+    process = project.start([*how, "run.yaml"])
+    try:
+        wait_for(lambda: steps(project) > 3)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)  # less than the 120 s after which it would end anyway
+        assert living(project.folder) == []
+    finally:
+        stop(process, project.folder)
+    if launcher != "torchrun":  # which says that it was signalled
+        assert process.returncode == 143
+        assert "Traceback" not in text
+    assert text.count("SIGTERM: saving after this step, within 120 s") == 1
+    [name] = project.checkpoints()
+    step = int(name[5:])
+    assert f"SIGTERM: saved step {step} in {project.run_dir}/checkpoints/{name}; the same command continues" in text
+    assert steps(project) == step  # nothing was done that is not in it
+    # On another number of ranks, too.
+    size = 1 if launcher == "llmtrain" else 2
+    changes = ["schedule.type=constant", f"train.duration={step + 3} steps"]
+    (status, text), *_ = ranks(size).run(command, "train", str(project.folder / "run.yaml"), *changes)
+    assert status == 0, text
+    assert f"(step {step} of {step + 3})" in text
+
+
+@pytest.mark.slow
+def test_one_ranks_signal_is_every_ranks(project):
+    """A node of many is drained: the others are not told."""
+    project.write(ENDLESS)
+    process = project.start([*LLMTRAIN, "train", "--nproc", "2", "run.yaml"])
+    try:
+        wait_for(lambda: steps(project) > 3)
+        children = [pid for pid in living(project.folder) if pid != process.pid]
+        one = next(pid for pid in children if b"\0RANK=1\0" in environment(pid))
+        os.kill(one, signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 143
+    [name] = project.checkpoints()
+    assert f"saved step {int(name[5:])}" in text and "Traceback" not in text
+
+
+def environment(pid: int) -> bytes:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return b"\0" + file.read()
+
+
+def test_a_final_checkpoint_that_cannot_be_written_fails_the_run(ranks, project):
+    (project.run_dir).mkdir()
+    (project.run_dir / "checkpoints").touch()  # a file, where a folder must be
+    [(status, text)] = ranks(1).run(command, "train", str(project.folder / "run.yaml"))
+    assert status == 1, text
+    assert text.strip().splitlines()[-1].startswith("cannot create ")
+    assert "Traceback" not in text

@@ -1,0 +1,67 @@
+"""What one rank notes of SIGTERM: agreement, the second signal, the time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from llmtrain.train.distributed import free_port, initialize, rank_environment
+from llmtrain.train.preemption import STATUS, Preemption
+
+
+def step_until_agreed(signalled_rank: int, at: int) -> list[bool]:
+    with Preemption(60) as preemption:
+        found = []
+        for step in range(6):
+            if step == at and dist.get_rank() == signalled_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            found.append(preemption.agreed())
+    return found
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_ranks_agree_one_step_later(ranks, signalled_rank):
+    before = signal.getsignal(signal.SIGTERM)
+    assert ranks(2).run(step_until_agreed, signalled_rank, 2) == [[False, False, False, True, True, True]] * 2
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def hang(note: Path, grace_seconds: float) -> None:
+    """A rank whose step never ends."""
+    os.environ.update(rank_environment(0, 1, free_port()))
+    initialize()
+    with Preemption(grace_seconds):
+        note.touch()
+        while True:
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "at"),
+    [
+        pytest.param(1.0, [0.0], id="the time limit"),
+        pytest.param(600.0, [0.0, 0.1, 3.0, 6.0], id="a second signal, and one that is an echo"),
+    ],
+)
+def test_it_ends_by_itself(tmp_path, grace_seconds, at):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["llmtrain.train.run"])
+    process = context.Process(target=hang, args=(tmp_path / "note", grace_seconds))
+    process.start()
+    assert process.pid is not None
+    while not (tmp_path / "note").exists():
+        time.sleep(0.02)
+    began = time.monotonic()
+    for moment in at:
+        process.join(max(began + moment - time.monotonic(), 0))
+        if process.is_alive():  # the last is for a process so slow that it noted the first late
+            os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == STATUS
+    assert time.monotonic() - began >= min(grace_seconds, 2.0)

@@ -1,0 +1,44 @@
+"""A small model sharded over the ranks of a test, and what to compare of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from llmtrain.checkpoint import store
+from llmtrain.config.schema import Config
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.train.distributed import world_from_environment
+from llmtrain.train.optim import build_optimizer
+from llmtrain.train.parallel import parallelize
+
+
+def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:
+    """A sharded model with an optimizer that has taken a step."""
+    with torch.device("meta"):
+        model = HybridLM(config.model)
+    parallelize(model, config.train, world_from_environment(), torch.device("cpu"))
+    model.init_weights(seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    tokens = torch.arange(64).reshape(2, 32)
+    model(tokens, tokens).loss.backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: HybridLM, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [
+        (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in [*model.parameters(), *moments]
+    ]
+
+
+def write(
+    root: Path, model: HybridLM, optimizer: torch.optim.Optimizer, step: int, keep_last: int | None = None
+) -> Path:
+    return store.save(root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=keep_last)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
