@@ -11,9 +11,9 @@ from llmtrain.config.base import PositiveInt, Probability, Problem, Section, fre
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 
 AttentionBackend = Literal[
-    "auto", "reference", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:cpu", "flex"
+    "auto", "reference", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:cpu", "flex", "triton"
 ]
-SSDBackend = Literal["auto", "reference"]
+SSDBackend = Literal["auto", "reference", "triton"]
 
 
 class NormConfig(Section):

@@ -60,8 +60,11 @@ def test_tiles_through_descriptors(case, tiles, monkeypatch):
     described = []
     made = kernels._descriptor
     monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: described.append(rows) or made(t, rows))
-    assert_agree(case, 2, 45)
+    assert_agree(case, 2, 64)
     assert described == [16, 16, 16, 16, 32, 32]
+    described.clear()
+    assert_agree(case, 2, 45)  # not in whole tiles: by pointers
+    assert not described
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])
