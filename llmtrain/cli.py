@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from llmtrain import __version__
+from llmtrain.bench.commands import add_bench
 from llmtrain.checkpoint.commands import add_checkpoint
 from llmtrain.config.commands import add_check, add_schema
 from llmtrain.convert.commands import add_export, add_import
 from llmtrain.data.commands import add_prepare
+from llmtrain.doctor.commands import add_doctor
 from llmtrain.eval.commands import add_eval
 from llmtrain.flops.commands import add_describe, add_mfu
 from llmtrain.generate.commands import add_generate
@@ -32,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
         add_export,
         add_checkpoint,
         add_mfu,
+        add_doctor,
+        add_bench,
         add_schema,
     ):
         add(commands)

@@ -63,8 +63,9 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Tests marked slow run only when asked for: pytest -m slow."""
-    if "slow" not in config.getoption("-m"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: run it with -m slow"))
+    """Tests marked slow or compile run only when asked for: pytest -m slow."""
+    for mark in ("slow", "compile"):
+        if mark not in config.getoption("-m"):
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"{mark}: run it with -m {mark}"))

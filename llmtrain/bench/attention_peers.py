@@ -1,4 +1,4 @@
-"""The public attention kernels that ours are measured against: FlashAttention-2 and cuDNN as in torch, FlexAttention."""
+"""FlexAttention with whatever mask and change of scores a spec and packed documents ask for, as a peer of our kernels."""
 
 from __future__ import annotations
 
@@ -8,26 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def peers(spec: AttentionSpec, seq_len: int, ids: Tensor | None) -> dict[str, Attention]:
-    """Those that can serve; q: [batch, T, n_heads, head_dim], k, v alike. ids: documents, as for our kernels."""
-    here, device = platform.detect(), torch.device("cuda")
-    found: dict[str, Attention] = {}
-    for label, name in (("FA2", "sdpa:flash"), ("cuDNN", "sdpa:cudnn")):
-        # A document mask is what they do not have.
-        if ids is None and registry.refusal("attention", name, spec, here) is None:
-            kernel = registry.resolve("attention", name, spec, here).build(spec, here)
-            context = kernel.prepare(seq_len, device)
-            found[label] = lambda q, k, v, kernel=kernel, context=context: kernel(q, k, v, context)
-    return found | {"Flex": _flex(spec, seq_len, ids)}
-
-
-def _flex(spec: AttentionSpec, seq_len: int, ids: Tensor | None) -> Attention:
+def flex(spec: AttentionSpec, seq_len: int, ids: Tensor | None) -> Attention:
+    """q: [batch, T, n_heads, head_dim], k, v alike -> like q. ids: [batch, T], documents, or None."""
     window = spec.sliding_window or seq_len
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -42,7 +29,7 @@ def _flex(spec: AttentionSpec, seq_len: int, ids: Tensor | None) -> Attention:
         return score - slopes[h] * (i - j) if spec.alibi_max_bias is not None else score
 
     batch = None if ids is None else ids.shape[0]
-    mask = create_block_mask(visible, batch, None, seq_len, seq_len, device="cuda", _compile=True)
+    mask = create_block_mask(visible, batch, None, seq_len, seq_len, device="cuda")
     plain = spec.softcap is None and spec.alibi_max_bias is None
     kernel = torch.compile(flex_attention, dynamic=False)
     grouped = spec.n_heads != spec.n_kv_heads

@@ -13,6 +13,26 @@ if TYPE_CHECKING:
 Vendor = Literal["nvidia", "amd", "cpu"]
 
 
+# Bytes of shared memory (AMD: LDS) that one program can have. CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"; AMD's CDNA and RDNA instruction set architecture guides.
+_SHARED = {
+    "sm80": 166_912,
+    "sm86": 101_376,
+    "sm87": 166_912,
+    "sm89": 101_376,
+    "sm90": 232_448,
+    "sm100": 232_448,
+    "sm103": 232_448,
+    "sm120": 101_376,
+    "sm121": 101_376,
+}
+
+
+def shared_limit(arch: str) -> int | None:
+    """Bytes of shared memory of one program, or None where it is not known."""
+    return 65_536 if arch.startswith("gfx") else _SHARED.get(arch)
+
+
 @dataclass(frozen=True)
 class Platform:
     """One device that runs kernels.

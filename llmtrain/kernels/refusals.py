@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
@@ -13,4 +16,35 @@ def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
         return f"our Triton kernels take {', '.join(_TRITON_DTYPES)}, not {dtype}; use reference"
     if platform is not None and platform.vendor == "cpu":
         return "our Triton kernels need a GPU; use reference"
+    if platform is not None:
+        try:
+            tuning.nearest(platform)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def refuse_untuned(
+    kernels: tuple[str, ...], dtype: str, sizes: dict[str, int], platform: Platform | None
+) -> str | None:
+    """Where no row of a tuning table fits: GPUs with less shared memory than the data center's, at large sizes."""
+    if platform is None:
+        return None
+    try:
+        for kernel in kernels:
+            tuning.select(kernel, dtype, sizes, platform)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refuse_package(packages: tuple[str, ...], install: str, platform: Platform | None) -> str | None:
+    """What a backend lacks that lives in a package of others. Asks for no import; with no platform, nothing is missing."""
+    if platform is None:
+        return None
+    if platform.vendor == "cpu":
+        return f"{packages[0]} needs a GPU; use reference"
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed: pip install {install}"
     return None

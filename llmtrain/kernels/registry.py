@@ -53,16 +53,20 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient),
         Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu),
         Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex),
-        Backend("triton", "llmtrain.kernels.attention.triton", attention.refuse_triton),
+        Backend("triton", "llmtrain.kernels.attention.triton", attention.refuse_triton_sequence),
+        # Of others, where installed: in no preference, so `auto` does not take them.
+        Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
     "ssd": (
         Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),
         Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
+        Backend("mamba_ssm", "llmtrain.kernels.ssd.mamba_ssm", ssd.refuse_mamba_ssm),
     ),
     "conv1d": (
         Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
         Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
         Backend("triton", "llmtrain.kernels.conv1d.triton", conv1d.refuse_triton_sequence),
+        Backend("causal_conv1d", "llmtrain.kernels.conv1d.causal_conv1d", conv1d.refuse_causal_conv1d),
     ),
     "gated_norm": (
         Backend("reference", "llmtrain.kernels.gated_norm.reference", gated_norm.refuse_nothing),

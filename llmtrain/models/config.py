@@ -11,9 +11,18 @@ from llmtrain.config.base import PositiveInt, Probability, Problem, Section, fre
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 
 AttentionBackend = Literal[
-    "auto", "reference", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:cpu", "flex", "triton"
+    "auto",
+    "reference",
+    "sdpa",
+    "sdpa:flash",
+    "sdpa:cudnn",
+    "sdpa:efficient",
+    "sdpa:cpu",
+    "flex",
+    "triton",
+    "flash_attn",
 ]
-SSDBackend = Literal["auto", "reference", "triton"]
+SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
 
 
 class NormConfig(Section):

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, ssd_forward
-from llmtrain.kernels.ssd.triton_launch import LAUNCHES, Launch, default_launch
+from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
 from tests.support import scans
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
@@ -88,10 +89,12 @@ def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, group
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", LAUNCHES)
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])
 def test_the_tables_agree_with_the_reference(arch):
     spec = SSDSpec(12, 64, 64, 1, 256, **FP32)
-    assert_agrees(spec, 1, 100, True, LAUNCHES[arch])
+    for row in tuning.read_shipped(arch).rows:
+        if (row.kernel, row.shape) == ("ssd", (64, 128)):
+            assert_agrees(spec, 1, 100, True, replace(row.launch, precision="ieee"))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from llmtrain.kernels.attention.documents import documents
-from llmtrain.kernels.attention.triton_launch import KERNELS, choose
 from llmtrain.kernels.attention.triton_tiles import parts_of
-from llmtrain.kernels.platform import Platform
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
@@ -52,15 +50,3 @@ def test_documents_are_runs_of_equal_ids():
     assert found.ends.tolist() == [[2, 2, 2, 4, 4, 5], [-1, 0, 4, 4, 4, 4], [0, 1, 3, 3, 3, 5]]
     for bound in (found.starts, found.ends):
         assert (bound.diff(dim=1) >= 0).all()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "vendor, arch, same_as",
-    [("nvidia", "sm86", "sm80"), ("nvidia", "sm100", "sm90"), ("amd", "gfx950", "gfx942"), ("amd", "gfx90a", "gfx90a")],
-)
-def test_every_head_dim_has_a_launch_and_unknown_architectures_take_the_nearest(vendor, arch, same_as, dtype):
-    here, nearest = (Platform(vendor, name, "", 1) for name in (arch, same_as))
-    for head_dim in range(8, 257, 8):
-        for kernel in KERNELS:
-            assert choose(kernel, head_dim, dtype, here) == choose(kernel, head_dim, dtype, nearest)

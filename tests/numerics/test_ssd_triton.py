@@ -6,15 +6,14 @@ In one process of its own: Triton reads TRITON_INTERPRET when it is imported. Th
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llmtrain.kernels import registry
+from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import LAUNCHES, HeadsLaunch, default_launch, parsed
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch, parsed
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
@@ -34,17 +33,8 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
     assert "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(
-    "vendor, arch, same_as",
-    [("nvidia", "sm86", "sm80"), ("nvidia", "sm90", "sm90"), ("amd", "gfx950", "gfx942"), ("amd", "gfx90a", "gfx90a")],
-)
-def test_an_architecture_without_a_row_takes_the_nearest(vendor, arch, same_as):
-    spec = SSDSpec(80, 64, 128, 1, 256)
-    assert default_launch(spec, Platform(vendor, arch, "", 1 << 36)) == LAUNCHES[same_as]
-
-
 def test_the_forward_walks_where_that_fills_the_device():
-    launch = replace(LAUNCHES["sm90"], processors=132)
+    launch = default_launch(SSDSpec(80, 64, 128, 1, 256), Platform("nvidia", "sm90", "", 1 << 36, 132))
     assert [launch.walks(programs) for programs in (128, 160, 320, 640)] == [True, False, False, True]
 
 
@@ -54,8 +44,9 @@ def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
 
 
 def test_a_launch_survives_its_dump():
-    for launch in LAUNCHES.values():
-        assert parsed(launch.dump()) == launch
+    for row in tuning.read_shipped("sm90").rows:
+        if row.kernel == "ssd":
+            assert parsed(row.launch.dump()) == row.launch
 
 
 @pytest.mark.parametrize(

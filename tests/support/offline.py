@@ -1,122 +1,241 @@
-"""Compiles Triton kernels for a GPU that is not there and says what they take; run as a program, by test_step_compiles.
+"""Compiles every row of the tuning tables for its architecture, without a GPU, and keeps what they take under review.
 
-    python -m tests.support.offline cuda 90 32 < cases.json      (or: hip gfx942 64)
+    python -m tests.support.offline --update [--arch sm90 ...] [--all] [--workers N]
 
-A case is [label, operation, fields of its spec, batch, capacity]. The step is called as on a GPU, with tensors that
-have no memory; where it would launch a kernel, the kernel is compiled, with the pointer hints of a real launch.
-Prints one JSON line per kernel.
+tests/data/compiled.json says for each row and what it is asked to do: registers, shared memory, spills, occupancy, and a
+hash of all that the answer depends on. --update compiles what is new or whose hash has changed (--all: everything),
+prints what does not fit, and writes the file and each row's `shared`. AMD rows are compiled with buffer operations on
+and, at their own shape, off. Nothing here launches a kernel: AMD's rows have not been run.
 """
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import ast
+import functools
+import hashlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from llmtrain.bench.tune.compiling import Compiled, Compilers, Task, default_workers
+from llmtrain.kernels import tuning, tuning_files
+from llmtrain.kernels.platform import shared_limit
+from llmtrain.kernels.tuning import Row
 
-from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.spec import SSDSpec
-
-
-class Offline:
-    """Stands in for Triton's GPU driver."""
-
-    def __init__(self, target: Any):
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+ROOT = Path(__file__).parents[2]
+REVIEWED = ROOT / "tests/data/compiled.json"
+ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+COLUMNS = ("registers", "shared", "spilled", "occupancy", "matrix")
+WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks")
 
 
-def main(kind: str, arch: str, warp_size: str) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+@dataclass(frozen=True)
+class Check:
+    """A row asked to do one thing. own: of the row's own shape, which `shared` is about."""
 
-    offline: Any = Offline(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size)))
-    driver.set_active(offline)
-    where = Platform("amd" if kind == "hip" else "nvidia", f"sm{arch}" if kind == "cuda" else arch, "", 1 << 36, 132)
-    labels: list[str] = []
-    launch = JITFunction.run
+    key: str
+    task: Task
+    row: Row
+    own: bool
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
-        taken = _nvidia(compiled) if kind == "cuda" else _amd(compiled)
-        print(json.dumps({"case": labels[-1], "kernel": self.fn.__name__, "shared": compiled.metadata.shared, **taken}))
-        return compiled
-
-    JITFunction.run = compile_only
-    for label, operation, fields, batch, capacity in json.load(sys.stdin):
-        labels.append(label)
-        call(operation, fields, batch, capacity, where)
+    @functools.cached_property
+    def hash(self) -> str:
+        task = asdict(self.task)
+        return _sha([source(self.task.operation), json.dumps(task, sort_keys=True)])
 
 
-def call(operation: str, fields: dict[str, Any], batch: int, capacity: int, where: Platform) -> None:
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def half(*shape: int) -> Tensor:
-        return empty(*shape, dtype=getattr(torch, fields.get("dtype", "bfloat16")))
-
-    family = operation.removesuffix("_step")
-    module = importlib.import_module(f"llmtrain.kernels.{family}.step_triton")
-    if family == "attention":
-        spec = AttentionSpec(**fields)
-        cache = half(batch, spec.n_kv_heads, capacity, spec.head_dim)
-        position, first = empty(1, dtype=torch.int64), empty(batch, dtype=torch.int32)
-        module.build(spec, where, "")(half(batch, spec.n_heads, spec.head_dim), cache, cache, position, first)
-    elif family == "ssd":
-        spec = SSDSpec(**fields)
-        heads, shared = empty(spec.n_heads), half(batch, spec.n_groups, spec.d_state)
-        state = empty(batch, spec.n_heads, spec.head_dim, spec.d_state)
-        x, dt = half(batch, spec.n_heads, spec.head_dim), half(batch, spec.n_heads)
-        module.build(spec, where, "")(x, dt, heads, shared, shared, heads, heads, state)
-    else:
-        spec = Conv1dSpec(**fields)
-        window = half(batch, spec.width - 1, spec.channels).transpose(1, 2)
-        weight, bias = half(spec.channels, spec.width), half(spec.channels)
-        module.build(spec, where, "")(half(batch, spec.channels), window, weight, bias)
+def checks(arches: Iterable[str] = ARCHES) -> list[Check]:
+    return [check for arch in arches for row in tuning.read_shipped(arch).rows for check in _of_row(arch, row)]
 
 
-def _nvidia(compiled: Any) -> dict[str, int]:
-    """From the cubin; what spills lives on the stack."""
+def _of_row(arch: str, row: Row) -> Iterator[Check]:
+    operation, _, part = row.kernel.partition(".")
+    for what, case, own in _cases(arch, row):
+        environments: list[dict[str, str]] = [{}]
+        if own and arch.startswith("gfx"):
+            environments.append({"AMDGCN_USE_BUFFER_OPS": "0"})
+        for environment in environments:
+            task = Task(operation, case, part or "whole", asdict(row.launch), arch, environment)
+            off = " | no buffer ops" if environment else ""
+            yield Check(f"{arch} | {row.label} | {what}{off}", task, row, own)
+
+
+def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """What a row must be able to do: its own shape, the other shapes that come to it, and every option.
+
+    In float32, its own shape alone.
+    """
+    if row.kernel == "ssd":
+        head_dim, d_state = row.shape
+        base = {"head_dim": head_dim, "d_state": d_state, "dtype": row.dtype, "heads": 80}
+        yield "plain", base, True
+        yield "documents", {**base, "packed": True}, True
+        rivals = [r.shape for r in tuning.read_shipped(arch).rows if _rival(r, row)]
+        if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
+            yield "half the state", {**base, "d_state": d_state // 2}, False
+        return
+    (head_dim,) = row.shape
+    base = {"head_dim": head_dim, "dtype": row.dtype, "heads": 8, "seq_len": 4096}
+    grouped = {"kv_heads": 2, "seq_len": 4097}
+    if row.variant == "mixed":
+        yield "mixed", {**base, **grouped, "variant": "mixed"}, True
+        yield "mixed, full", {**base, **grouped, "variant": "mixed, full"}, True
+        return
+    if row.variant is not None:
+        yield row.variant, {**base, "variant": row.variant}, True
+        return
+    yield "plain", base, True
+    if row.dtype == "float32":
+        return
+    for other in HEAD_DIMS:
+        near = min(r.shape[0] for r in tuning.read_shipped(arch).rows if _rival(r, row) and r.shape[0] >= other)
+        if near == head_dim != other:
+            yield f"head_dim {other}", {**base, "head_dim": other}, False
+    yield "alibi", {**base, "variant": "alibi"}, True
+    yield "softcap", {**base, "variant": "softcap"}, True
+    yield "window, ragged, grouped", {**base, **grouped, "variant": "window"}, True
+    yield "documents, ragged, grouped", {**base, **grouped, "variant": "documents"}, True
+
+
+def _rival(other: Row, row: Row) -> bool:
+    return (other.kernel, other.dtype, other.variant) == (row.kernel, row.dtype, row.variant)
+
+
+@functools.cache
+def source(operation: str) -> str:
+    """A hash of the kernels' code and of what calls them, without comments and docstrings; and of Triton's version."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {"registers": _number(r"REG:(\d+)", usage), "spilled": _number(r"STACK:(\d+)", usage)}
+    files = sorted((ROOT / "llmtrain/kernels" / operation).glob("triton*.py"))
+    assert files
+    return _sha([triton.__version__, *(_code(file) for file in files)])
 
 
-def _amd(compiled: Any) -> dict[str, int]:
-    """From the assembly. Spilled: registers, or bytes of private memory."""
-    text = compiled.asm["amdgcn"]
-    spills = [_number(rf"\.{what}: +(\d+)", text) for what in ("vgpr_spill_count", "private_segment_fixed_size")]
-    return {"registers": _number(r"\.vgpr_count: +(\d+)", text), "spilled": max(spills)}
+def _code(file: Path) -> str:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found, f"{pattern} is not in {text[-2000:]}"
-    return int(found[1])
+def _sha(texts: list[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
+    """A line of the reviewed table. A kernel compiled more than once, for several arguments: the worst of each."""
+    kernels: dict[str, dict[str, int]] = {}
+    for kernel in compiled.kernels:
+        known = kernels.setdefault(kernel["kernel"], {name: kernel[name] for name in COLUMNS})
+        for name in COLUMNS:
+            best = min if name in ("occupancy", "matrix") else max
+            known[name] = best(known[name], kernel[name])
+    return {"hash": check.hash, "failed": compiled.failed, "kernels": kernels}
+
+
+def faults(check: Check, found: dict[str, Any]) -> list[str]:
+    """What is wrong with an entry, in words."""
+    if found["failed"]:
+        return [f"{check.key}: {found['failed']}"]
+    limit = shared_limit(check.task.arch)
+    assert limit is not None and found["kernels"]
+    wrong = []
+    for name, taken in found["kernels"].items():
+        if taken["spilled"] and not may_spill(check):
+            wrong.append(f"{check.key}: {name} spills {taken['spilled']}")
+        if taken["shared"] > limit:
+            wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes of shared memory, of {limit}")
+        if not taken["matrix"] and name not in WITHOUT_PRODUCTS:
+            wrong.append(f"{check.key}: {name} has no matrix instructions")
+        if check.own and taken["shared"] > check.row.shared:
+            wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes; the row says {check.row.shared}")
+    return wrong
+
+
+def may_spill(check: Check) -> bool:
+    """Where no launch was found that does not.
+
+    float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves comparisons. And
+    dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention).
+    """
+    single = check.row.dtype == "float32" and check.task.arch.startswith("sm")
+    three_parts = (("sm80", "sm90"), "attention.dkdv", (224,), None)
+    return single or (
+        check.task.arch in three_parts[0] and (check.row.kernel, check.row.shape, check.row.variant) == three_parts[1:]
+    )
+
+
+def reviewed() -> dict[str, Any]:
+    return json.loads(REVIEWED.read_text(encoding="utf-8")) if REVIEWED.exists() else {}
+
+
+def stale(wanted: Iterable[Check]) -> list[Check]:
+    """Those that the reviewed table does not hold as they are now, or that did not compile."""
+    known = {key: found["hash"] for key, found in reviewed().items() if not found["failed"]}
+    return [check for check in wanted if known.get(check.key) != check.hash]
+
+
+def compile_all(wanted: list[Check], workers: int, timeout_s: float = 300.0) -> Iterator[tuple[Check, dict[str, Any]]]:
+    with Compilers(workers, timeout_s) as compilers:
+        for i, compiled in compilers.results([check.task for check in wanted]):
+            yield wanted[i], entry(wanted[i], compiled)
+
+
+def write(entries: dict[str, Any]) -> None:
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(entries.items())]
+    REVIEWED.parent.mkdir(exist_ok=True)
+    REVIEWED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", required=True)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHES), choices=ARCHES)
+    parser.add_argument("--match", default="", help="only keys that contain this")
+    parser.add_argument("--all", action="store_true", help="what has not changed too")
+    parser.add_argument("--workers", type=int, default=default_workers())
+    options = parser.parse_args()
+    began, everything = time.monotonic(), checks()
+    wanted = [c for c in everything if c.task.arch in options.arch and options.match in c.key]
+    wanted = wanted if options.all else stale(wanted)
+    entries = {c.key: reviewed()[c.key] for c in everything if c.key in reviewed()}
+    for number, (check, found) in enumerate(compile_all(wanted, options.workers), 1):
+        entries[check.key] = found
+        left = (time.monotonic() - began) / number * (len(wanted) - number)
+        spilled = max((kernel["spilled"] for kernel in found["kernels"].values()), default=0)
+        print(f"{number}/{len(wanted)} {left:4.0f} s left  {check.key}  {found['failed'] or spilled or ''}", flush=True)
+        if number % 10 == 0:
+            write(entries)
+    write(entries)
+    _update_shared(everything, entries)
+    wrong = [line for c in checks() if c.key in entries for line in faults(c, entries[c.key])]
+    print("\n".join(wrong))
+    print(f"{len(wanted)} compiled in {time.monotonic() - began:.0f} s, {len(wrong)} faults")
+    return 1 if wrong else 0
+
+
+def _update_shared(everything: list[Check], entries: dict[str, Any]) -> None:
+    """What each row takes at its own shape, into the tables."""
+    taken: dict[tuple[str, Any], int] = {}
+    for check in everything:
+        if check.own and check.key in entries:
+            shared = [kernel["shared"] for kernel in entries[check.key]["kernels"].values()]
+            key = (check.task.arch, check.row.key)
+            taken[key] = max([taken.get(key, 0), *shared])
+    for arch in ARCHES:
+        rows = tuning.read_shipped(arch).rows
+        now = [replace(row, shared=taken.get((arch, row.key), row.shared)) for row in rows]
+        if now != list(rows):
+            tuning_files.save(tuning.FOLDER / f"{arch}.yaml", arch, now, tuning.read_shipped(arch).l2_budget)
+    tuning.forget()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

@@ -103,12 +103,27 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
 
 
 def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    """Of our kernels on whole sequences, and of those on one new token."""
+    """What neither our kernels on whole sequences nor those on one new token serve."""
     if spec.head_dim % 8 or spec.head_dim > 256:
         return (
             f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
         )
     return refusals.refuse_triton(spec.dtype, platform)
+
+
+def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    kernels = ("attention.forward", "attention.dq", "attention.dkdv")
+    sizes = {"head_dim": spec.head_dim}
+    return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
+
+
+def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"flash_attn takes bfloat16 or float16, not {spec.dtype}; use precision amp_bf16"
+    return refusals.refuse_package(("flash_attn",), "flash-attn", platform)
 
 
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:

@@ -190,8 +190,8 @@ class Call:
         self.parts, self.group = parts_of(self.head_dim), self.n_heads // self.n_kv
         self.where = where or _where(q.device)
         dtype = str(q.dtype).removeprefix("torch.")
-        self.launches = {kernel: choose(kernel, self.head_dim, dtype, self.where) for kernel in KERNELS}
-        self.launches.update(launches or {})
+        wanted = (self.head_dim, dtype, self.where, self.seq_len, self._variant())
+        self.launches = {kernel: choose(kernel, *wanted) for kernel in KERNELS} | (launches or {})
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -278,6 +278,19 @@ class Call:
             "PRECISION": "tf32x3" if self.where.vendor == "nvidia" else "ieee",
         }
         return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.where)}
+
+    def _variant(self) -> str:
+        """As tuning tables name it; `mixed` without causality, and where more than one thing is beyond the plain."""
+        if not self.causal:
+            return "mixed"
+        features = {
+            "window": self.window is not None,
+            "softcap": self.softcap is not None,
+            "alibi": self.slopes is not None,
+            "documents": self.starts is not None,
+        }
+        found = [name for name, here in features.items() if here]
+        return "mixed" if len(found) > 1 else (found or ["plain"])[0]
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])

@@ -1,10 +1,11 @@
-"""How the attention kernels are launched: tile sizes and the like, as data, by architecture, kernel and head_dim."""
+"""How the attention kernels are launched: tile sizes and the like, from the tuning tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 
 Kernel = Literal["forward", "dq", "dkdv"]
@@ -36,66 +37,28 @@ class Launch:
         return options
 
 
-# (head_dim up to, launch), first match. Untuned: chosen among what compiles without spills, see bench/.
-_HALF: dict[str, dict[Kernel, list[tuple[int, Launch]]]] = {
-    "sm90": {
-        "forward": [
-            (64, Launch(128, 128, 8, 2, described=True)),
-            (128, Launch(128, 64, 8, 3, described=True)),
-            (160, Launch(128, 64, 8, 2)),
-            (256, Launch(64, 64, 8, 2)),
-        ],
-        "dq": [
-            (64, Launch(128, 64, 8, 3, described=True)),
-            (128, Launch(128, 64, 8, 2, described=True)),
-            (160, Launch(64, 64, 8, 2)),
-            (256, Launch(64, 32, 8, 2)),
-        ],
-        "dkdv": [
-            (64, Launch(64, 128, 8, 2, described=True)),
-            (128, Launch(32, 128, 8, 2, described=True)),
-            (256, Launch(32, 64, 8, 2)),
-        ],
-    },
-    "sm80": {
-        "forward": [(64, Launch(128, 64, 8, 3)), (128, Launch(128, 32, 8, 3)), (256, Launch(64, 32, 8, 2))],
-        "dq": [(64, Launch(128, 64, 8, 2)), (128, Launch(64, 64, 8, 2)), (256, Launch(64, 32, 8, 2))],
-        "dkdv": [(64, Launch(32, 128, 8, 2)), (128, Launch(32, 64, 8, 2)), (256, Launch(16, 64, 8, 2))],
-    },
-    "gfx942": {
-        "forward": [(64, Launch(128, 64, 4, 1)), (128, Launch(128, 64, 4, 1)), (256, Launch(64, 32, 4, 1))],
-        "dq": [(64, Launch(64, 64, 4, 1)), (128, Launch(64, 64, 4, 1)), (256, Launch(64, 32, 4, 1))],
-        "dkdv": [(64, Launch(64, 64, 4, 1)), (128, Launch(32, 64, 4, 1)), (256, Launch(16, 64, 4, 1))],
-    },
-}
-_HALF["gfx90a"] = _HALF["gfx942"]
-
-_SINGLE: dict[Kernel, list[tuple[int, Launch]]] = {
-    "forward": [(128, Launch(64, 32, 4, 1)), (256, Launch(32, 32, 4, 1))],
-    "dq": [(128, Launch(32, 32, 4, 1)), (256, Launch(32, 16, 4, 1))],
-    "dkdv": [(128, Launch(32, 32, 4, 1)), (256, Launch(16, 32, 4, 1))],
-}
 _INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
 
-# Of the L2 cache, what the tiles read again and again by programs that run at once may take.
-_SHARED_CACHE = {"sm90": 32 << 20, "sm80": 24 << 20, "gfx942": 128 << 20, "gfx90a": 4 << 20}
 
+def choose(
+    kernel: Kernel,
+    head_dim: int,
+    dtype: str,
+    platform: Platform,
+    seq_len: int | None = None,
+    variant: str | None = None,
+) -> Launch:
+    """What the tuning table says.
 
-def choose(kernel: Kernel, head_dim: int, dtype: str, platform: Platform) -> Launch:
-    """The row for this architecture; for one without rows, that of the nearest older of its vendor."""
+    variant: `plain`; the one thing beyond it: alibi, window, documents or softcap; or `mixed`, several, or no causality,
+    which takes registers that the others can use for larger tiles. None: rows that name no variant.
+    """
     if platform.vendor == "cpu":
         return _INTERPRETED
-    rows = _SINGLE if dtype == "float32" else _HALF[_nearest(platform)]
-    return next(launch for most, launch in rows[kernel] if head_dim <= most)
+    return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant).launch
 
 
 def together(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
     """How many pairs of sequence and head should run side by side when each rereads `bytes_each`."""
-    budget = (32 << 20) if platform.vendor == "cpu" else _SHARED_CACHE[_nearest(platform)]
+    budget = (32 << 20) if platform.vendor == "cpu" else tuning.table(platform).l2_budget
     return max(1, budget // bytes_each) * at_least
-
-
-def _nearest(platform: Platform) -> str:
-    if platform.vendor == "amd":
-        return platform.arch if platform.arch in _HALF else "gfx942"
-    return "sm90" if int(platform.arch.removeprefix("sm")) >= 90 else "sm80"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_triton
+from llmtrain.kernels.refusals import refuse_package, refuse_triton
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,15 @@ def refuse_triton_sequence(spec: Conv1dSpec, platform: Platform | None) -> str |
 
 def refuse_step_triton(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
+
+
+def refuse_causal_conv1d(spec: Conv1dSpec, platform: Platform | None) -> str | None:
+    if not 2 <= spec.width <= 4 or spec.channels % 8:
+        return (
+            f"causal_conv1d takes a width of 2 to 4 and channels that are a multiple of 8, not {spec.width} and "
+            f"{spec.channels}; use reference"
+        )
+    return refuse_package(("causal_conv1d", "causal_conv1d_cuda"), "causal-conv1d", platform)
 
 
 def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:

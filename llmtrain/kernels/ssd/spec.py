@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_triton
+from llmtrain.kernels.refusals import refuse_package, refuse_triton, refuse_untuned
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,21 @@ def refuse_triton_scan(spec: SSDSpec, platform: Platform | None) -> str | None:
     for name, size, largest in (("head_dim", spec.head_dim, 128), ("d_state", spec.d_state, 256)):
         if size > largest:
             return f"our Triton scan takes a {name} up to {largest}, not {size}; use reference"
-    return refuse_triton(spec.dtype, platform)
+    sizes = {"head_dim": spec.head_dim, "d_state": spec.d_state}
+    return refuse_triton(spec.dtype, platform) or refuse_untuned(("ssd",), spec.dtype, sizes, platform)
 
 
 def refuse_step_triton(spec: SSDSpec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
+
+
+def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
+    if spec.d_state > 256 or spec.chunk_size & (spec.chunk_size - 1) or spec.chunk_size < 16:
+        return (
+            f"mamba_ssm takes a d_state up to 256 and a chunk_size that is a power of two from 16 on, not {spec.d_state} and "
+            f"{spec.chunk_size}; use reference"
+        )
+    return refuse_package(("mamba_ssm",), "mamba-ssm", platform)
 
 
 def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:

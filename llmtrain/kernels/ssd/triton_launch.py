@@ -1,4 +1,4 @@
-"""Launch parameters of the SSD kernels, per architecture. Not tuned yet: chosen by what compiles without spills."""
+"""Launch parameters of the SSD kernels, from the tuning tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.tuning_files import decode
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Launch:
     walk; passing, scan: the two forms of the forward. pairs, states: the two kernels of the backward within chunks.
     keep_states: the backward takes the states of the forward, 2 * T * heads * head_dim * d_state / chunk bytes in bf16,
         instead of computing them again. Wants chunk == chunk_backward.
-    precision: of fp32 matrix products. processors: of the device.
+    precision: of fp32 matrix products. processors: of the device; no row has it.
     """
 
     chunk: int
@@ -93,80 +95,10 @@ class Launch:
 
 @functools.cache
 def parsed(dumped: str) -> Launch:
-    fields = json.loads(dumped)
-    kinds = {
-        "walk": WalkLaunch,
-        "scan": HeadsLaunch,
-        "passing": PassLaunch,
-        "pairs": HeadsLaunch,
-        "states": HeadsLaunch,
-    }
-    return Launch(**fields | {name: kind(**fields[name]) for name, kind in kinds.items()})
-
-
-def _warps(count: int) -> dict[str, int]:
-    return {"num_warps": count}
-
-
-def _amd(count: int) -> dict[str, int]:
-    return {"num_warps": count, "matrix_instr_nonkdim": 16}
-
-
-_CDNA = Launch(
-    chunk=64,
-    walk=WalkLaunch(columns=64, stages=1, options=_amd(4)),
-    scan=HeadsLaunch(programs=2, stages=1, options=_amd(4)),
-    chunk_backward=64,
-    passing=PassLaunch(rows=64, columns=64, stages=1, options=_amd(4)),
-    pairs=HeadsLaunch(programs=2, stages=1, options=_amd(8)),
-    states=HeadsLaunch(programs=2, stages=1, options=_amd(8)),
-)
-# For bf16, d_state up to 128, head_dim up to 64.
-LAUNCHES: dict[str, Launch] = {
-    # compiled only
-    "sm80": Launch(
-        chunk=64,
-        walk=WalkLaunch(columns=32, stages=2, options=_warps(4)),
-        scan=HeadsLaunch(programs=2, stages=2, options=_warps(4)),
-        chunk_backward=32,
-        passing=PassLaunch(rows=64, columns=64, stages=2, options=_warps(4)),
-        pairs=HeadsLaunch(programs=2, stages=2, options=_warps(4)),
-        states=HeadsLaunch(programs=2, stages=2, options=_warps(8)),
-    ),
-    # measured on an H200, 2026-11-21: 80 heads of 64, d_state 128, 16,384 tokens
-    "sm90": Launch(
-        chunk=64,
-        walk=WalkLaunch(columns=64, stages=3, options=_warps(4), described=True),
-        scan=HeadsLaunch(programs=2, stages=3, options=_warps(4), described=True),
-        chunk_backward=64,
-        passing=PassLaunch(rows=64, columns=64, stages=3, options=_warps(4)),
-        pairs=HeadsLaunch(programs=2, stages=2, options=_warps(4), described=True),
-        states=HeadsLaunch(programs=2, stages=3, options=_warps(8), described=True),
-    ),
-    # compiled only
-    "gfx90a": _CDNA,
-    "gfx942": _CDNA,
-}
+    return decode(Launch, json.loads(dumped), "launch")
 
 
 def default_launch(spec: SSDSpec, platform: Platform) -> Launch:
-    """Of this architecture, or of the nearest that is in the table; smaller tiles for wider numbers and states."""
-    amd = platform.vendor == "amd"
-    launch = LAUNCHES.get(platform.arch) or LAUNCHES["gfx942" if amd else "sm80"]
-    launch = replace(launch, processors=platform.processors)
-    wide, large = spec.dtype == "float32", spec.d_state > 128
-    if wide or large or spec.head_dim > 64:
-        few = _amd(8) if amd else _warps(8)
-        largest = (wide or large) and spec.head_dim > 64
-        launch = replace(
-            launch,
-            chunk=32,
-            chunk_backward=32 if amd and not largest else 16,
-            walk=replace(launch.walk, columns=32, stages=1, options=few),
-            scan=replace(launch.scan, stages=1, options=few),
-            passing=PassLaunch(rows=64, columns=32, stages=1, options=few),
-            pairs=replace(launch.pairs, stages=1, options=few),
-            states=replace(launch.states, stages=1, options=few),
-        )
-    # Three products in tf32 for one in fp32 have fp32's accuracy.
-    return replace(launch, precision="tf32x3") if wide and not amd else launch
+    """What the tuning table says, for this device's number of processors."""
+    shape = {"head_dim": spec.head_dim, "d_state": spec.d_state}
+    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, processors=platform.processors)

@@ -85,7 +85,9 @@ def test_platform_reasons_wait_for_a_platform():
 
 
 def test_an_unknown_backend_is_named_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"no attention backend named 'flsh'.*auto, flex, reference, sdpa.*, triton"):
+    with pytest.raises(
+        ValueError, match=r"no attention backend named 'flsh'.*auto, flash_attn, flex, reference, sdpa.*, triton"
+    ):
         registry.resolve("attention", "flsh", PLAIN, CPU)
 
 
@@ -99,6 +101,7 @@ def test_table_has_every_backend_once():
         "sdpa:cpu": False,
         "flex": True,
         "triton": True,
+        "flash_attn": False,
     }
 
 

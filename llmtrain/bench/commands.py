@@ -1,0 +1,82 @@
+"""`llmtrain bench tune` and `llmtrain bench kernels`. Declaring them imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_bench(commands) -> None:
+    bench = commands.add_parser("bench", help="measure and tune the kernels on this machine")
+    add_benches(bench.add_subparsers(dest="bench", required=True, metavar="WHAT"))
+
+
+def add_benches(commands) -> None:
+    _add_tune(commands)
+    _add_kernels(commands)
+
+
+def _add_tune(commands) -> None:
+    sub = commands.add_parser(
+        "tune",
+        help="search launch parameters for this GPU and write a row of the tuning table",
+        description="Compiles the candidates in parallel, drops what spills, does not fit or is wrong against float64, "
+        "times the rest, and writes the fastest as a row of your own tuning table, which kernels then use. "
+        "The shape defaults to attention at head_dim 128, a scan at 80 heads x 64, d_state 128.",
+        epilog="example: llmtrain bench tune --operation attention --shape head_dim=96 --kernels forward",
+    )
+    sub.add_argument("--operation", default="attention", metavar="NAME", help="attention (default) or ssd")
+    sub.add_argument(
+        "--shape", nargs="+", default=[], metavar="NAME=SIZE", help="head_dim=128, d_state=64, heads=80, ..."
+    )
+    sub.add_argument(
+        "--seq-len", type=int, metavar="T", help="measure at T (default 4096), and write a row for it alone"
+    )
+    sub.add_argument(
+        "--variant",
+        metavar="NAME",
+        help="attention: plain (default), alibi, window, documents, softcap or mixed; the row is for it alone",
+    )
+    sub.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default), float16 or float32")
+    sub.add_argument(
+        "--kernels", nargs="+", metavar="PART", help="some parts only: forward, dq, dkdv; scan, after, ..."
+    )
+    sub.add_argument("--quick", action="store_true", help="fewer candidates")
+    sub.add_argument("--top", type=int, default=5, metavar="N", help="rows to show per kernel (default 5)")
+    sub.add_argument("--workers", type=int, metavar="N", help="processes that compile (default: one per core)")
+    where = sub.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, metavar="FILE", help="write the row there (use it by LLMTRAIN_TUNING=FILE)")
+    where.add_argument("--into-package", action="store_true", help="write the shipped table of this architecture")
+    where.add_argument("--dry-run", action="store_true", help="write nothing")
+    sub.set_defaults(func=tune)
+
+
+def _add_kernels(commands) -> None:
+    sub = commands.add_parser(
+        "kernels",
+        help="time every kernel backend beside the public ones",
+        description="Every operation x backend x shape on this machine: forward, backward, memory, share of the "
+        "roofline, error against float64; a Markdown table, JSON and a plot.",
+    )
+    sub.add_argument("--only", nargs="+", metavar="NAME", help="attention, ssd, conv1d, gated_norm, mixer")
+    sub.add_argument("--seq-len", nargs="+", type=int, metavar="T", help="these lengths only")
+    sub.add_argument("--match", metavar="TEXT", help="cells whose name contains this")
+    sub.add_argument("--quick", action="store_true", help="one length, no public scan with chunks of 128")
+    sub.add_argument("--peer-path", type=Path, metavar="FOLDER", help="where mamba_ssm and causal_conv1d lie")
+    sub.add_argument("--out", type=Path, default=Path("bench-kernels"), metavar="FOLDER", help="default bench-kernels/")
+    sub.add_argument(
+        "--workers", type=int, metavar="N", help="processes that compile (default: one per core, at most 14)"
+    )
+    sub.set_defaults(func=kernels)
+
+
+def tune(args: argparse.Namespace) -> int:
+    from llmtrain.bench.tune.command import run
+
+    return run(args)
+
+
+def kernels(args: argparse.Namespace) -> int:
+    from llmtrain.bench.kernels.command import run
+
+    return run(args)

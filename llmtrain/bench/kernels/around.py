@@ -1,0 +1,269 @@
+"""The cells around the scan: convolution with SiLU, gated norm, and the mixer without its two projections."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.bench.kernels import scan
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, draw, generator, leaf, run_both, wide
+from llmtrain.bench.tune import ssd
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.ssd.reference import ReferenceSSD
+
+WIDTH, EPS = 4, 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a mixer. d_inner = heads x head_dim channels pass the gate, conv channels the convolution."""
+
+    heads: int = 80
+    head_dim: int = 64
+    d_state: int = 128
+    tokens: int = 16384
+    dtype: str = "bfloat16"
+
+    @property
+    def d_inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.d_inner + 2 * self.d_state
+
+    @property
+    def bytes(self) -> int:
+        """Of one number per token."""
+        return self.tokens * (2 if self.dtype == "bfloat16" else 4)
+
+    def projection(self, seq_len: int, g: torch.Generator) -> Tensor:
+        """z | x B C | dt, as the mixer's first projection gives it."""
+        width = self.d_inner + self.channels + self.heads
+        return draw(g, self.tokens // seq_len, seq_len, width, dtype=getattr(torch, self.dtype))
+
+
+TINY = Sizes(2, 16, 16, 256, "float32")
+
+
+def conv_cells(tiny: bool) -> Iterator[Cell]:
+    sizes = TINY if tiny else Sizes()
+    for seq_len in (128,) if tiny else scan.LENGTHS:
+        yield _conv(sizes, seq_len)
+
+
+def norm_cells(tiny: bool) -> Iterator[Cell]:
+    yield _norm(TINY if tiny else Sizes(), 128 if tiny else 4096)  # tokens are all that counts
+
+
+def mixer_cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
+    if tiny:
+        yield _mixer(TINY, 128, chunks)
+        return
+    for heads, head_dim, d_state in scan.SHAPES:
+        for seq_len in scan.LENGTHS:
+            yield _mixer(Sizes(heads, head_dim, d_state), seq_len, chunks)
+
+
+def _conv(sizes: Sizes, seq_len: int) -> Cell:
+    channels = sizes.channels
+
+    def inputs() -> tuple[list[Tensor], Tensor]:
+        g = generator()
+        x = sizes.projection(seq_len, g)[..., sizes.d_inner : sizes.d_inner + channels]
+        weight, bias = draw(g, channels, WIDTH, dtype=x.dtype), draw(g, channels, dtype=x.dtype)
+        return [leaf(x), leaf(weight), leaf(bias)], draw(g, *x.shape, dtype=x.dtype)
+
+    def exact(leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+        return run_both(causal_conv1d_silu, wide(leaves), dy.double())
+
+    flops = 2.0 * sizes.tokens * channels * WIDTH
+    moved = channels * sizes.bytes
+    return Cell(
+        "conv1d", f"{channels} channels", seq_len, inputs, lambda: _conv_contenders(sizes), exact,
+        Work(flops, 2 * moved), Work(3 * flops, 3 * moved),
+    )  # fmt: skip
+
+
+def _named(operation: Any, spec: Any) -> list[str]:
+    return [row.backend for row in registry.table(operation, spec, platform.detect()) if row.reason is None]
+
+
+def _built(operation: Any, name: str, spec: Any) -> Callable[..., Tensor]:
+    """As the model runs it: what is PyTorch is compiled, on a GPU."""
+    here = platform.detect()
+    kernel = registry.resolve(operation, name, spec, here).build(spec, here)
+    compiled = here.vendor != "cpu" and name in ("reference", "aten")
+    return torch.compile(kernel, dynamic=False) if compiled else kernel
+
+
+def _conv_contenders(sizes: Sizes) -> list[Contender]:
+    spec = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype)
+    names = [name for name in _named("conv1d", spec) if name != "causal_conv1d"]
+    found = [Contender(name, lambda name=name: _built("conv1d", name, spec), name == "aten") for name in names]
+    if _have_conv():
+        found.append(Contender("causal_conv1d", _public_conv, True))
+    return found
+
+
+def _have_conv() -> bool:
+    """The package, and the CUDA extension it is built around."""
+    names = ("causal_conv1d", "causal_conv1d_cuda")
+    return device() == "cuda" and all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def _public_conv() -> Callable[..., Tensor]:
+    from causal_conv1d import causal_conv1d_fn  # type: ignore[import-not-found]
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+
+    return run
+
+
+def _norm(sizes: Sizes, seq_len: int) -> Cell:
+    def inputs() -> tuple[list[Tensor], Tensor]:
+        g = generator()
+        z = sizes.projection(seq_len, g)[..., : sizes.d_inner]
+        x, weight = draw(g, *z.shape, dtype=z.dtype), draw(g, sizes.d_inner)
+        return [leaf(x), leaf(z), leaf(weight)], draw(g, *z.shape, dtype=z.dtype)
+
+    def exact(leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+        return run_both(gated_norm, wide(leaves), dy.double())
+
+    moved, flops = sizes.d_inner * sizes.bytes, 8.0 * sizes.tokens * sizes.d_inner
+    return Cell(
+        "gated_norm", f"{sizes.d_inner} channels", seq_len, inputs, lambda: _norm_contenders(sizes), exact,
+        Work(flops, 3 * moved), Work(2 * flops, 5 * moved),
+    )  # fmt: skip
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """rms(x silu(z)) weight over all channels, in fp32 or wider."""
+    wider = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wider) * F.silu(z.to(wider))
+    return (F.rms_norm(y, y.shape[-1:], eps=EPS) * weight).to(x.dtype)
+
+
+def _norm_spec(sizes: Sizes) -> Any:
+    """None where the registry knows no such operation."""
+    if "gated_norm" not in registry.OPERATIONS:
+        return None
+    return importlib.import_module("llmtrain.kernels.gated_norm.spec").GatedNormSpec(
+        sizes.d_inner, 1, EPS, False, sizes.dtype
+    )
+
+
+def _norm_contenders(sizes: Sizes) -> list[Contender]:
+    spec = _norm_spec(sizes)
+    if spec is None:
+        found = [Contender("reference", lambda: torch.compile(gated_norm) if device() == "cuda" else gated_norm)]
+    else:
+        names = _named("gated_norm", spec)
+        found = [Contender(name, lambda name=name: _built("gated_norm", name, spec)) for name in names]
+    if device() == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
+        found.append(Contender("mamba_ssm", _public_norm, True))
+    return found
+
+
+def _public_norm() -> Callable[..., Tensor]:
+    from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn  # type: ignore[import-not-found]
+
+    def run(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        return rmsnorm_fn(x, weight, None, z=z, eps=EPS, norm_before_gate=False)
+
+    return run
+
+
+def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
+    case = ssd.Case(sizes.heads, sizes.head_dim, sizes.d_state, 1, seq_len, sizes.dtype, sizes.tokens)
+
+    def inputs() -> tuple[list[Tensor], Tensor]:
+        g, n = generator(), sizes.heads
+        fused = sizes.projection(seq_len, g)
+        rates = -(1 + 15 * torch.rand(n, generator=g, device=fused.device))
+        taps = [draw(g, *shape, dtype=fused.dtype) for shape in ((sizes.channels, WIDTH), (sizes.channels,))]
+        vectors = [*taps, rates, draw(g, n), draw(g, n) - 4]
+        up = draw(g, sizes.tokens // seq_len, seq_len, sizes.d_inner, dtype=fused.dtype)
+        return [leaf(t) for t in (fused, *vectors, draw(g, sizes.d_inner))], up
+
+    def exact(leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+        pieces = wide(leaves, lambda t: t[-1:] if t.ndim == 3 else t)
+        reference = ReferenceSSD(case.spec)
+        run = mixer(sizes, causal_conv1d_silu, lambda *t: reference(*t)[0], gated_norm)
+        return [t for t in run_both(run, pieces, dy[-1:].double()) if t.ndim == 3]
+
+    forward, backward = scan.work(case)
+    conv, norm = sizes.channels * sizes.bytes, sizes.d_inner * sizes.bytes
+    return Cell(
+        "mixer", f"{sizes.heads}x{sizes.head_dim}, d_state {sizes.d_state}", seq_len, inputs,
+        lambda: _mixer_contenders(sizes, case, chunks), exact,
+        # What its three parts move; fused, it would be less.
+        Work(forward.flops, forward.bytes + 2 * conv + 3 * norm),
+        Work(backward.flops, backward.bytes + 3 * conv + 5 * norm),
+        (Bar("public", "sum", 2.0), Bar("public", "memory", 1.0)),
+        lambda found: [t[-1:] for t in found if t.ndim == 3],
+    )  # fmt: skip
+
+
+def mixer(
+    sizes: Sizes, conv: Callable[..., Tensor], ssd_: Callable[..., Tensor], norm: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """From the first projection's output to the second's input."""
+
+    def run(
+        fused: Tensor, weight: Tensor, bias: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor
+    ) -> Tensor:
+        z, xBC, dt = fused.split([sizes.d_inner, sizes.channels, sizes.heads], dim=-1)
+        x, B, C = conv(xBC, weight, bias).split([sizes.d_inner, sizes.d_state, sizes.d_state], dim=-1)
+        x = x.unflatten(-1, (sizes.heads, sizes.head_dim))
+        y = ssd_(x, dt, A, B.unsqueeze(2), C.unsqueeze(2), D, dt_bias)
+        return norm(y.flatten(-2), z, norm_weight)
+
+    return run
+
+
+def _mixer_contenders(sizes: Sizes, case: ssd.Case, chunks: tuple[int, ...]) -> list[Contender]:
+    here = platform.detect()
+    conv_spec, norm_spec = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype), _norm_spec(sizes)
+
+    def ours(name: str) -> Callable[..., Tensor]:
+        eager = []  # parts in plain PyTorch, which the model compiles
+
+        def part(operation: Any, spec: Any) -> Any:
+            able = _named(operation, spec)
+            chosen = name if name in able else registry.resolve(operation, "auto", spec, here).name
+            eager.append(chosen in ("reference", "aten"))
+            return registry.resolve(operation, chosen, spec, here).build(spec, here)
+
+        kernel, conv = part("ssd", case.spec), part("conv1d", conv_spec)
+        norm = gated_norm if norm_spec is None else part("gated_norm", norm_spec)
+        run = mixer(sizes, conv, lambda *t: kernel(*t)[0], norm)
+        compiled = here.vendor != "cpu" and (any(eager) or norm_spec is None)
+        return torch.compile(run, dynamic=False, fullgraph=True) if compiled else run
+
+    names = [name for name in _named("ssd", case.spec) if name in ("triton", "reference")]
+    if here.vendor != "cpu":
+        names = [name for name in names if name == "triton"]
+    found = [Contender(name, lambda name=name: ours(name)) for name in names]
+    if here.vendor != "cpu" and importlib.util.find_spec("mamba_ssm") is not None:
+        found += [_public_mixer(sizes, chunk) for chunk in chunks]
+    return found
+
+
+def _public_mixer(sizes: Sizes, chunk: int) -> Contender:
+    def make() -> Callable[..., Tensor]:
+        conv = _public_conv() if _have_conv() else torch.compile(causal_conv1d_silu, dynamic=False)
+        return mixer(sizes, conv, scan.public(chunk), _public_norm())
+
+    # Its scan has the variants of the scan's own cells.
+    return Contender(f"public {chunk}", make, True)

@@ -1,0 +1,170 @@
+"""What `llmtrain bench kernels` does: compile everything side by side, then measure one contender after the other."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.kernels import around, attention, report, scan
+from llmtrain.bench.kernels.cell import Cell, Contender, run_both
+from llmtrain.bench.kernels.measure import Result, ceilings, measure
+from llmtrain.bench.tune.search import commit, progress
+from llmtrain.kernels import platform
+
+OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "mixer")
+SHARES = 8  # into which the compilation of an autotuned public kernel is cut
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ValueError for a request that makes no sense. 1 if one of our kernels failed."""
+    began = time.perf_counter()
+    here = platform.detect()
+    tiny = here.vendor == "cpu"
+    if args.peer_path is not None:
+        if not args.peer_path.is_dir():
+            raise ValueError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
+        add_peers(args.peer_path)
+    cells = chosen(args, tiny)
+    if tiny:
+        print(
+            "No GPU here: tiny shapes on the CPU's backends. Not measured: our kernels, memory, public peers, the bars."
+        )
+    else:
+        warm(cells, args)
+    compiled = time.perf_counter() - began
+    most = ceilings()
+    import torch
+    import triton
+
+    words = " ".join(word for word in sys.argv[1:] if word not in ("bench", "kernels"))
+    head = [
+        f"{here.device_name}, torch {torch.__version__}, triton {triton.__version__}, commit {commit()}, "
+        f"{datetime.date.today().isoformat()}. Medians; `llmtrain bench kernels {words}`.",
+        f"Copy {most.bytes_s / 1e12:.2f} TB/s, matrix product {most.flops_s / 1e12:.0f} TFLOP/s. Ratio: to the best public "
+        "backend, forward + backward.",
+    ]
+    print("\n".join(head), flush=True)
+    done: list[tuple[Cell, list[Result]]] = []
+    with progress("measuring", len(cells)) as step:
+        for cell in cells:
+            done.append((cell, measure(cell, cell.contenders(), most)))
+            step()
+            if not tiny:
+                torch.cuda.empty_cache()
+    show(done)
+    facts: dict[str, Any] = {
+        "device": here.device_name,
+        "arch": here.arch,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "copy_bytes_s": most.bytes_s,
+        "matmul_flops_s": most.flops_s,
+    }
+    report.write(args.out, head, facts, done)
+    print(
+        f"{args.out}/kernels.md, .json, .png; {time.perf_counter() - began:.0f} s, of which {compiled:.0f} s compiling"
+    )
+    return 1 if any(one.failed and not one.public for _, results in done for one in results) else 0
+
+
+def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
+    wanted = args.only or list(OPERATIONS)
+    for name in wanted:
+        if name not in OPERATIONS:
+            raise ValueError(f"nothing to measure in '{name}'; there is {', '.join(OPERATIONS)}")
+    chunks = (256,) if args.quick else (128, 256)
+    every = {
+        "attention": lambda: attention.cells(tiny),
+        "ssd": lambda: scan.cells(tiny, chunks),
+        "conv1d": lambda: around.conv_cells(tiny),
+        "gated_norm": lambda: around.norm_cells(tiny),
+        "mixer": lambda: around.mixer_cells(tiny, chunks),
+    }
+    cells = [cell for name in OPERATIONS if name in wanted for cell in every[name]()]
+    lengths = args.seq_len or ([4096] if args.quick and not tiny else None)
+    found = [cell for cell in cells if lengths is None or cell.seq_len in lengths]
+    found = [cell for cell in found if args.match is None or args.match in cell.label]
+    if not found:
+        raise ValueError("no cell is left; there is:\n" + "\n".join(f"  {cell.label}" for cell in cells))
+    return found
+
+
+def warm(cells: list[Cell], args: argparse.Namespace) -> None:
+    """Compiles what the measurement will run, in processes side by side: it finds the code in the caches on disk."""
+    tasks: list[tuple[str, str, int]] = []
+    public: set[tuple[str, str]] = set()
+    for cell in cells:
+        for one in cell.contenders():
+            if one.warm is None:
+                tasks.append((cell.label, one.name, -1))
+            elif (cell.name, one.name) not in public:  # the same code at every length
+                public.add((cell.name, one.name))
+                tasks += [(cell.label, one.name, k) for k in range(SHARES)]
+    tasks.sort(key=lambda task: task[2] < 0)  # the long ones first
+    count = args.workers or min(14, len(os.sched_getaffinity(0)))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    os.environ.update(environment)
+    with (
+        ProcessPoolExecutor(count, get_context("spawn"), _begin, (args.quick, args.peer_path)) as pool,
+        progress("compiling", len(tasks)) as step,
+    ):
+        for future in as_completed([pool.submit(_warm, *task) for task in tasks]):
+            with contextlib.suppress(Exception):  # whatever fails here fails again, and says so, when it is measured
+                future.result()
+            step()
+    del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+
+
+_CELLS: dict[str, Cell] = {}
+
+
+def _begin(quick: bool, peers: Path | None) -> None:
+    if peers is not None:
+        add_peers(peers)
+    every = argparse.Namespace(only=None, quick=quick, seq_len=None, match=None)
+    _CELLS.update({cell.label: cell for cell in chosen(every, tiny=False)})
+
+
+def _warm(label: str, name: str, share: int) -> None:
+    import torch
+
+    cell = _CELLS[label]
+    one: Contender = next(c for c in cell.contenders() if c.name == name)
+    if one.warm is not None:
+        one.warm(share, SHARES)
+    else:
+        leaves, up = cell.inputs()
+        run_both(one.make(), leaves, up)
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def add_peers(folder: Path) -> None:
+    """The folder, and each of its folders that is a checkout with a package in it (causal-conv1d/causal_conv1d)."""
+    for path in (folder, *(child for child in folder.iterdir() if child.is_dir() and "-" in child.name)):
+        sys.path.insert(0, str(path.resolve()))
+
+
+def show(cells: list[tuple[Cell, list[Result]]]) -> None:
+    """A table on a terminal, Markdown in a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        print(report.markdown([], cells))
+        return
+    table = Table(*report.COLUMNS, box=None, pad_edge=False)
+    for row in report.table(cells):
+        table.add_row(*row)
+    console.print(table)

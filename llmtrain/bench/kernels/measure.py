@@ -1,0 +1,121 @@
+"""Timing, memory and error of one contender; what the machine can do at most."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.kernels.cell import Cell, Contender, Work, device, run_both
+from llmtrain.bench.tune.operations import relative_error
+
+REP_MS, WARMUP_MS = 100, 15
+
+
+@dataclass
+class Result:
+    """ms: medians. memory_mib: peak of forward and backward above the inputs, None where it is not measured.
+    share_*: the time that the copy and the matmul of this run say it needs at least, over the time it took.
+    error: the largest relative error of output and gradients against float64.
+    """
+
+    operation: str
+    cell: str
+    seq_len: int
+    backend: str
+    public: bool
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    memory_mib: float | None = None
+    share_forward: float = 0.0
+    share_backward: float = 0.0
+    error: float = 0.0
+    failed: str | None = None
+
+    @property
+    def sum_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    def dump(self) -> dict[str, Any]:
+        return {**asdict(self), "sum_ms": self.sum_ms}
+
+
+@dataclass
+class Ceilings:
+    """bytes_s: read and written by a copy; flops_s: of a bf16 (CPU: fp32) matrix product."""
+
+    bytes_s: float
+    flops_s: float
+
+    def least_ms(self, work: Work) -> float:
+        return 1e3 * max(work.bytes / self.bytes_s, work.flops / self.flops_s)
+
+
+def ceilings() -> Ceilings:
+    on_gpu = device() == "cuda"
+    size, n = (1 << 30, 8192) if on_gpu else (1 << 24, 512)
+    source = torch.empty(size, dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    copy = milliseconds(lambda: target.copy_(source))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b = (torch.randn(n, n, device=device(), dtype=dtype) for _ in range(2))
+    product = milliseconds(lambda: a @ b)
+    return Ceilings(2 * size / copy * 1e3, 2 * n**3 / product * 1e3)
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The median."""
+    if device() == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(run, warmup=WARMUP_MS, rep=REP_MS, return_mode="median"))  # type: ignore[arg-type]
+    run()
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def measure(cell: Cell, contenders: list[Contender], most: Ceilings) -> list[Result]:
+    """All contenders of a cell, one after the other. One that fails says why, and the others go on."""
+    leaves, up = cell.inputs()
+    exact = [t.detach() for t in cell.exact(leaves, up)]
+    results = []
+    for contender in contenders:
+        result = Result(cell.operation, cell.name, cell.seq_len, contender.name, contender.public)
+        try:
+            _measure(cell, contender, leaves, up, exact, most, result)
+        except Exception as error:
+            if "illegal memory access" in str(error):
+                raise  # nothing on this GPU can be trusted any more
+            result.failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        results.append(result)
+    return results
+
+
+def _measure(
+    cell: Cell, one: Contender, leaves: list[Tensor], up: Tensor, exact: list[Tensor], most: Ceilings, result: Result
+) -> None:
+    function = one.make()
+    found = cell.pieces(run_both(function, leaves, up))
+    result.error = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
+    del found
+    if device() == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_both(function, leaves, up)
+        torch.cuda.synchronize()
+        result.memory_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+    result.forward_ms = milliseconds(lambda: function(*leaves))
+    y = function(*leaves)
+    result.backward_ms = milliseconds(lambda: torch.autograd.grad(y, leaves, up, retain_graph=True))
+    result.share_forward = most.least_ms(cell.forward) / result.forward_ms
+    result.share_backward = most.least_ms(cell.backward) / result.backward_ms

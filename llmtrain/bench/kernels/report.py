@@ -1,0 +1,130 @@
+"""What `bench kernels` says: a Markdown table, JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.kernels.cell import OURS, Bar, Cell
+from llmtrain.bench.kernels.measure import Result
+
+COLUMNS = (
+    "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "peak MiB", "roofline fwd / bwd", "error", "ratio", "bar",
+)  # fmt: skip
+
+
+def value(result: Result, what: str) -> float | None:
+    if result.failed:
+        return None
+    return {
+        "forward": result.forward_ms,
+        "backward": result.backward_ms,
+        "sum": result.sum_ms,
+        "memory": result.memory_mib,
+    }[what]
+
+
+def best(results: list[Result], against: str, what: str) -> float | None:
+    """The least of the contenders whose name begins with `against`."""
+    found = [value(r, what) for r in results if r.backend == against or r.backend.split()[0] == against]
+    return min((v for v in found if v is not None), default=None)
+
+
+def ratio(results: list[Result], one: Result) -> float | None:
+    """How many times as fast as the best public contender, forward and backward together."""
+    public = [r.sum_ms for r in results if r.public and not r.failed]
+    return min(public) / one.sum_ms if public and not one.failed else None
+
+
+def verdict(results: list[Result], bar: Bar) -> str:
+    """`sum 1.52 x sdpa:flash, 1.4: met`."""
+    ours = next((value(r, bar.what) for r in results if r.backend == OURS), None)
+    theirs = best(results, bar.against, bar.what)
+    asked = f"{bar.what} {{}} × {bar.against} (asked {bar.at_least:g}): "
+    if ours is None or theirs is None or ours == 0:
+        return asked.format("?") + "not measured"
+    found = theirs / ours
+    return asked.format(f"{found:.2f}") + ("met" if found >= bar.at_least else "NOT MET")
+
+
+def table(cells: list[tuple[Cell, list[Result]]]) -> list[tuple[str, ...]]:
+    rows = []
+    for cell, results in cells:
+        for one in results:
+            name = f"{cell.operation} {cell.name}"
+            if one.failed:
+                rows.append((name, str(cell.seq_len), one.backend, one.failed, *[""] * (len(COLUMNS) - 4)))
+                continue
+            faster = ratio(results, one)
+            bars = "; ".join(verdict(results, bar) for bar in cell.bars) if one.backend == OURS else ""
+            rows.append(
+                (
+                    name,
+                    str(cell.seq_len),
+                    one.backend,
+                    f"{one.forward_ms:.3f}",
+                    f"{one.backward_ms:.3f}",
+                    f"{one.sum_ms:.3f}",
+                    "" if one.memory_mib is None else f"{one.memory_mib:,.0f}",
+                    "" if one.memory_mib is None else f"{one.share_forward:.0%} / {one.share_backward:.0%}",
+                    f"{one.error:.1e}",
+                    "" if faster is None else f"{faster:.2f}",
+                    bars,
+                )
+            )
+    return rows
+
+
+def markdown(head: list[str], cells: list[tuple[Cell, list[Result]]]) -> str:
+    lines = [*head, *([""] if head else []), f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += ["| " + " | ".join(word.replace("|", "/") for word in row) + " |" for row in table(cells)]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, head: list[str], facts: dict[str, Any], cells: list[tuple[Cell, list[Result]]]) -> None:
+    """kernels.md, kernels.json and kernels.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels.md").write_text(markdown(head, cells), encoding="utf-8")
+    entries = [
+        {**one.dump(), "ratio": ratio(results, one), "bars": [verdict(results, bar) for bar in cell.bars]}
+        for cell, results in cells
+        for one in results
+    ]
+    (folder / "kernels.json").write_text(json.dumps({**facts, "results": entries}, indent=1) + "\n", encoding="utf-8")
+    plot(folder / "kernels.png", cells)
+
+
+def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:
+    """Grouped bars per cell: speed, forward and backward together, relative to the best public backend (or the best)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(one.backend for _, results in cells for one in results))
+    shown = [(cell, [r for r in results if not r.failed]) for cell, results in cells]
+    shown = [(cell, results) for cell, results in shown if results]
+    if not shown:
+        return
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.14 * sum(len(results) + 2 for _, results in shown)))
+    colours = plt.get_cmap("tab20")
+    at, ticks, seen = 0.0, [], set()
+    for cell, results in shown:
+        reference = min((r.sum_ms for r in results if r.public), default=min(r.sum_ms for r in results))
+        first = at
+        for one in results:
+            label = one.backend if one.backend not in seen else None
+            seen.add(one.backend)
+            axes.barh(at, reference / one.sum_ms, 0.9, color=colours(names.index(one.backend) % 20), label=label)
+            at += 1
+        ticks.append(((first + at - 1) / 2, f"{cell.operation} {cell.name}, {cell.seq_len}"))
+        at += 1
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks([t for t, _ in ticks], [label for _, label in ticks], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("speed of forward + backward, best public backend = 1")
+    axes.legend(fontsize=7, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)

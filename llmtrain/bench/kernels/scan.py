@@ -1,0 +1,112 @@
+"""The cells of the scan, beside state-spaces/mamba's kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.kernels import autotuned
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, leaf, run_both, wide
+from llmtrain.bench.tune.ssd import Case
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.ssd.reference import ReferenceSSD
+
+LENGTHS = (2048, 4096, 8192)
+SHAPES = ((80, 64, 128), (80, 64, 64), (64, 64, 128))
+BARS = (
+    Bar("mamba_ssm", "sum", 2.0),
+    Bar("mamba_ssm", "forward", 1.8),
+    Bar("mamba_ssm", "backward", 2.0),
+    Bar("mamba_ssm", "memory", 1.0),
+)
+
+
+def cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
+    """chunks: of the public kernels."""
+    if tiny:
+        yield _cell(Case(2, 16, 16, 1, 128, "float32", 256), (), ())
+        return
+    for shape in SHAPES:
+        for seq_len in LENGTHS:
+            yield _cell(Case(*shape, seq_len=seq_len), BARS, chunks)
+
+
+def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
+    def inputs() -> tuple[list[Tensor], Tensor]:
+        *tensors, dy = case.tensors(device())
+        return [leaf(t) for t in tensors], dy
+
+    forward, backward = work(case)
+    return Cell(
+        "ssd",
+        f"{case.heads}x{case.head_dim}, d_state {case.d_state}",
+        case.seq_len,
+        inputs,
+        lambda: _contenders(case, chunks),
+        lambda leaves, dy: _exact(case, leaves, dy),
+        forward,
+        backward,
+        bars,
+        # The last sequence's output and gradients; those of A, D and dt_bias are sums over all sequences.
+        lambda found: [t[-1:] for t in found if t.ndim >= 3],
+    )
+
+
+def work(case: Case) -> tuple[Work, Work]:
+    """FLOP with chunks of 128 tokens; bytes: x, y, dt, B and C, and in the backward dy and all gradients, once each."""
+    tokens, size, chunk = case.batch * case.seq_len, 4 if case.dtype == "float32" else 2, 128
+    c = tokens * case.groups * case.d_state * (chunk + 1)
+    d = tokens * case.heads * case.head_dim * (chunk + 1)
+    s = 2 * tokens * case.heads * case.head_dim * case.d_state
+    x, bc, dt = (tokens * n * size for n in (case.heads * case.head_dim, 2 * case.groups * case.d_state, case.heads))
+    return Work(c + d + 2 * s, 2 * x + bc + dt), Work(3 * c + 2 * d + 5 * s, 3 * x + 2 * bc + 2 * dt)
+
+
+def _contenders(case: Case, chunks: tuple[int, ...]) -> list[Contender]:
+    here = platform.detect()
+    names = [row.backend for row in registry.table("ssd", case.spec, here) if row.reason is None]
+    names = [name for name in names if name != "mamba_ssm"]
+    if here.vendor != "cpu" and case.seq_len != 4096:
+        names = [name for name in names if name != "reference"]  # compiles for many seconds, and is far behind
+    found = [Contender(name, lambda name=name: _ours(case, name)) for name in names]
+    if here.vendor != "cpu" and importlib.util.find_spec("mamba_ssm") is not None:
+        for chunk in chunks:
+
+            def warm(k: int, n: int, chunk: int = chunk) -> None:
+                *tensors, dy = case.tensors(device())
+                with autotuned.compile_share(k, n):
+                    run_both(public(chunk), [leaf(t) for t in tensors], dy)
+
+            found.append(Contender(f"mamba_ssm {chunk}", lambda chunk=chunk: public(chunk), True, warm))
+    return found
+
+
+def _ours(case: Case, name: str) -> Callable[..., Tensor]:
+    here = platform.detect()
+    kernel: Any = registry.resolve("ssd", name, case.spec, here).build(case.spec, here)
+    if name == "reference" and here.vendor != "cpu":
+        kernel = torch.compile(kernel, dynamic=False)
+    return lambda *leaves: kernel(*leaves)[0]
+
+
+def public(chunk: int) -> Callable[..., Tensor]:
+    """mamba_ssm's scan, which times its variants on its first call."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
+
+    autotuned.hasten()
+
+    def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
+        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+
+    return run
+
+
+def _exact(case: Case, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+    pieces = wide(leaves, lambda t: t[-1:] if t.ndim >= 3 else t)
+    y, _ = ReferenceSSD(case.spec)(*pieces)
+    found = torch.autograd.grad(y, pieces, dy[-1:].double())
+    return [t for t in (y.detach(), *found) if t.ndim >= 3]

@@ -1,0 +1,196 @@
+"""Tuning of the attention kernels: forward, dq and dkdv, each on its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.kernels.attention.documents import documents
+from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.attention.triton import Call
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, choose
+from llmtrain.kernels.platform import Platform
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alibi": {"alibi_max_bias": 8.0},
+    "window": {"sliding_window": 1024},
+    "softcap": {"softcap": 30.0},
+    "documents": {},
+    # All at once.
+    "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
+    "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
+}
+_TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: in all sequences together. heads: None: as many as make up about 2048 channels."""
+
+    head_dim: int = 128
+    seq_len: int = 4096
+    variant: str = "plain"
+    dtype: str = "bfloat16"
+    tokens: int = 16384
+    heads: int | None = None
+    kv_heads: int | None = None
+    document: int = 700
+    """Tokens of one."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"no attention variant '{self.variant}'; there is {', '.join(VARIANTS)}")
+
+    @property
+    def spec(self) -> AttentionSpec:
+        heads = self.heads or (16 if self.head_dim >= 128 else max(1, 2048 // self.head_dim))
+        kv_heads = self.kv_heads or heads
+        return AttentionSpec(
+            heads, kv_heads, self.head_dim, self.head_dim**-0.5, dtype=self.dtype, **VARIANTS[self.variant]
+        )
+
+    @property
+    def packed(self) -> bool:
+        return self.variant.startswith(("documents", "mixed"))
+
+    @property
+    def causal(self) -> bool:
+        return not self.variant.endswith("full")
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.seq_len)
+
+    def ids(self, device: str) -> Tensor | None:
+        if not self.packed:
+            return None
+        return (torch.arange(self.seq_len, device=device) // self.document).expand(self.batch, -1)
+
+    def flops(self) -> float:
+        """Of the forward pass: 4 head_dim per pair that is seen."""
+        spec, pairs = self.spec, self.spec.pairs(self.seq_len, self.causal)
+        if self.packed:
+            whole, rest = divmod(self.seq_len, self.document)
+            pairs = whole * spec.pairs(self.document, self.causal) + spec.pairs(rest, self.causal)
+        return 4.0 * pairs * spec.n_heads * spec.head_dim * self.batch
+
+    def tensors(self, device: str) -> tuple[list[Tensor], Tensor]:
+        """q, k, v as slices of one projection, and the gradient of the output."""
+        spec, dtype = self.spec, getattr(torch, self.dtype)
+        heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+        g = None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, device=device).to(dtype)
+
+        fused = random(self.batch, self.seq_len, sum(heads) * spec.head_dim)
+        slices = fused.split([h * spec.head_dim for h in heads], dim=-1)
+        qkv = [t.unflatten(-1, (h, spec.head_dim)) for t, h in zip(slices, heads, strict=True)]
+        return qkv, random(self.batch, self.seq_len, spec.n_heads, spec.head_dim)
+
+
+class Problem:
+    """See operations.Problem."""
+
+    parts = KERNELS
+
+    def __init__(self, case: Case, device: str, where: Platform):
+        self.case, self.where, self.spec = case, where, case.spec
+        self.shape = {"head_dim": case.head_dim}
+        self.tolerance = _TOLERANCE[case.dtype]
+        (self.q, self.k, self.v), self.dout = case.tensors(device)
+        ids, slopes, bounds = case.ids(device), None, (None, None)
+        if ids is not None:
+            packed = documents(ids) if device != "meta" else None
+            empty = torch.empty(ids.shape, dtype=torch.int32, device=device)
+            bounds = (packed.starts, packed.ends) if packed else (empty, empty)
+        if self.spec.alibi_max_bias is not None:
+            slopes = torch.tensor(alibi_slopes(self.spec.n_heads, self.spec.alibi_max_bias), device=device)
+        self.settings = (self.spec.scale, case.causal, self.spec.sliding_window, self.spec.softcap, slopes, *bounds)
+        self.out = torch.empty(self.q.shape, dtype=self.q.dtype, device=device)
+        self.lse = torch.empty((case.batch, self.spec.n_heads, case.seq_len), device=device)
+        self.delta = torch.empty_like(self.lse)
+        self._exact: dict[str, Tensor] = {}
+        if device != "meta":
+            self.out, self.lse = self._call({}).forward()
+            self._call({}).dq(self.out, self.lse, self.dout, None, self.delta)
+
+    def _call(self, launches: dict[Any, Launch]) -> Call:
+        return Call(self.q, self.k, self.v, *self.settings, launches=launches, where=self.where)
+
+    def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], dict[str, Tensor]]:
+        call = self._call({} if launch is None else {part: Launch(**launch)})
+
+        def run() -> dict[str, Tensor]:
+            if part == "forward":
+                return {"out": call.forward()[0]}
+            if part == "dq":
+                return {"dq": call.dq(self.out, self.lse, self.dout, None, self.delta)}
+            return dict(zip(("dk", "dv"), call.dkdv(self.lse, self.dout, self.delta), strict=True))
+
+        return run
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        head_dim, hopper = self.case.head_dim, self.where.vendor == "nvidia" and self.where.arch.startswith("sm9")
+        one_part, single = head_dim & (head_dim - 1) == 0, self.case.dtype == "float32"
+        seq_len, variant = self.case.seq_len, self.case.variant
+        first = choose(part, head_dim, self.case.dtype, self.where, seq_len, variant)  # type: ignore[arg-type]
+        found = [first]
+        queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
+        keys: tuple[int, ...] = (32, 64, 128) if part != "dkdv" else (64, 128)
+        if single:
+            queries, keys = (16, 32, 64), (16, 32, 64)
+        stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
+        for m, n, warps, depth in itertools.product(queries, keys, (4, 8), stages):
+            numbers = m * n // (32 * warps)  # scores of a thread
+            if not 4 <= numbers <= 128 or (head_dim > 128 and m * n > 64 * 128) or (quick and depth > 2):
+                continue
+            both = (True, False) if hopper and one_part and not single else (False,)
+            # Without descriptors only for comparison.
+            found += [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or depth == 2]
+        return [asdict(launch) for launch in dict.fromkeys(found)]
+
+    def error(self, part: str, launch: dict[str, Any]) -> float:
+        if not self._exact:
+            self._exact = self._in_float64()
+        found = self.runner(part, launch)()
+        worst = 0.0
+        for name, value in found.items():
+            exact = self._exact[name]
+            worst = max(worst, relative_error(value[-1:, :, : exact.shape[2]], exact))
+        return worst
+
+    def _in_float64(self) -> dict[str, Tensor]:
+        """Of the last sequence's first key head and the query heads that share it."""
+        spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.case.ids("cuda")
+        bias = score_bias(spec, self.case.seq_len, torch.device("cuda"))[:group]
+        if not self.case.causal:
+            raise ValueError("attention is checked with causality alone: tune `mixed`")
+        if ids is not None:
+            bias = bias.masked_fill(ids[-1][:, None] != ids[-1][None, :], float("-inf"))
+        one = AttentionSpec(group, 1, spec.head_dim, spec.scale, softcap=spec.softcap, dtype="float64")
+        pieces = (self.q[-1:, :, :group], self.k[-1:, :, :1], self.v[-1:, :, :1])
+        q, k, v = leaves = [t.detach().double().requires_grad_() for t in pieces]
+        out = ReferenceAttention(one)(q, k, v, bias)
+        gradients = torch.autograd.grad(out, leaves, self.dout[-1:, :, :group].double())
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+        found = []
+        for part, attempts in best.items():
+            if attempts:
+                # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
+                share = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7}[part]
+                one, work = attempts[0], share * self.case.flops()
+                found.append(
+                    Winner(f"attention.{part}", Launch(**one.launch), one.ms, one.shared, work, "tflops"),
+                )
+        return found

@@ -1,0 +1,111 @@
+"""What `llmtrain bench tune` does, from its arguments to the row in the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from llmtrain.bench.tune import search
+from llmtrain.bench.tune.compiling import default_workers
+from llmtrain.bench.tune.operations import Attempt, problem
+from llmtrain.kernels import platform, tuning, tuning_files
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning import Row
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ValueError for a request that makes no sense, or where there is no GPU."""
+    case = case_of(args)
+    here = platform.detect()
+    rehearsal = problem(args.operation, case, "meta", here)  # says what is wrong with the case before anything else
+    parts = chosen_parts(list(rehearsal.parts), args.kernels)
+    if here.vendor == "cpu":
+        raise ValueError(
+            "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
+        )
+    began = time.perf_counter()
+    workers = args.workers or default_workers()
+    attempts = search.compile_candidates(
+        args.operation, case, rehearsal, parts, here, args.quick, workers, search.progress
+    )
+    compiled = time.perf_counter() - began
+    real = problem(args.operation, case, "cuda", here)
+    ranked = search.measure(real, attempts, search.progress)
+    show(attempts, args.top)
+    rows = [
+        search.row(winner, real, here, args.dtype, args.seq_len, getattr(real.case, "variant", None))
+        for winner in real.winners(ranked, search.milliseconds)
+    ]
+    if args.operation == "ssd":
+        rows = [Row(**{**vars(r), "shared": search.shared_of("ssd", case, r.launch, here)}) for r in rows]
+    total = time.perf_counter() - began
+    print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")
+    if not rows:
+        print("no candidate can serve: nothing written")
+        return 1
+    for row in rows:
+        print(tuning_files.dump_row(row), end="")
+    if not args.dry_run:
+        print(f"written to {write(args, here, rows)}")
+    return 0
+
+
+def case_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the operation's Case takes. Raises ValueError for a --shape that is none."""
+    case: dict[str, Any] = {"dtype": args.dtype}
+    for word in args.shape:
+        name, equals, size = word.partition("=")
+        if not equals or not size.isdigit() or int(size) == 0:
+            raise ValueError(f"--shape takes NAME=SIZE, such as head_dim=128, not '{word}'")
+        case[name] = int(size)
+    if args.seq_len is not None:
+        case["seq_len"] = args.seq_len
+    if args.variant is not None:
+        case["variant"] = args.variant
+    return case
+
+
+def chosen_parts(parts: list[str], wanted: list[str] | None) -> list[str]:
+    """Of the parts (KERNEL or KERNEL/CHUNK) those that are wanted by name. Raises ValueError for a name that is none."""
+    if wanted is None:
+        return parts
+    for name in wanted:
+        if not any(name in (part, part.split("/")[0]) for part in parts):
+            raise ValueError(f"no kernel '{name}'; there is {', '.join(dict.fromkeys(p.split('/')[0] for p in parts))}")
+    return [part for part in parts if part in wanted or part.split("/")[0] in wanted]
+
+
+def show(attempts: dict[str, list[Attempt]], top: int) -> None:
+    """The fastest of every part, and how many failed why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "launch", "ms", "error", "shared", box=None)
+    for part, ones in attempts.items():
+        able = sorted((one for one in ones if one.problem is None), key=lambda one: one.ms)
+        for one in able[:top]:
+            launch = json.dumps({name: value for name, value in one.launch.items() if value is not None})
+            table.add_row(part, launch, f"{one.ms:.4f}", f"{one.error:.1e}", f"{one.shared:,}")
+        failed = [one.problem for one in ones if one.problem is not None]
+        if failed:
+            table.add_row(part, f"{len(failed)} dropped, such as: {failed[0][:90]}", "", "", "")
+    Console().print(table)
+
+
+def write(args: argparse.Namespace, here: Platform, rows: list[Row]) -> Any:
+    """Returns the file."""
+    if args.into_package:
+        arch = tuning.nearest(here)
+        if arch != here.arch:
+            raise ValueError(
+                f"there is no shipped table for {here.arch}; its rows come from {arch}'s: leave --into-package out"
+            )
+        file = tuning.FOLDER / f"{arch}.yaml"
+        tuning_files.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
+    else:
+        file = args.out or tuning.own_file(here.arch)
+        tuning_files.save(file, here.arch, rows)
+    tuning.forget()
+    return file

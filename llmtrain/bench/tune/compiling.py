@@ -1,0 +1,237 @@
+"""Compiles Triton kernels without launching them, for a GPU that is here or not, and says what they take.
+
+The operation is called as on a GPU, with tensors that have no memory; where it would launch a kernel, the kernel is
+compiled, with the pointer hints of a real launch. What was compiled lies in Triton's cache on disk, where a process with
+the GPU finds it. Processes of their own do it (worker.py), because a compiler can hang or crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtrain.kernels.platform import Platform
+
+PROCESSORS = 132  # of the stand-in, where the number matters at all
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker compiles: `part` of an operation (a module of this package) by `launch`, for the problem `case`.
+
+    launch: plain data, None: what the tables say. environment: of the worker.
+    """
+
+    operation: str
+    case: dict[str, Any]
+    part: str
+    launch: dict[str, Any] | None = None
+    arch: str = "sm90"
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Compiled:
+    """kernels: name, registers, shared bytes, what spills, matrix instructions, occupancy. failed: why not, or None."""
+
+    kernels: list[dict[str, Any]]
+    failed: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def shared(self) -> int:
+        return max((kernel["shared"] for kernel in self.kernels), default=0)
+
+    def problem(self, limit: int | None) -> str | None:
+        """Why it must not run, or None. limit: bytes of shared memory."""
+        if self.failed:
+            return self.failed
+        if spilled := [kernel["kernel"] for kernel in self.kernels if kernel["spilled"]]:
+            return f"{', '.join(spilled)} spills registers"
+        if limit is not None and self.shared > limit:
+            return f"takes {self.shared} bytes of shared memory, of {limit}"
+        return None
+
+
+class Compilers:
+    """Processes that compile, `count` at a time. Use as a context manager."""
+
+    def __init__(self, count: int, timeout_s: float = 180.0):
+        self.count, self.timeout_s = count, timeout_s
+        self._idle: dict[tuple[str, tuple], queue.SimpleQueue[_Process]] = {}
+        self._all: list[_Process] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._all:
+            process.kill()
+
+    def results(self, tasks: Iterable[Task]) -> Iterator[tuple[int, Compiled]]:
+        """(index of the task, what came of it), in the order in which they end."""
+        with ThreadPoolExecutor(self.count) as threads:
+            futures = {threads.submit(self._one, task): i for i, task in enumerate(tasks)}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def _one(self, task: Task) -> Compiled:
+        key = (task.arch, tuple(sorted(task.environment.items())))
+        with self._lock:
+            idle = self._idle.setdefault(key, queue.SimpleQueue())
+        try:
+            process = idle.get_nowait()
+        except queue.Empty:
+            process = _Process(task.arch, task.environment)
+            with self._lock:
+                self._all.append(process)
+        found = process.ask(task, self.timeout_s)
+        if found is None:
+            process.kill()
+            return Compiled(
+                [], f"the compiler crashed, or took more than {self.timeout_s:.0f} s: {process.last_words()}"
+            )
+        idle.put(process)
+        return found
+
+
+class _Process:
+    def __init__(self, arch: str, environment: dict[str, str]):
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llmtrain.bench.tune.worker", arch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            # Without a GPU: what is compiled needs none, and contexts cost memory and time.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        )
+
+    def ask(self, task: Task, timeout_s: float) -> Compiled | None:
+        timer = threading.Timer(timeout_s, self.kill)
+        timer.start()
+        try:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            wanted = {"operation": task.operation, "case": task.case, "part": task.part, "launch": task.launch}
+            self._process.stdin.write(json.dumps(wanted) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+            return Compiled(**json.loads(answer)) if answer.endswith("\n") else None
+        except (OSError, ValueError):
+            return None
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-300:]
+
+
+def default_workers() -> int:
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+class StandIn:
+    """In place of Triton's GPU driver."""
+
+    def __init__(self, target: Any):
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def platform_of(arch: str) -> Platform:
+    """As far as launches depend on it."""
+    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, PROCESSORS)
+
+
+@contextlib.contextmanager
+def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
+    """Inside, kernels that would be launched are compiled for `arch`, and what they take is listed.
+
+    For a process of its own: Triton keeps the driver that stands in for the GPU's.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    amd = arch.startswith("gfx")
+    stand_in: Any = StandIn(GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch[2:]), 32))
+    driver.set_active(stand_in)
+    taken: list[dict[str, Any]] = []
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
+        assembly = compiled.asm["amdgcn" if amd else "ptx"]
+        matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
+        used = _amd(assembly) if amd else _nvidia(compiled, arch)
+        taken.append({"kernel": self.fn.__name__, "shared": compiled.metadata.shared, "matrix": matrix, **used})
+        return compiled
+
+    JITFunction.run = run
+    try:
+        yield taken
+    finally:
+        JITFunction.run = launch
+
+
+def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
+    """From the cubin; what spills lives on the stack. Occupancy: warps of a multiprocessor, of at most 64."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
+    shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
+    programs = min(
+        65_536 // (-(-registers // 8) * 8 * 32 * warps), shared_all // (compiled.metadata.shared + 1024), 64 // warps
+    )
+    return {"registers": registers, "spilled": _number(r"STACK:(\d+)", usage), "occupancy": programs * warps}
+
+
+def _amd(text: str) -> dict[str, int]:
+    """From the assembly. Spilled: registers, or bytes of private memory. Occupancy: waves of a SIMD."""
+    spills = [_number(rf"\.{what}: +(\d+)", text) for what in ("vgpr_spill_count", "private_segment_fixed_size")]
+    return {
+        "registers": _number(r"\.vgpr_count: +(\d+)", text),
+        "spilled": max(spills),
+        "occupancy": _number(r"; Occupancy: (\d+)", text),
+    }
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in {text[-2000:]}"
+    return int(found[1])

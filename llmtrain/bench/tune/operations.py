@@ -1,0 +1,83 @@
+"""What the searcher needs to know of an operation: one file each, with a class that is a Problem."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+
+OPERATIONS = ("attention", "ssd")
+
+
+@dataclass
+class Attempt:
+    """A launch of one part, as plain data, and what came of it. problem: why it is out of the race."""
+
+    part: str
+    launch: dict[str, Any]
+    shared: int = 0
+    problem: str | None = None
+    ms: float = float("inf")
+    error: float = float("nan")
+
+
+@dataclass
+class Winner:
+    """A row to be. work: FLOP or bytes of one call; unit: tflops or gbps."""
+
+    kernel: str
+    launch: Any
+    ms: float
+    shared: int
+    work: float
+    unit: str
+
+
+class Problem(Protocol):
+    """One operation at one shape. On the device `meta` it has no memory, and its runners only compile."""
+
+    parts: Sequence[str]
+    """What is searched separately."""
+    shape: dict[str, int]
+    tolerance: float
+    """The largest relative error that counts as right."""
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        """Launches that may fit, the table's first."""
+        ...
+
+    def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
+        """Runs one part by `launch` (None: the table's)."""
+        ...
+
+    def error(self, part: str, launch: dict[str, Any]) -> float:
+        """Largest relative error of what it gives, against float64."""
+        ...
+
+    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+        """The rows to write, from the attempts of every part, the fastest first. time: milliseconds of a call."""
+        ...
+
+
+def problem(operation: str, case: dict[str, Any], device: str, where: Platform) -> Any:
+    """The Problem of `operation` (or of a module, by its dotted name) that `case` describes.
+
+    Raises ValueError for an operation that is not there and for a case that makes no sense.
+    """
+    if operation not in OPERATIONS and "." not in operation:
+        raise ValueError(f"nothing to tune in '{operation}'; there is {', '.join(OPERATIONS)}")
+    module = importlib.import_module(operation if "." in operation else f"llmtrain.bench.tune.{operation}")
+    known = module.Case.__dataclass_fields__
+    for name in case.keys() - known.keys():
+        raise ValueError(f"{operation} has no '{name}'; its cases have {', '.join(known)}")
+    return module.Problem(module.Case(**case), device, where)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """In the norm of a whole tensor."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))

@@ -1,0 +1,122 @@
+"""The search itself: compile candidates side by side, drop what fails or is wrong, time the rest, name the winners."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.tune.compiling import Compilers, Task
+from llmtrain.bench.tune.operations import Attempt, Problem, Winner
+from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.tuning import Row
+
+Step = Callable[[], None]
+"""To be called after each candidate."""
+
+
+def compile_candidates(
+    operation: str, case: dict[str, Any], problem: Problem, parts: Sequence[str], where: Platform, quick: bool,
+    workers: int, bar: Callable[[str, int], contextlib.AbstractContextManager[Step]],
+) -> dict[str, list[Attempt]]:  # fmt: skip
+    """Every candidate of every part, compiled by processes that need no GPU. bar: title and length -> what counts."""
+    attempts = [Attempt(part, launch) for part in parts for launch in problem.candidates(part, quick)]
+    tasks = [Task(operation, case, one.part, one.launch, where.arch) for one in attempts]
+    limit = shared_limit(where.arch)
+    with bar("compiling", len(tasks)) as step, Compilers(workers, timeout_s=90) as compilers:
+        for i, compiled in compilers.results(tasks):
+            attempts[i].shared, attempts[i].problem = compiled.shared, compiled.problem(limit)
+            step()
+    return {part: [one for one in attempts if one.part == part] for part in parts}
+
+
+def measure(
+    problem: Problem,
+    attempts: dict[str, list[Attempt]],
+    bar: Callable[[str, int], contextlib.AbstractContextManager[Step]],
+) -> dict[str, list[Attempt]]:
+    """Runs, checks and times what compiled. Returns the attempts that may win, per part, fastest first."""
+    able = [one for ones in attempts.values() for one in ones if one.problem is None]
+    with bar("measuring", len(able)) as step:
+        for one in able:
+            _try(problem, one)
+            step()
+    return {
+        part: sorted((one for one in ones if one.problem is None), key=lambda one: one.ms)
+        for part, ones in attempts.items()
+    }
+
+
+def _try(problem: Problem, one: Attempt) -> None:
+    try:
+        one.error = problem.error(one.part, one.launch)
+        if not one.error < problem.tolerance:
+            one.problem = f"wrong by {one.error:.1e}"
+        else:
+            one.ms = milliseconds(problem.runner(one.part, one.launch))
+    except Exception as error:
+        if "illegal memory access" in str(error):
+            raise  # nothing on this GPU can be trusted any more
+        one.problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def milliseconds(run: Callable[[], Any], rep: int = 60) -> float:
+    """The median."""
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=15, rep=rep, return_mode="median"))  # type: ignore[arg-type]
+
+
+def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: int | None, variant: str | None) -> Row:
+    """With its provenance."""
+    scale = {"tflops": 1e12, "gbps": 1e9}[winner.unit]
+    measured = {
+        "device": where.device_name,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "ms": round(winner.ms, 4),
+        winner.unit: round(winner.work / winner.ms * 1e3 / scale, 1),
+    }
+    shape = tuple(problem.shape.values())
+    return Row(winner.kernel, dtype, shape, winner.launch, winner.shared, measured, seq_len, variant)
+
+
+def commit() -> str:
+    """Of the code that runs, `+` if it was changed since; `unknown` without git."""
+
+    def git(*words: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def shared_of(operation: str, case: dict[str, Any], launch: Any, where: Platform) -> int:
+    """Bytes of shared memory of a whole Launch, by compiling it."""
+    with Compilers(1) as compilers:
+        task = Task(operation, case, "whole", asdict(launch), where.arch)
+        return next(compilers.results([task]))[1].shared
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Step]:
+    """On standard error, with the time left; a line at the end where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(f"{title:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+    if not console.is_terminal:
+        console.print(f"{title}: {total} done")

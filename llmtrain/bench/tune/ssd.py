@@ -1,0 +1,226 @@
+"""Tuning of the scan: every kernel alone at every chunk size, then the best of them together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton as scans
+from llmtrain.kernels.ssd import triton_backward as backward
+from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_steps as time_steps
+from llmtrain.kernels.ssd.reference import ReferenceSSD
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, Launch, PassLaunch, WalkLaunch, default_launch
+from llmtrain.kernels.tuning_files import decode
+
+FORWARD, BACKWARD = ("walk", "scan"), ("passing", "pairs", "states")
+_KINDS = {"walk": WalkLaunch, "scan": HeadsLaunch, "passing": PassLaunch, "pairs": HeadsLaunch, "states": HeadsLaunch}
+_TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
+_NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: in all sequences together. packed: with documents, and a state to begin with."""
+
+    heads: int = 80
+    head_dim: int = 64
+    d_state: int = 128
+    groups: int = 1
+    seq_len: int = 4096
+    dtype: str = "bfloat16"
+    tokens: int = 16384
+    packed: bool = False
+
+    @property
+    def spec(self) -> SSDSpec:
+        return SSDSpec(self.heads, self.head_dim, self.d_state, self.groups, 256, dtype=self.dtype)
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.seq_len)
+
+    def tensors(self, device: str) -> list[Tensor]:
+        """x, dt, A, B, C, D, dt_bias as after a projection and a convolution, and the gradient of y."""
+        spec, dtype = self.spec, getattr(torch, self.dtype)
+        g = None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, device=device)
+
+        widths = [spec.n_heads * spec.head_dim, spec.n_groups * spec.d_state, spec.n_groups * spec.d_state]
+        x, B, C = draw(self.batch, self.seq_len, sum(widths)).to(dtype).split(widths, dim=-1)
+        x = x.unflatten(-1, (spec.n_heads, spec.head_dim))
+        B, C = (t.unflatten(-1, (spec.n_groups, spec.d_state)) for t in (B, C))
+        dt = draw(self.batch, self.seq_len, spec.n_heads).to(dtype)
+        A = -(1 + 15 * torch.rand(spec.n_heads, generator=g, device=device))
+        D, dt_bias = draw(spec.n_heads), draw(spec.n_heads) - 4
+        return [x, dt, A, B, C, D, dt_bias, draw(*x.shape).to(dtype)]
+
+    def flops(self) -> float:
+        """Forward and backward: 4c + 3d + 7s, with pairs within chunks of 128 tokens."""
+        spec, tokens, chunk = self.spec, self.batch * self.seq_len, 128
+        c = tokens * spec.n_groups * spec.d_state * (chunk + 1)
+        d = tokens * spec.n_heads * spec.head_dim * (chunk + 1)
+        s = 2 * tokens * spec.n_heads * spec.head_dim * spec.d_state
+        return float(4 * c + 3 * d + 7 * s)
+
+
+class Problem:
+    """See operations.Problem. A part is KERNEL/CHUNK, or `whole`: all kernels of a Launch, forward and backward."""
+
+    def __init__(self, case: Case, device: str, where: Platform):
+        self.case, self.device, self.where, self.spec = case, device, where, case.spec
+        self.shape = {"head_dim": case.head_dim, "d_state": case.d_state}
+        self.tolerance = _TOLERANCE[case.dtype]
+        *self.tensors, self.dy = case.tensors(device)
+        self.launch = default_launch(self.spec, where)
+        self.chunks = {"forward": (64, 128) if where.vendor == "nvidia" else (32, 64), "backward": (32, 64)}
+        self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
+        self.parts += [f"{kernel}/{chunk}" for kernel in BACKWARD for chunk in self.chunks["backward"]]
+        self._made: dict[int, dict[str, Tensor]] = {}
+        self._exact: tuple[Tensor, ...] = ()
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+        amd = self.where.vendor == "amd"
+        more = {"matrix_instr_nonkdim": 16} if amd else {}
+        depths = (1, 2) if amd or quick else (1, 2, 3)
+        found: list[Any] = []
+        if chunk == (self.launch.chunk if kernel in FORWARD else self.launch.chunk_backward):
+            found.append(getattr(self.launch, kernel))
+        described = (False, True) if self.where.arch == "sm90" else (False,)
+        if kernel == "passing":
+            for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), depths):
+                found.append(PassLaunch(rows, columns, stages, {"num_warps": warps, **more}))
+        elif kernel == "walk":
+            for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
+                if chunk < 128 or warps > 4:
+                    found.append(WalkLaunch(columns, stages, {"num_warps": warps, **more}, fetched))
+        else:
+            for programs, warps, stages, fetched in itertools.product((2, 4), (4, 8), depths, described):
+                if chunk < 128 or warps > 4:
+                    found.append(HeadsLaunch(programs, stages, {"num_warps": warps, **more}, fetched))
+        plain = [asdict(launch) for launch in found]
+        return [launch for i, launch in enumerate(plain) if launch not in plain[:i]]
+
+    def _of_chunk(self, chunk: int) -> dict[str, Tensor]:
+        """What the kernels take from one another, for this chunk."""
+        if chunk in self._made:
+            return self._made[chunk]
+        x, dt, A, B, *_, dt_bias = self.tensors
+        batch, seq_len, spec = self.case.batch, self.case.seq_len, self.spec
+        count = -(-seq_len // chunk)
+        shapes = {
+            "times": (batch, spec.n_heads, count, 2, chunk),
+            "states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
+            "d_states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
+            "vectors": (batch, spec.n_heads, count, 5, chunk),
+            "d_pairs": (4, batch, count, spec.n_groups, chunk, chunk),
+        }
+        narrow = ("states", "d_states", "d_pairs")
+        made = {
+            name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
+            for name, shape in shapes.items()
+        }
+        if self.device != "meta":
+            few = replace(self.launch.passing, stages=1)
+            made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
+            precision = self.launch.precision
+            made["states"], _ = forward.pass_states(x, B, made["times"], None, None, chunk, False, precision, few)
+        self._made[chunk] = made
+        return made
+
+    def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
+        if part == "whole":
+            return self._whole(self.launch if launch is None else decode(Launch, launch, "launch"))
+        assert launch is not None
+        kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+        how: Any = _KINDS[kernel](**launch)
+        m, precision, processors = self._of_chunk(chunk), self.launch.precision, self.where.processors
+        x, _, _, B, C, D, _ = self.tensors
+        dy, times, states, d_states, vectors = self.dy, m["times"], m["states"], m["d_states"], m["vectors"]
+        if kernel == "walk":
+            return lambda: forward.walk(x, B, C, D, times, None, None, chunk, False, precision, how)
+        if kernel == "scan":
+            return lambda: forward.scan(x, B, C, D, times, None, states, chunk, precision, how, processors)
+        if kernel == "passing":
+            return lambda: forward.pass_states(dy, C, times, None, None, chunk, True, precision, how)
+        if kernel == "pairs":
+            inputs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, precision, how, processors)
+            return lambda: backward.through_pairs(*inputs)
+        inputs = (dy, x, B, C, times, None, m["d_pairs"], states, d_states, vectors, chunk, precision, how, processors)
+        return lambda: backward.through_states(*inputs)
+
+    def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
+        """y and every gradient. slices: of the first sequence alone."""
+        tensors = [t[:1] if slices and t.ndim >= 3 else t for t in self.tensors]
+        dy = self.dy[:1] if slices else self.dy
+        ids, state = None, None
+        if self.case.packed:
+            ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device)
+            spec = self.spec
+            state = torch.zeros((dy.shape[0], spec.n_heads, spec.head_dim, spec.d_state), device=self.device)
+        settings = (None, None, launch.dump())
+
+        def run() -> tuple[Tensor, ...]:
+            y, _, states = scans.launch_forward(*tensors, state, ids, *settings)  # type: ignore[arg-type]
+            found = scans.launch_backward(dy, None, *tensors, state, ids, states, *settings)  # type: ignore[arg-type]
+            return (y, *found[:7])
+
+        return run
+
+    def error(self, part: str, launch: dict[str, Any]) -> float:
+        """Of the whole scan with this part in it, on the first sequence."""
+        if part == "whole":
+            candidate = decode(Launch, launch, "launch")
+        else:
+            kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+            how: Any = _KINDS[kernel](**launch)
+            sizes: Any = {"chunk" if kernel in FORWARD else "chunk_backward": chunk, "keep_states": False}
+            candidate = replace(self.launch, **sizes, **{kernel: how})
+        if not self._exact:
+            self._exact = self._in_float64()
+        found = self._whole(candidate, slices=True)()
+        return max(relative_error(a, b) for a, b in zip(found, self._exact, strict=True))
+
+    def _in_float64(self) -> tuple[Tensor, ...]:
+        pieces = [t[:1] if t.ndim >= 3 else t for t in self.tensors]
+        leaves = [t.detach().double().requires_grad_() for t in pieces]
+        y, _ = ReferenceSSD(self.spec)(*leaves)
+        return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
+
+    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+        """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
+        tried = [self.launch]
+        for chunk, chunk_backward in itertools.product(self.chunks["forward"], self.chunks["backward"]):
+            launches: Any = {kernel: self._best(best, kernel, chunk) for kernel in FORWARD}
+            launches |= {kernel: self._best(best, kernel, chunk_backward) for kernel in BACKWARD}
+            if None in launches.values():
+                continue
+            sizes: Any = {"chunk": chunk, "chunk_backward": chunk_backward}
+            kept = (False, True) if chunk == chunk_backward else (False,)
+            tried += [replace(self.launch, **sizes, **launches, keep_states=keep) for keep in kept]
+        found = []
+        for launch in tried:
+            if self.error("whole", asdict(launch)) < self.tolerance:
+                ms = time(self._whole(launch))
+                found.append(Winner("ssd", replace(launch, processors=1), ms, 0, self.case.flops(), "tflops"))
+        return sorted(found, key=lambda winner: winner.ms)[:1]
+
+    def _best(self, best: dict[str, list[Attempt]], kernel: str, chunk: int) -> Any:
+        """The fastest; of a kernel that was not searched, the table's, at its own chunk."""
+        attempts = best.get(f"{kernel}/{chunk}")
+        if attempts:
+            return _KINDS[kernel](**attempts[0].launch)
+        searched = any(part.startswith(f"{kernel}/") for part in best)
+        own = self.launch.chunk if kernel in FORWARD else self.launch.chunk_backward
+        return None if searched or chunk != own else getattr(self.launch, kernel)

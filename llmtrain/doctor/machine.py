@@ -1,0 +1,79 @@
+"""Facts about this machine and what is installed on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform as host
+import subprocess
+
+from llmtrain.kernels import tuning
+from llmtrain.kernels.platform import Platform
+
+PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "composer": "mosaicml",
+    "streaming": "mosaicml-streaming",
+    "transformers": "transformers",
+}
+OPTIONAL = ("flash_attn", "mamba_ssm", "causal_conv1d")
+
+
+def facts(here: Platform) -> list[tuple[str, str]]:
+    """(what, its value)."""
+    found = [
+        ("machine", f"{host.machine()}, Python {host.python_version()}"),
+        ("vendor", here.vendor),
+        ("architecture", here.arch),
+        ("device", here.device_name or "unknown"),
+        ("memory", f"{here.memory_bytes / 2**30:.1f} GiB"),
+    ]
+    if here.vendor != "cpu":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        found[-1] = ("memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; {here.processors} processors")
+        found += [("GPUs", str(torch.cuda.device_count())), ("driver", driver(here))]
+        found.append(("tuning table", tuning_table(here)))
+    found += [(name, version(package) or "not installed") for name, package in PACKAGES.items()]
+    found += [(name, _optional(name)) for name in OPTIONAL]
+    return found
+
+
+def tuning_table(here: Platform) -> str:
+    """Which table launches come from, and whether there are rows of one's own."""
+    try:
+        arch = tuning.nearest(here)
+    except ValueError as error:
+        return str(error)
+    measured = sum(not isinstance(row.provenance, str) for row in tuning.read_shipped(arch).rows)
+    text = f"{arch}, {measured} of {len(tuning.read_shipped(arch).rows)} rows measured"
+    own = tuning.own_file(here.arch)
+    return text + (f"; your own rows: {own}" if own.exists() else "")
+
+
+def driver(here: Platform) -> str:
+    import torch
+
+    if here.vendor == "amd":
+        return f"ROCm {torch.version.hip}"
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        return f"{done.stdout.splitlines()[0]}, CUDA {torch.version.cuda} in PyTorch"
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return f"unknown (nvidia-smi does not answer), CUDA {torch.version.cuda} in PyTorch"
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _optional(name: str) -> str:
+    if importlib.util.find_spec(name) is None:
+        return "not installed (optional)"
+    return version(name.replace("_", "-")) or "installed"

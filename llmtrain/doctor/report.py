@@ -1,0 +1,110 @@
+"""What `llmtrain doctor` prints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmtrain.doctor import machine, selftest
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.platform import Platform
+
+
+@dataclass(frozen=True)
+class Finding:
+    """reason: why the backend does not serve, or None. error: of the self-test. failed: in words."""
+
+    operation: str
+    what: str
+    backend: str
+    chosen: bool
+    reason: str | None = None
+    error: float | None = None
+    failed: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        if self.reason is not None:
+            return self.reason
+        if self.failed is not None:
+            return f"FAIL: {self.failed}"
+        return "can serve" if self.error is None else f"pass, error {self.error:.1e}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ValueError for a dtype that is none. 1 if a backend that `auto` chooses fails."""
+    here = platform.detect()
+    dtype = args.dtype or ("float32" if here.vendor == "cpu" else "bfloat16")
+    if dtype not in selftest.TOLERANCE:
+        raise ValueError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+    show("this machine", ("", ""), machine.facts(here))
+    found = findings(here, dtype, test=not args.no_test)
+    rows = [(f.operation, f.what, f.backend, "auto" * f.chosen, f.state) for f in found]
+    show(f"kernels, {dtype}", ("operation", "", "backend", "", "state"), rows)
+    broken = [f for f in found if f.chosen and f.failed is not None]
+    for one in broken:
+        print(
+            f"{one.operation} ({one.what}): auto chooses {one.backend}, which fails here; name another backend until then"
+        )
+    failed = [f for f in found if f.failed is not None]
+    if not args.no_test:
+        tested = sum(f.error is not None for f in found)
+        print(f"{tested} passed, {len(failed)} failed, in {sum(f.seconds for f in found):.1f} s")
+    return 1 if broken else 0
+
+
+def findings(here: Platform, dtype: str, test: bool) -> list[Finding]:
+    """Every backend of every operation that trains, and of decoding (which is not tested here)."""
+    found = []
+    for exam in selftest.exams(dtype):
+        auto = registry.resolve(exam.operation, "auto", exam.spec, here).name
+        for row in registry.table(exam.operation, exam.spec, here):
+            chosen = row.backend == auto
+            if row.reason is not None or not test:
+                found.append(Finding(exam.operation, exam.what, row.backend, chosen, row.reason))
+            else:
+                found.append(tested(exam, row.backend, chosen, here))
+        step = f"{exam.operation}_step"
+        if step in registry.OPERATIONS and exam.what in ("causal", "scan", "width 4"):
+            auto = registry.resolve(step, "auto", exam.spec, here).name
+            rows = registry.table(step, exam.spec, here)
+            found += [Finding(step, "decoding", row.backend, row.backend == auto, row.reason) for row in rows]
+    return found
+
+
+def tested(exam: selftest.Exam, backend: str, chosen: bool, here: Platform) -> Finding:
+    began = time.perf_counter()
+    error, failed = None, None
+    try:
+        error = selftest.error(exam, backend, here)
+        if not error < selftest.TOLERANCE[exam.spec.dtype]:
+            error, failed = None, f"error {error:.1e}, allowed {selftest.TOLERANCE[exam.spec.dtype]:.0e}"
+    except Exception as problem:  # whatever a backend does wrong is what the doctor is for
+        failed = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+    return Finding(exam.operation, exam.what, backend, chosen, None, error, failed, time.perf_counter() - began)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; in a pipe, lines with two spaces between columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if console.is_terminal:
+        table = Table(*columns, title=title, title_justify="left", box=None, show_header=any(columns))
+        for row in rows:
+            style = "red" if row[-1].startswith("FAIL") else "dim" if len(row) > 2 and not _serves(row[-1]) else None
+            table.add_row(*row, style=style)
+        console.print(table)
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) - 1)]
+    print(title)
+    for row in rows:
+        print("  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]]))
+
+
+def _serves(state: str) -> bool:
+    return state.startswith(("pass", "can serve"))

@@ -1,0 +1,19 @@
+"""Dao's causal_conv1d CUDA kernel, where the package is installed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: Conv1dSpec, platform: Platform, variant: str):
+    from causal_conv1d import causal_conv1d_fn  # type: ignore[import-not-found]
+
+    def causal_conv1d_silu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [batch, T, channels]; weight: [channels, K]; bias: [channels] or None -> like x."""
+        # It reads [batch, channels, T] with channels side by side in memory, which this view is.
+        return causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+
+    return causal_conv1d_silu

@@ -1,0 +1,247 @@
+"""Tuning tables: which row is chosen, and what is said of a bad one."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmtrain.kernels import refusals, registry, tuning, tuning_files
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, choose
+from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton_launch import default_launch
+from llmtrain.kernels.tuning import Row
+
+H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)
+LAUNCH = Launch(64, 64, 4, 2)
+MEASURED = {"device": "NVIDIA H200", "date": "2026-11-21", "commit": "abc1234", "ms": 0.5, "tflops": 400.0}
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """Neither this machine's own rows nor what another test has read."""
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def a_row(head_dim: int, block_m: int = 64, **more) -> Row:
+    fields = {"dtype": "bfloat16", "shared": 1000, "provenance": "compiled only", **more}
+    return Row("attention.forward", shape=(head_dim,), launch=replace(LAUNCH, block_m=block_m), **fields)
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    """shipped(rows): the table of every architecture holds these."""
+
+    def hold(*rows: Row) -> None:
+        monkeypatch.setattr(tuning, "read_shipped", lambda arch: tuning.Table(arch, 1, rows))
+        tuning._select.cache_clear()
+
+    monkeypatch.setattr(tuning, "forget", lambda: (tuning._select.cache_clear(), tuning._own_rows.cache_clear()))
+    return hold
+
+
+def chosen(head_dim: int, where: Platform = H200, dtype: str = "bfloat16", **more) -> int:
+    return tuning.select("attention.forward", dtype, {"head_dim": head_dim}, where, **more).launch.block_m
+
+
+def test_the_exact_row_then_the_next_larger_never_a_smaller_one(shipped):
+    shipped(a_row(64, 1), a_row(96, 2), a_row(128, 3))
+    assert [chosen(d) for d in (32, 64, 80, 96, 104, 128)] == [1, 1, 2, 2, 3, 3]
+    with pytest.raises(ValueError, match=r"no row of sm90's tuning table serves attention.forward .* head_dim 160"):
+        chosen(160)
+
+
+def test_a_row_that_does_not_fit_in_this_device_is_passed_over(shipped):
+    small = Platform("nvidia", "sm89", "L40S", 48 << 30)
+    shipped(a_row(64, 1, shared=150_000), a_row(128, 2, shared=90_000))
+    assert chosen(64, Platform("nvidia", "sm80", "A100", 1)) == 1
+    assert chosen(64, small) == 2
+    shipped(a_row(64, 1, shared=150_000))
+    with pytest.raises(ValueError, match=r"101376 bytes of shared memory.*bench tune"):
+        chosen(64, small)
+
+
+def test_a_variant_serves_itself_alone_and_what_has_none_serves_all(shipped):
+    shipped(a_row(64, 1), a_row(64, 2, variant="alibi"), a_row(128, 3, variant="window"))
+    assert [chosen(64, variant=v) for v in (None, "plain", "alibi", "window")] == [1, 1, 2, 1]
+    assert chosen(128, variant="window") == 3
+    with pytest.raises(ValueError, match="no row"):
+        chosen(128, variant="alibi")
+
+
+def test_the_nearest_length_wins_within_a_shape(shipped):
+    shipped(a_row(64, 1, seq_len=2048), a_row(64, 2, seq_len=8192), a_row(64, 3), a_row(128, 4, seq_len=4096))
+    assert [chosen(64, seq_len=t) for t in (2048, 2500, 8192, 16384, 65536, 256)] == [1, 1, 2, 2, 3, 3]
+    assert chosen(64) == 3
+
+
+def test_numbers_as_wide_share_rows_but_their_own_come_first(shipped):
+    shipped(a_row(64, 1), a_row(64, 2, dtype="float32"))
+    assert [chosen(64, dtype=d) for d in ("bfloat16", "float16", "float32")] == [1, 1, 2]
+    shipped(a_row(64, 1), a_row(64, 2, dtype="float16"))
+    assert [chosen(64, dtype=d) for d in ("bfloat16", "float16")] == [1, 2]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_rows_of_ones_own_win_at_their_shape(shipped, monkeypatch, tmp_path, named):
+    file = tmp_path / ("mine.yaml" if named else "config/llmtrain/tuning/sm90.yaml")
+    shipped(a_row(64, 1, seq_len=4096), a_row(128, 2))
+    assert chosen(64, seq_len=4096) == 1
+    if named:
+        monkeypatch.setenv("LLMTRAIN_TUNING", str(file))
+    tuning_files.save(file, "sm90", [a_row(64, 7), a_row(256, 8)])
+    tuning.forget()
+    assert [chosen(d, seq_len=4096) for d in (64, 128, 256)] == [7, 2, 8]
+
+
+def test_a_named_file_must_exist_and_be_of_this_architecture(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "none.yaml"))
+    with pytest.raises(ValueError, match=r"LLMTRAIN_TUNING names .*none.yaml, which does not exist"):
+        chosen(64)
+    tuning_files.save(tmp_path / "none.yaml", "gfx942", [a_row(64)])
+    with pytest.raises(ValueError, match="holds rows for gfx942, but this machine is sm90"):
+        chosen(64)
+
+
+@pytest.mark.parametrize(
+    "vendor, arch, expected",
+    [
+        ("nvidia", "sm80", "sm80"),
+        ("nvidia", "sm86", "sm80"),
+        ("nvidia", "sm100", "sm90"),
+        ("nvidia", "sm120", "sm80"),
+        ("amd", "gfx90a", "gfx90a"),
+        ("amd", "gfx940", "gfx90a"),
+        ("amd", "gfx950", "gfx942"),
+    ],
+)
+def test_an_architecture_without_a_table_takes_the_nearest_older(vendor, arch, expected):
+    assert tuning.nearest(Platform(vendor, arch, "", 1)) == expected
+
+
+@pytest.mark.parametrize("vendor, arch", [("nvidia", "sm75"), ("amd", "gfx908"), ("amd", "gfx1100"), ("amd", "native")])
+def test_where_no_table_serves_the_backend_refuses(vendor, arch):
+    reason = refusals.refuse_triton("bfloat16", Platform(vendor, arch, "", 1))
+    assert reason is not None
+    assert arch in reason and "use reference" in reason
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_shipped_tables_serve_every_size(arch, dtype):
+    where = Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1)
+    for head_dim in range(8, 257, 8):
+        for kernel in KERNELS:
+            row = tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, where)
+            assert 0 < row.shared <= (shared_limit(arch) or 0)
+            assert row.launch == choose(kernel, head_dim, dtype, where)
+    for head_dim in (16, 64, 128):
+        # A state of 256 in float32 does not fit in AMD's shared memory: the backend refuses it.
+        for d_state in (16, 64, 128) if arch.startswith("gfx") and dtype == "float32" else (16, 64, 128, 256):
+            assert default_launch(SSDSpec(8, head_dim, d_state, 1, 256, dtype=dtype), where)
+
+
+@pytest.mark.parametrize("arch", ["sm86", "sm89", "sm120"])
+def test_where_nothing_fits_the_backend_refuses_at_construction(arch):
+    """GPUs with 99 KB of shared memory, which take sm80's rows as far as those fit."""
+    where = Platform("nvidia", arch, "", 1)
+    assert registry.refusal("attention", "triton", AttentionSpec(4, 4, 64, 0.1), where) is None
+    assert choose("forward", 64, "bfloat16", where) == choose(
+        "forward", 64, "bfloat16", Platform("nvidia", "sm80", "", 1)
+    )
+    for dtype in ("bfloat16", "float32"):
+        for head_dim in range(8, 257, 8):
+            reason = registry.refusal("attention", "triton", AttentionSpec(4, 4, head_dim, 0.1, dtype=dtype), where)
+            if reason is None:
+                for kernel in KERNELS:
+                    row = tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, where)
+                    assert row.shared <= 101_376
+            else:
+                assert "101376 bytes of shared memory" in reason
+
+
+def test_selection_is_cached():
+    tuning._select.cache_clear()
+    for _ in range(5):
+        chosen(64)
+    assert tuning._select.cache_info().misses == 1
+
+
+def test_a_table_survives_being_written(tmp_path):
+    for arch in ("sm80", "sm90", "gfx90a", "gfx942"):
+        table = tuning.read_shipped(arch)
+        tuning_files.save(tmp_path / arch, arch, list(table.rows), table.l2_budget)
+        assert tuning_files.load(tmp_path / arch, arch) == table
+
+
+def test_writing_replaces_the_row_of_the_same_key_and_keeps_the_rest_and_the_comment(tmp_path):
+    file = tmp_path / "t.yaml"
+    file.write_text("# why\narch: sm90\nrows: []\n", encoding="utf-8")
+    tuning_files.save(file, "sm90", [a_row(64, 1), a_row(64, 2, seq_len=8), a_row(32, 3)])
+    tuning_files.save(file, "sm90", [a_row(64, 5, provenance=MEASURED)])
+    rows = tuning_files.load(file, "sm90", own=True).rows
+    assert [(r.shape[0], r.seq_len, r.launch.block_m) for r in rows] == [(32, None, 3), (64, None, 5), (64, 8, 2)]
+    assert rows[1].provenance == MEASURED and rows[1].own
+    assert file.read_text(encoding="utf-8").startswith("# why\narch: sm90\n")
+
+
+GOOD = {
+    "kernel": "attention.forward",
+    "dtype": "bfloat16",
+    "shape": {"head_dim": 64},
+    "launch": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2},
+    "shared": 1,
+    "provenance": "compiled only",
+}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kernel": "attention.backward"}, "no kernel 'attention.backward'; there is attention.forward"),
+        ({"dtype": "bf16"}, "dtype must be one of bfloat16"),
+        ({"shape": {"d_state": 64}}, "shape must have head_dim"),
+        ({"shape": {"head_dim": "64"}}, "head_dim must be a positive integer, not '64'"),
+        ({"launch": {**GOOD["launch"], "waprs": 4}}, "Launch has no 'waprs'; it has block_m"),
+        ({"launch": {"block_m": 64}}, "launch: 'block_n' is missing"),
+        ({"launch": {**GOOD["launch"], "warps": 0}}, "warps must be a positive int, not 0"),
+        ({"launch": {**GOOD["launch"], "described": 1}}, "described must be a bool, not 1"),
+        ({"launch": 3}, "expected the fields of a Launch, not 3"),
+        ({"provenance": "guessed"}, "provenance must be 'compiled only' or `measured:` with device"),
+        ({"provenance": {"measured": {**MEASURED, "gbps": 3.0}}}, "tflops or gbps"),
+        ({"provenance": {"measured": {**MEASURED, "ms": "fast"}}}, "ms must be a positive number, not 'fast'"),
+        ({"seqlen": 3}, "unknown field 'seqlen'"),
+        ({"seq_len": -3}, "seq_len must be a positive integer"),
+        ({"shared": None}, "shared must be a positive integer"),
+        ({"kernel": "ssd", "shape": {"head_dim": 64, "d_state": 64}}, "Launch has no"),
+        ({}, "a second row for attention.forward bfloat16 head_dim=64"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
+    import yaml
+
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [GOOD, {**GOOD, **change}]}))
+    with pytest.raises(ValueError) as caught:
+        tuning_files.load(file, "sm90")
+    assert str(caught.value).startswith(f"{file}: row 2") and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("rows: [", "cannot read the tuning table"),
+        ("- 1", "has the keys arch, l2_budget, rows"),
+        ("arch: sm90\nrows: []\nl2: 3", "unknown key 'l2'"),
+        ("arch: sm90\nrows: []", "'l2_budget' must be a int, not None"),
+    ],
+)
+def test_a_file_that_is_no_table(tmp_path, text, words):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError, match=r"t") as caught:
+        tuning_files.load(tmp_path / "t", "sm90")
+    assert words in str(caught.value)
