@@ -86,14 +86,15 @@ def test_efficient_attention_in_fp32():
     assert_close(outcome(lambda *qkv: kernel(*qkv, None), inputs(spec), torch.float32), exact, 1e-3)
 
 
-def test_ssd_compiled_in_bf16():
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_ssd_compiled_in_bf16(name):
     here, spec = platform.detect(), SSDSpec(8, 64, 64, 2, 128)
-    kernel = registry.resolve("ssd", "auto", spec, here).build(spec, here)
+    kernel, reference = (registry.resolve("ssd", n, spec, here).build(spec, here) for n in (name, "reference"))
     g = torch.Generator("cuda").manual_seed(0)
     shapes = [(B, T, 8, 64), (B, T, 8), (8,), (B, T, 2, 64), (B, T, 2, 64), (8,), (8,)]
     tensors = [torch.randn(s, generator=g, device="cuda").bfloat16() for s in shapes]
     tensors[2] = -tensors[2].abs()
-    exact = outcome(kernel, tensors, torch.float64)
+    exact = outcome(reference, tensors, torch.float64)
     assert_close(outcome(torch.compile(kernel, fullgraph=True), tensors, torch.bfloat16), exact, 0.03)
 
 

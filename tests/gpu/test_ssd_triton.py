@@ -1,0 +1,102 @@
+"""The Triton kernels of the scan on a GPU: as exact as the compiled reference, the same every time, for any length."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.kernels import platform
+from llmtrain.kernels.ssd.reference import ReferenceSSD
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.triton import TritonSSD, build
+from tests.support import scans
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ZAMBA, WIDE, GROUPED, FEW = (
+    SSDSpec(80, 64, 128, 1, 256),
+    SSDSpec(8, 128, 256, 1, 256),
+    SSDSpec(16, 64, 64, 2, 256),
+    SSDSpec(4, 24, 40, 1, 64),
+)
+SHAPES = {
+    "zamba2, whole chunks": (ZAMBA, 1, 2048, False),
+    "zamba2, ragged": (ZAMBA, 2, 4097, True),
+    "groups": (GROUPED, 4, 1024, True),
+    "wide": (WIDE, 1, 333, True),
+    "odd": (FEW, 3, 65, True),
+    "63 tokens": (GROUPED, 1, 63, True),
+    "one token": (GROUPED, 2, 1, True),
+}
+
+
+def kernel(spec: SSDSpec, dtype: torch.dtype = BF16, **changes: Any) -> TritonSSD:
+    spec = replace(spec, dtype=str(dtype).removeprefix("torch."))
+    made = build(spec, platform.detect(), "")
+    return TritonSSD(spec, replace(made.launch, **changes))
+
+
+@pytest.mark.parametrize("spec, batch, seq_len, with_state", SHAPES.values(), ids=SHAPES.keys())
+def test_as_exact_as_the_reference_in_the_same_dtype(spec, batch, seq_len, with_state):
+    tensors = scans.inputs(spec, batch, seq_len, BF16, with_state, "cuda")
+    exact = scans.exact(spec, tensors)
+    ours = scans.errors(scans.outcome(kernel(spec), tensors), exact)
+    theirs = scans.errors(scans.outcome(ReferenceSSD(spec), tensors), exact)
+    # The rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
+    worse = {name: (error, theirs[name]) for name, error in ours.items() if not error <= 1.1 * max(theirs[name], 7e-4)}
+    assert not worse
+
+
+@pytest.mark.parametrize("processors", [1, 132, 10_000], ids=["walks", "this device", "passes and scans"])
+def test_every_form_of_the_forward_in_fp32(processors):
+    tensors = scans.inputs(GROUPED, 2, 333, FP32, True, "cuda")
+    found = scans.outcome(kernel(GROUPED, FP32, processors=processors), tensors)
+    wrong = {k: e for k, e in scans.errors(found, scans.exact(GROUPED, tensors)).items() if not e < 1e-4}
+    assert not wrong
+
+
+@pytest.mark.parametrize("processors", [1, 10_000], ids=["walks", "passes and scans"])
+def test_two_runs_are_equal_bit_by_bit(processors):
+    tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
+    runs = [scans.outcome(kernel(ZAMBA, processors=processors), tensors) for _ in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_packed_batch_equals_its_documents_apart():
+    lengths = (700, 1, 300, 1047)
+    tensors = [t.detach() for t in scans.inputs(GROUPED, 1, sum(lengths), BF16, False, "cuda")]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].cuda()
+    scan = kernel(GROUPED)
+    whole, _ = scan(*tensors, document_ids=ids)
+    pieces = [t.split(lengths, 1) if t.ndim >= 3 else [t] * 4 for t in tensors]
+    for part, *piece in zip(whole.split(lengths, 1), *pieces, strict=True):
+        alone, _ = scan(*piece)
+        assert (part - alone).float().norm() <= 0.005 * alone.float().norm()
+
+
+@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])
+def test_strong_decay_and_none_are_finite(rate, bias):
+    tensors = scans.inputs(GROUPED, 1, 300, BF16, True, "cuda")
+    tensors[2], tensors[6] = (torch.full((GROUPED.n_heads,), value, device="cuda") for value in (rate, bias))
+    found = scans.outcome(kernel(GROUPED), tensors)
+    assert all(t.isfinite().all() for t in found.values())
+    exact = scans.exact(GROUPED, tensors)
+    assert scans.errors({"y": found["y"]}, {"y": exact["y"]})["y"] < 0.01
+
+
+def test_compiled_without_a_graph_break():
+    torch._dynamo.reset()
+    tensors = scans.inputs(GROUPED, 2, 333, BF16, True, "cuda")
+    scan = kernel(GROUPED)
+
+    def compiled(*t: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.compile(scan.__call__, fullgraph=True)(*t)
+
+    found, eager = scans.outcome(compiled, tensors), scans.outcome(scan, tensors)
+    assert all(torch.equal(found[name], eager[name]) for name in eager)
