@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from llmtrain.bench.eval_peer import ask, instances, load_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.eval.documents import Choices, Schema
-from llmtrain.eval.lm_eval import LmEvalWriter
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
-from llmtrain.eval.sections import LmEvalPrompting
 from llmtrain.eval.task import Documents, Task, document_text, load_task
 from llmtrain.eval.together import by_document
 from llmtrain.models.config import ModelConfig
@@ -174,14 +173,10 @@ def _ours(
 
 def _peer(folder: str, max_length: int) -> Any:
     try:
-        from lm_eval.models.huggingface import HFLM
+        return load_peer(folder, max_length, "bfloat16" if torch.cuda.is_available() else "float32")
     except ImportError as error:
         print(f"lm-evaluation-harness is not here ({error}); measuring llmtrain alone")
         return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"dtype": "bfloat16" if device == "cuda" else "float32", "max_length": max_length}
-    made: Any = HFLM  # its type hides what it takes
-    return made(pretrained=folder, device=device, batch_size=1, **options)
 
 
 def _theirs(
@@ -195,23 +190,14 @@ def _theirs(
     limit: int | None,
 ) -> None:
     """Fills in what concerns the harness."""
-    from lm_eval.api.instance import Instance
-
-    assert isinstance(task.style, LmEvalPrompting)
-    some = documents.evaluated[:limit]
-    prompts = LmEvalWriter(task.style).prompts(some, documents.everything, shots, documents.examples is None)
-    asked = [
-        (prompt.document.index, Instance("loglikelihood", {}, (prompt.before + prompt.context, prompt.continuation), 0))
-        for prompt in prompts
-        if not prompt.premise
-    ]
+    some, asked = instances(task, documents, shots, limit)
     few = {one.index for one in some[:_WARM_UP]}
     best = None
     for batch in batches:
         peer.batch_size_per_gpu = batch
-        peer.loglikelihood([instance for index, instance in asked if index in few], disable_tqdm=True)
+        ask(peer, [one for one in asked if one[0] in few])
         began = _clock()
-        found = [answer[0] for answer in peer.loglikelihood([instance for _, instance in asked], disable_tqdm=True)]
+        found = [answer[0] for answer in ask(peer, asked)]
         rate = len(some) / (_clock() - began)
         if best is None or rate > best:
             best, measured.theirs, measured.batch = rate, rate, batch
