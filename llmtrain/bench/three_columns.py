@@ -199,7 +199,7 @@ def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> di
     peer.batch_size_per_gpu = batch
     answers = {}
     for asked in tasks:
-        _, questions = instances(asked.task, asked.documents, asked.shots)
+        questions = [instance for _, instance in instances(asked.task, asked.documents, asked.shots)]
         found = zip(ask(peer, questions), asked.requests, strict=True)
         answers[asked.title] = [Scored(value, bool(greedy), len(one.continuation)) for (value, greedy), one in found]
     return answers
