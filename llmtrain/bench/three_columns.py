@@ -134,14 +134,16 @@ def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str
 
 def _train_and_export(args: argparse.Namespace, run: Path, exported: Path) -> int:
     """Exit status. The length of training comes from the speed of a short run before it."""
-    overrides = [*_stdlib(load_config(args.file, args.overrides)), *args.overrides]
+    config = load_config(args.file, args.overrides)
+    overrides = [*_stdlib(config), *args.overrides]
     overrides += ["logging.tensorboard=false", "logging.wandb=null", "checkpoint.interval=1000000 steps"]
     steps = args.steps
     if steps is None:
         probe = args.out / "probe"
         if status := _train(args.file, overrides, probe, PROBE_STEPS):
             return status
-        seconds = read_metrics(probe / "metrics.jsonl", "throughput/step_seconds")[1][-1]
+        rate = read_metrics(probe / "metrics.jsonl", "throughput/tokens_per_second")[1][-1]  # of the last 20 steps
+        seconds = config.tokens_per_step / rate
         steps = max(int(60 * args.minutes / seconds), 1)
         print(f"{seconds:.3f} s a step: {steps} steps in {args.minutes:g} minutes", flush=True)
     if status := _train(args.file, overrides, run, steps):
