@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=2.0, help="of training, compilation not counted")
     parser.add_argument("--steps", type=int, help="train so many steps, in place of --minutes")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK[:SHOTS]")
-    parser.add_argument("--limit", type=int, default=500, help="documents per task (of each category); default 500")
+    parser.add_argument("--limit", type=int, default=300, help="documents per task (of each category); default 300")
     parser.add_argument("--batch", type=int, default=32, help="requests at a time, of the harness")
     args = parser.parse_intermixed_args(arguments)
     torch.set_float32_matmul_precision("highest")
