@@ -13,7 +13,7 @@ from llmtrain.config.commands import add_check, add_schema
 from llmtrain.convert.commands import add_export, add_import
 from llmtrain.data.commands import add_prepare
 from llmtrain.doctor.commands import add_doctor
-from llmtrain.eval.commands import add_eval
+from llmtrain.eval.commands import add_decontaminate, add_eval
 from llmtrain.flops.commands import add_describe, add_mfu
 from llmtrain.generate.commands import add_generate
 from llmtrain.train.commands import add_train
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         add_check,
         add_describe,
         add_eval,
+        add_decontaminate,
         add_generate,
         add_import,
         add_export,

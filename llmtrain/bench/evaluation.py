@@ -5,7 +5,9 @@
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
 temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
 documents and timed from prompts as text to log-likelihoods. The harness runs with each batch size of --peer-batch, and
-its best counts. Without the harness (lm_eval), or with --no-peer, only our side is measured.
+its best counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is
+then that of the documents it did answer, spread evenly over the task. Without the harness (lm_eval), or with --no-peer,
+only our side is measured. --out is written anew after every task of either side.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from llmtrain.bench.eval_peer import WARM_UP, PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
-from llmtrain.eval.documents import Choices, Schema
-from llmtrain.eval.lm_eval import LmEvalWriter
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
-from llmtrain.eval.sections import LmEvalPrompting
 from llmtrain.eval.task import Documents, Task, document_text, load_task
 from llmtrain.eval.together import by_document
 from llmtrain.models.config import ModelConfig
@@ -38,39 +36,33 @@ from llmtrain.models.hybrid import HybridLM
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
 """The seed table's that are at hand, with their numbers of examples if not 0."""
-_WARM_UP = 32
-"""Documents answered before the clock starts: kernels are compiled, and libraries set up."""
 
 
 @dataclass
 class Measured:
-    """One task on both sides. Rates in documents/s. tokens: read by us; naive: by one forward pass per request.
-
-    difference: largest between log-likelihoods. agreement: share of documents with the same best alternative.
-    """
+    """One task on both sides. ours: documents/s. tokens: read by us; naive: by one forward pass per request."""
 
     task: str
     documents: int
     ours: float
-    theirs: float | None
-    batch: int | None
     tokens: int
     slots: int
     naive: int
     calls: int
-    difference: float | None
-    agreement: float | None
+    theirs: PeerMeasured | None = None
 
     def __str__(self) -> str:
         line = (
             f"{self.task:16} {self.documents:6} documents  llmtrain {self.ours:9.1f}/s, "
             f"{self.naive / self.tokens:4.1f} x fewer tokens, {self.slots / self.tokens:.2f} x padding, {self.calls} calls"
         )
-        if self.theirs is None:
+        theirs = self.theirs
+        if theirs is None:
             return line
+        part = "" if theirs.documents == self.documents else f" on {theirs.documents} documents"
         return (
-            f"{line}  lm-evaluation-harness {self.theirs:9.1f}/s (batch {self.batch})  {self.ours / self.theirs:5.2f} x  "
-            f"max |difference| {self.difference:.3f}, same choice {100 * (self.agreement or 0):.1f} %"
+            f"{line}  lm-evaluation-harness {theirs.rate:9.1f}/s{part} (batch {theirs.batch})  {self.ours / theirs.rate:5.2f} x  "
+            f"max |difference| {theirs.difference:.3f}, same choice {100 * theirs.agreement:.1f} %"
         )
 
 
@@ -84,6 +76,8 @@ def main() -> None:
     parser.add_argument("--max-batch-tokens", type=int)
     parser.add_argument("--peer-batch", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--peer-limit", type=int, help="documents for the harness, which takes long; default: as ours")
+    parser.add_argument("--peer-limit-shots", type=int, help="the same for tasks with examples; default: --peer-limit")
+    parser.add_argument("--peer-seconds", type=float, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--vocab", type=int, default=16_000, help="of the tokenizer")
     parser.add_argument("--out", metavar="JSON")
@@ -103,20 +97,36 @@ def main() -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         count = sum(parameter.numel() for parameter in scorer.model.parameters())
         print(f"{config.name}, {count:,} parameters, {scorer.model.embed.weight.dtype}, {name}", flush=True)
-        ours = [_ours(task, documents[task.name], shots, scorer, tokenizer) for task, shots in chosen]
+
+        def keep(rows: list[Measured]) -> None:
+            if args.out:
+                content = {"model": config.name, "device": name, "rows": [asdict(row) for row in rows]}
+                Path(args.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+        rows, answers = [], []
+        for task, shots in chosen:
+            measured, scores = _ours(task, documents[task.name], shots, scorer, tokenizer)
+            rows.append(measured)
+            answers.append(scores)
+            print(measured, flush=True)
+            keep(rows)
+        del scorer
         if args.no_peer or (peer := _peer(folder, config.model.max_seq_len)) is None:
-            rows = [measured for measured, _ in ours]
-            print(*rows, sep="\n", flush=True)
-        else:
-            del scorer
-            rows = []
-            for (measured, answers), (task, shots) in zip(ours, chosen, strict=True):
-                _theirs(measured, answers, peer, task, documents[task.name], shots, args.peer_batch, args.peer_limit)
-                rows.append(measured)
-                print(measured, flush=True)
-    if args.out:
-        content = {"model": config.name, "device": name, "rows": [asdict(row) for row in rows]}
-        Path(args.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            return
+        for row, scores, (task, shots) in zip(rows, answers, chosen, strict=True):
+            print(f"{row.task}: asking lm-evaluation-harness", flush=True)
+            limit = args.peer_limit_shots if shots and args.peer_limit_shots else args.peer_limit
+            row.theirs = measure_peer(
+                peer,
+                instances(task, documents[task.name], shots),
+                scores,
+                args.peer_batch,
+                limit=limit,
+                seconds=args.peer_seconds,
+                say=lambda line: print(line, flush=True),
+            )
+            print(row, flush=True)
+            keep(rows)
 
 
 def _parse(task: str) -> tuple[str, str]:
@@ -158,84 +168,23 @@ def _ours(
         return requests, [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
 
     few = [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
-    scorer.score([few[index] for group in list(by_document(few).values())[:_WARM_UP] for index in group])
-    began = _clock()
+    scorer.score([few[index] for group in list(by_document(few).values())[:WARM_UP] for index in group])
+    began = clock()
     requests, answers = ask()
-    seconds = _clock() - began
+    seconds = clock() - began
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
     plan = scorer.plan
     title = f"{task.name}:{shots}" if shots else task.name
     rate = len(documents) / seconds
-    measured = Measured(
-        *(title, len(documents), rate, None, None), plan.tokens, plan.slots, naive, plan.calls, None, None
-    )
-    return measured, answers
+    return Measured(title, len(documents), rate, plan.tokens, plan.slots, naive, plan.calls), answers
 
 
 def _peer(folder: str, max_length: int) -> Any:
     try:
-        from lm_eval.models.huggingface import HFLM
+        return load_peer(folder, max_length, "bfloat16" if torch.cuda.is_available() else "float32")
     except ImportError as error:
         print(f"lm-evaluation-harness is not here ({error}); measuring llmtrain alone")
         return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"dtype": "bfloat16" if device == "cuda" else "float32", "max_length": max_length}
-    made: Any = HFLM  # its type hides what it takes
-    return made(pretrained=folder, device=device, batch_size=1, **options)
-
-
-def _theirs(
-    measured: Measured,
-    ours: Sequence[float],
-    peer: Any,
-    task: Task,
-    documents: Documents,
-    shots: int,
-    batches: Sequence[int],
-    limit: int | None,
-) -> None:
-    """Fills in what concerns the harness."""
-    from lm_eval.api.instance import Instance
-
-    assert isinstance(task.style, LmEvalPrompting)
-    some = documents.evaluated[:limit]
-    prompts = LmEvalWriter(task.style).prompts(some, documents.everything, shots, documents.examples is None)
-    asked = [
-        (prompt.document.index, Instance("loglikelihood", {}, (prompt.before + prompt.context, prompt.continuation), 0))
-        for prompt in prompts
-        if not prompt.premise
-    ]
-    few = {one.index for one in some[:_WARM_UP]}
-    best = None
-    for batch in batches:
-        peer.batch_size_per_gpu = batch
-        peer.loglikelihood([instance for index, instance in asked if index in few], disable_tqdm=True)
-        began = _clock()
-        found = [answer[0] for answer in peer.loglikelihood([instance for _, instance in asked], disable_tqdm=True)]
-        rate = len(some) / (_clock() - began)
-        if best is None or rate > best:
-            best, measured.theirs, measured.batch = rate, rate, batch
-            measured.difference = max(abs(a - b) for a, b in zip(ours, found, strict=False))
-    measured.agreement = _agreement(documents, some, ours, found)
-
-
-def _agreement(documents: Documents, some: Sequence[Any], ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Share of documents whose likeliest alternative is the same."""
-    at = same = 0
-    for document in some:
-        content = document.content
-        count = len(content.choices) if isinstance(content, Choices) else 1
-        count = len(content.contexts) if isinstance(content, Schema) else count
-        mine, other = ours[at : at + count], theirs[at : at + count]
-        same += mine.index(max(mine)) == other.index(max(other))
-        at += count
-    return same / len(some)
-
-
-def _clock() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

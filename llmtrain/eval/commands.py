@@ -1,4 +1,4 @@
-"""`llmtrain eval`: models on tasks, on this process or on one process per GPU."""
+"""`llmtrain eval`: models on tasks, on this process or on one process per GPU; and `llmtrain decontaminate`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,36 @@ def add_eval(commands) -> None:
     add_eval_arguments(sub)
     sub.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, or one)")
     sub.set_defaults(func=run_eval)
+
+
+def add_decontaminate(commands) -> None:
+    sub = commands.add_parser(
+        "decontaminate",
+        help="look for the tasks' documents in training data",
+        description="Looks for n-grams of the documents of a YAML's tasks, such as eval/quick.yaml, in MDS shards or text. "
+        "A document is hit if one of its n-grams occurs anywhere. Prints a table per task; writes overlap.json and .md.",
+    )
+    sub.add_argument("file", metavar="FILE", help="the YAML that names tasks or a gauntlet, as for `llmtrain eval`")
+    sub.add_argument(
+        "data",
+        nargs="+",
+        type=Path,
+        metavar="DATA",
+        help="what `llmtrain prepare` wrote, a folder of MDS shards, or text files and JSONL",
+    )
+    sub.add_argument("--tokenizer", metavar="NAME", help="of the shards; default: the one beside them")
+    sub.add_argument("--data-dir", metavar="DIR", help="a folder of local JSONL files, in place of the tasks' sources")
+    sub.add_argument("--n", type=int, default=13, metavar="N", help="tokens of an n-gram (default 13)")
+    sub.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    sub.add_argument("--text-key", default="text", metavar="KEY", help="field of a JSONL record (default text)")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="the folder of results; default results/NAME")
+    sub.set_defaults(func=run_decontaminate)
+
+
+def run_decontaminate(args: argparse.Namespace) -> int:
+    from llmtrain.eval.overlap import run  # numpy, which no other command needs to say what it takes
+
+    return run(args)
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:

@@ -81,10 +81,17 @@ def decontaminate(
     n: int = 13,
     progress: Progress | None = None,
 ) -> list[Overlap]:
-    """samples: of `mds_samples` or `text_samples`. Held in memory: the documents' n-grams, one batch of samples."""
+    """samples: of `mds_samples` or `text_samples`. Held in memory: the documents' n-grams, one batch of samples.
+
+    Raises EvalError for an n below 2, and for one that no document is long enough for.
+    """
     if n < 2:
         raise EvalError(f"n-grams of {n} tokens say nothing; give at least 2")
     index = _Index(tasks, tokenizer, n)
+    if 0 < index.longest < n:
+        raise EvalError(
+            f"n-grams of {n} tokens: the longest document has {index.longest}, so none could be checked; give a smaller n"
+        )
     for batch in _batches(samples):
         index.search(batch)
         if progress:
@@ -140,9 +147,9 @@ class _Index:
 
     def __init__(self, tasks: Mapping[str, Sequence[Document]], tokenizer: TextTokenizer, n: int):
         self._tasks, self._tokenizer, self._n = tasks, tokenizer, n
-        self._hashes = {
-            name: [ngram_hashes(self._ids(document), n) for document in documents] for name, documents in tasks.items()
-        }
+        self.longest = 0
+        """Tokens of the longest document."""
+        self._hashes = {name: [self._hash(document) for document in documents] for name, documents in tasks.items()}
         everything = [one for group in self._hashes.values() for one in group]
         self._set = NgramSet(np.concatenate(everything) if everything else np.zeros(0, np.uint64))
         self._seen: dict[int, str] = {}
@@ -150,6 +157,11 @@ class _Index:
 
     def _ids(self, document: Document) -> NDArray:
         return np.asarray(self._tokenizer.encode(document_text(document)), np.int64)
+
+    def _hash(self, document: Document) -> NDArray[np.uint64]:
+        ids = self._ids(document)
+        self.longest = max(self.longest, len(ids))
+        return ngram_hashes(ids, self._n)
 
     def search(self, batch: list[Sample]) -> None:
         parts = [part for sample in batch for part in (sample.ids.astype(np.uint64), [_SEPARATOR])]

@@ -102,7 +102,7 @@ class Task:
         if self._examples_apart():
             records = read_records(self.source, self.base, few_shot=True)
             examples = [recipe.document(record, index) for index, record in enumerate(records)]
-        evaluated = [one for group in _by_category(everything).values() for one in group[:limit]]
+        evaluated = [one for group in by_category(everything).values() for one in group[:limit]]
         return Documents(evaluated, everything, examples)
 
     def _examples_apart(self) -> bool:
@@ -133,8 +133,8 @@ class Task:
                 raise EvalError(f"task {self.name}: the perplexity of a text needs the model's max_seq_len")
             return list(rolling_requests(documents.evaluated, encoder, max_seq_len))
         made: list[Score | Generate] = []
-        everything, examples = _by_category(documents.everything), _by_category(documents.examples or [])
-        for category, group in _by_category(documents.evaluated).items():
+        everything, examples = by_category(documents.everything), by_category(documents.examples or [])
+        for category, group in by_category(documents.evaluated).items():
             own = documents.examples is None
             pool = everything[category] if own else examples.get(category, [])
             made += self._category(group, everything[category], pool, own, shots, encoder)
@@ -220,7 +220,7 @@ def document_text(document: Document) -> str:
             return content.text
 
 
-def _by_category(documents: Sequence[Document]) -> dict[str | None, list[Document]]:
+def by_category(documents: Sequence[Document]) -> dict[str | None, list[Document]]:
     """Categories in alphabetical order; one group where the task has none."""
     groups: dict[str | None, list[Document]] = {}
     for document in documents:

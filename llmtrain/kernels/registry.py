@@ -137,6 +137,16 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> 
     return (ranked or list(able.values()))[0]
 
 
+def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
+    """For an operation that works beside another whose backend is `name`: its own of that name if it has one that can
+    serve here, else what `auto` means.
+    """
+    named = any(name in (b.name, b.family) for b in _BACKENDS[operation])
+    if named and refusal(operation, name, spec, platform) is None:
+        return resolve(operation, name, spec, platform)
+    return resolve(operation, "auto", spec, platform)
+
+
 def _candidates(operation: Operation, name: str) -> list[Backend]:
     backends = _BACKENDS[operation]
     found = [b for b in backends if name in ("auto", b.name, b.family)]

@@ -175,6 +175,7 @@ class Mamba2Block(Section):
     """Default: model.norm."""
     mlp: MLPConfig | None = None
     backend: SSDBackend = free("auto")
+    """Of the scan; also of the convolution and the gated norm, where they have one of that name that can serve."""
 
     def problems(self) -> Iterator[Problem]:
         if self.dt_min > self.dt_max:

@@ -89,9 +89,9 @@ class GatedRMSNorm(nn.Module):
     x, z: [..., dim] -> like x.
     """
 
-    def __init__(self, spec: GatedNormSpec, platform: Platform):
+    def __init__(self, spec: GatedNormSpec, platform: Platform, backend: str = "auto"):
         super().__init__()
-        self.kernel = registry.resolve("gated_norm", "auto", spec, platform).build(spec, platform)
+        self.kernel = registry.resolve_beside("gated_norm", backend, spec, platform).build(spec, platform)
         self.weight = nn.Parameter(torch.empty(spec.dim))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:

@@ -54,10 +54,10 @@ class SSMParameters(nn.Module):
 class CausalConv1d(nn.Module):
     """Depthwise causal convolution and SiLU. x: [batch, T, channels] -> like x."""
 
-    def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform):
+    def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform, backend: str = "auto"):
         super().__init__()
         self.spec = spec
-        self.kernel = registry.resolve("conv1d", "auto", spec, platform).build(spec, platform)
+        self.kernel = registry.resolve_beside("conv1d", backend, spec, platform).build(spec, platform)
         self.weight = nn.Parameter(torch.empty(spec.channels, spec.width))
         self.bias = nn.Parameter(torch.empty(spec.channels)) if bias else None
 
@@ -91,11 +91,12 @@ class Mamba2(nn.Module):
         self.widths = [d_inner, d_inner + 2 * d_bc, self.spec.n_heads]  # z | x B C | dt
         self.conv_widths = [d_inner, d_bc, d_bc]
         self.in_proj = Linear(config.d_model, sum(self.widths), block.proj_bias)
-        self.conv = CausalConv1d(Conv1dSpec(self.widths[1], block.d_conv, dtype_name), block.conv_bias, platform)
+        conv = Conv1dSpec(self.widths[1], block.d_conv, dtype_name)
+        self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
         self.ssm = SSMParameters(block, self.spec.n_heads)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
-        self.norm = GatedRMSNorm(gated, platform)
+        self.norm = GatedRMSNorm(gated, platform, block.backend)
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
 
     def prepare(self, seq_len: int, device: torch.device) -> None:

@@ -119,14 +119,28 @@ SPECS: dict[registry.Operation, registry.Spec] = {
 @pytest.mark.parametrize("where", [CPU, H200, A100, MI300X])
 def test_every_operation_serves_everywhere(where):
     assert registry.resolve("ssd", "auto", SPECS["ssd"], where).name == ("reference" if where is CPU else "triton")
-    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == ("aten" if where is CPU else "triton")
+    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == ("aten" if where is CPU else "reference")
     for operation in registry.OPERATIONS:
         reasons = {row.backend: row.reason for row in registry.table(operation, SPECS[operation], where)}
         assert reasons["reference"] is None
 
 
-@pytest.mark.parametrize("operation", ["gated_norm", "attention_step", "ssd_step", "conv1d_step"])
-def test_a_step_and_a_gated_norm_run_in_triton_on_gpus_and_by_the_reference_elsewhere(operation):
+@pytest.mark.parametrize(
+    "name, where, expected",
+    [
+        ("triton", H200, "triton"),
+        ("triton", CPU, "aten"),  # cannot serve: what auto means
+        ("reference", CPU, "reference"),
+        ("mamba_ssm", H200, "reference"),  # a scan's, unknown here
+        ("auto", H200, "reference"),
+    ],
+)
+def test_a_convolution_takes_the_backend_of_the_scan_beside_it_where_it_has_one(name, where, expected):
+    assert registry.resolve_beside("conv1d", name, SPECS["conv1d"], where).name == expected
+
+
+@pytest.mark.parametrize("operation", ["ssd", "attention_step", "ssd_step", "conv1d_step"])
+def test_a_scan_and_a_step_run_in_triton_on_gpus_and_by_the_reference_elsewhere(operation):
     wanted = SPECS[operation]
     chosen_by = {where.vendor: registry.resolve(operation, "auto", wanted, where).name for where in (H200, MI300X, CPU)}
     assert chosen_by == {"nvidia": "triton", "amd": "triton", "cpu": "reference"}
