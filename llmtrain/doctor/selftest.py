@@ -13,7 +13,9 @@ from llmtrain.bench.tune.operations import relative_error
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 BATCH, SEQ_LEN = 2, 192
@@ -46,12 +48,9 @@ def exams(dtype: str) -> Iterator[Exam]:
     scan = ((BATCH, T, H, P), (BATCH, T, H), (H,), (BATCH, T, 1, N), (BATCH, T, 1, N), (H,), (H,))
     yield Exam("ssd", "scan", SSDSpec(H, P, N, 1, 64, dtype=dtype), scan, 2)
     yield Exam("conv1d", "width 4", Conv1dSpec(256, 4, dtype), ((BATCH, T, 256), (256, 4), (256,)), 3)
-    if "gated_norm" in registry.OPERATIONS:
-        import importlib
-
-        spec = importlib.import_module("llmtrain.kernels.gated_norm.spec").GatedNormSpec(256, 1, 1e-5, False, dtype)
-        shapes = ((BATCH, T, 256), (BATCH, T, 256), (256,))
-        yield Exam("gated_norm", "gate first", spec, shapes, 2)
+    norm = GatedNormSpec(256, 1, 1e-5, False, dtype)
+    yield Exam("gated_norm", "gate first", norm, ((BATCH, T, 256), (BATCH, T, 256), (256,)), 2)
+    yield Exam("rotary", "positions", RotarySpec(P, dtype), ((BATCH, T, H, P), (BATCH, T, 2, P)), 2)
 
 
 def leaves(exam: Exam, device: str) -> list[Tensor]:
@@ -82,6 +81,11 @@ def _function(exam: Exam, backend: str, here: Platform) -> Callable[..., Tensor]
     if exam.operation == "attention":
         context = kernel.prepare(SEQ_LEN, torch.device(here.device_type))
         return lambda q, k, v: kernel(q, k, v, context)
+    if exam.operation == "rotary":
+        angle = torch.arange(SEQ_LEN, device=here.device_type)[:, None, None] * torch.linspace(
+            0.01, 1, exam.spec.head_dim // 2
+        ).to(here.device_type)
+        return lambda q, k: torch.cat([t.flatten() for t in kernel(q, k, angle.cos(), angle.sin())])
     if exam.operation == "ssd":
         return lambda *tensors: kernel(*tensors)[0]
     return kernel

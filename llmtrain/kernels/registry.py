@@ -15,10 +15,11 @@ from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
-Operation = Literal["attention", "ssd", "conv1d", "gated_norm", "attention_step", "ssd_step", "conv1d_step"]
-Spec = Any  # AttentionSpec, SSDSpec, Conv1dSpec or GatedNormSpec, by operation
+Operation = Literal["attention", "rotary", "ssd", "conv1d", "gated_norm", "attention_step", "ssd_step", "conv1d_step"]
+Spec = Any  # AttentionSpec, RotarySpec, SSDSpec, Conv1dSpec or GatedNormSpec, by operation
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         # Of others, where installed: in no preference, so `auto` does not take them.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
+    "rotary": (
+        Backend("reference", "llmtrain.kernels.rotary.reference", rotary.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.rotary.triton", rotary.refuse_triton_pairs),
+    ),
     "ssd": (
         Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),
         Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
@@ -88,6 +93,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
 }
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
+    "rotary": rotary.preference,
     "ssd": ssd.preference,
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,

@@ -166,10 +166,3 @@ def rotary_frequencies(head_dim: int, rotary: RotaryPosition, device: torch.devi
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             return frequency * (kept + (1 - kept) / scaling.factor)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates pairs (i, i + head_dim / 2) of each head, in fp32. x: [batch, T, heads, head_dim] -> like x."""
-    cos, sin = tables
-    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

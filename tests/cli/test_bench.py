@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmtrain import cli
+from llmtrain.bench.kernels.command import OPERATIONS
 from llmtrain.doctor import report, selftest
 from llmtrain.kernels import platform, registry
 
@@ -71,7 +72,7 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
     assert status == 0, out
     assert "No GPU here" in out and "Not measured: our kernels" in out
     facts = json.loads((tmp_path / "out/kernels.json").read_text())
-    assert {one["operation"] for one in facts["results"]} == {"attention", "ssd", "conv1d", "gated_norm", "mixer"}
+    assert {one["operation"] for one in facts["results"]} == set(OPERATIONS)
     for one in facts["results"]:
         assert one["failed"] is None and one["error"] < 1e-4 and one["forward_ms"] > 0 and one["memory_mib"] is None
     rows = (tmp_path / "out/kernels.md").read_text().splitlines()

@@ -1,7 +1,7 @@
 """The Triton kernels around the scan: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
 
-Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py
-and interpreted_gated_norm.py.
+Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
+interpreted_gated_norm.py and interpreted_rotary.py.
 """
 
 import json
@@ -17,18 +17,12 @@ from llmtrain.kernels.conv1d import triton_launch as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import Platform, shared_limit
 
 HERE = Path(__file__)
-SHARED_LIMIT = {"80": 166912, "90": 232448, "gfx90a": 65536, "gfx942": 65536}
-TARGETS = {
-    "sm80": (("cuda", "80", "32"), {}),
-    "sm90": (("cuda", "90", "32"), {}),
-    "gfx90a": (("hip", "gfx90a", "64"), {}),
-    "gfx942": (("hip", "gfx942", "64"), {}),
-    "gfx90a, no buffer ops": (("hip", "gfx90a", "64"), {"AMDGCN_USE_BUFFER_OPS": "0"}),
-    "gfx942, no buffer ops": (("hip", "gfx942", "64"), {"AMDGCN_USE_BUFFER_OPS": "0"}),
-}
+ARCHES = ("sm80", "sm90", "gfx90a", "gfx942")
+NO_BUFFER_OPS = {"AMDGCN_USE_BUFFER_OPS": "0"}
+TARGETS = {arch: (arch, {}) for arch in ARCHES} | {f"{a}, no buffer ops": (a, NO_BUFFER_OPS) for a in ARCHES[2:]}
 
 
 def conv(label: str, channels: int, width: int, packed: bool = False, dtype: str = "bfloat16") -> dict:
@@ -41,8 +35,13 @@ def norm(label: str, dim: int, n_groups: int = 1, first: bool = False, dtype: st
     return {"label": label, "operation": "gated_norm", "spec": spec}
 
 
+def rotation(label: str, head_dim: int, dtype: str = "bfloat16") -> dict:
+    return {"label": label, "operation": "rotary", "spec": {"head_dim": head_dim, "dtype": dtype}}
+
+
 # Of every row of the tables, the widest group that it takes.
 SAMPLE = [conv("conv", 5376, 4), conv("conv, packed", 5376, 4, True), norm("6144", 6144), norm("8192", 8192)]
+SAMPLE.append(rotation("rotary", 128))
 ALL = [
     *SAMPLE,
     conv("conv, fp32", 5376, 4, dtype="float32"),
@@ -55,10 +54,12 @@ ALL = [
     norm("odd", 1001),
     norm("6144, fp32", 6144, dtype="float32"),
     norm("8192, fp32", 8192, first=True, dtype="float32"),
+    *(rotation(f"rotary {head_dim}", head_dim) for head_dim in (32, 64, 80, 160, 256)),
+    rotation("rotary, fp32", 128, "float32"),
 ]
 
 
-@pytest.mark.parametrize("cases", ["interpreted_conv1d.py", "interpreted_gated_norm.py"])
+@pytest.mark.parametrize("cases", ["interpreted_conv1d.py", "interpreted_gated_norm.py", "interpreted_rotary.py"])
 def test_the_interpreted_kernels_agree_with_the_reference(cases):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", cases],
@@ -79,7 +80,7 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
     assert "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("name", ["sm80", "sm90", "gfx90a", "gfx942"])
+@pytest.mark.parametrize("name", ARCHES)
 def test_a_sample_fits(name, tmp_path):
     assert_fits(name, SAMPLE, tmp_path)
 
@@ -92,9 +93,9 @@ def test_every_kernel_fits(name, tmp_path):
 
 def assert_fits(name: str, cases: list[dict], cache: Path) -> None:
     """No spills, no scratch, shared memory within its limit, and on NVIDIA 16 bytes at a time through the convolution."""
-    target, environment = TARGETS[name]
+    arch, environment = TARGETS[name]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.offline_around", *target],
+        [sys.executable, "-m", "tests.support.offline_around", arch],
         input=json.dumps(cases),
         cwd=HERE.parents[2],
         env={**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **environment},
@@ -105,10 +106,13 @@ def assert_fits(name: str, cases: list[dict], cache: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 3 * len(cases)
-    bad = [k for k in kernels if k["spilled"] or k["shared"] > SHARED_LIMIT[target[1]]]
-    wide = [k["wide"] for k in kernels if (k["case"], k["kernel"]) == ("conv", "_forward")]
-    assert all(wide) or target[0] == "hip"
+    assert len(kernels) == sum(2 if case["operation"] == "rotary" else 3 for case in cases)
+    limit = shared_limit(arch)
+    assert limit is not None
+    bad = [k for k in kernels if k["spilled"] or k["shared"] > limit]
+    wide = [k["wide"] for k in kernels if (k["case"], k["kernel"]) in (("conv", "_forward"), ("rotary", "_rotate"))]
+    assert len(wide) == 3
+    assert all(wide) or arch.startswith("gfx")
     assert not bad, "\n".join(map(json.dumps, bad))
 
 

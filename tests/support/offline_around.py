@@ -1,9 +1,9 @@
 """Compiles the kernels around the scan for a GPU that is not there and says what they take; run as a program.
 
-    python -m tests.support.offline_around cuda 90 32 < cases.json      (or: hip gfx942 64)
+    python -m tests.support.offline_around sm90 < cases.json
 
-A case is an object: `label`, `operation` (conv1d or gated_norm), `spec`, the fields of its spec, and for conv1d perhaps
-`packed`. The operators are called as on a GPU, with slices of a projection that have no memory, 8 x 2048 tokens. Prints
+A case is an object: `label`, `operation` (conv1d, gated_norm or rotary), `spec`, the fields of its spec, and for conv1d
+perhaps `packed`. The operators are called as on a GPU, with slices of a projection that have no memory, 8 x 2048 tokens. Prints
 one JSON line per kernel.
 """
 
@@ -16,40 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.bench.tune.compiling import compile_only, platform_of
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
-from tests.support import offline
+from llmtrain.kernels.rotary import triton as rotary
 
 BATCH, SEQ_LEN = 8, 2048
 
 
-def main(kind: str, arch: str, warp_size: str) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    stand_in: Any = offline.Offline(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size)))
-    driver.set_active(stand_in)
-    where = Platform("amd" if kind == "hip" else "nvidia", f"sm{arch}" if kind == "cuda" else arch, "", 1 << 36, 132)
-    launch = JITFunction.run
-    labels: list[str] = []
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
-        taken = offline._nvidia(compiled) if kind == "cuda" else offline._amd(compiled)
-        wide = sum(compiled.asm["ptx"].count(f"{way}.global.v4.b32") for way in ("ld", "st")) if kind == "cuda" else 0
-        shared = compiled.metadata.shared
-        print(json.dumps({"case": labels[-1], "kernel": self.fn.__name__, "shared": shared, "wide": wide, **taken}))
-        sys.stdout.flush()
-        return compiled
-
-    JITFunction.run = compile_only
-    for case in json.load(sys.stdin):
-        labels.append(case["label"])
-        {"conv1d": convolve, "gated_norm": normalise}[case["operation"]](case, where)
+def main(arch: str) -> None:
+    where = platform_of(arch)
+    with compile_only(arch) as taken:
+        for case in json.load(sys.stdin):
+            {"conv1d": convolve, "gated_norm": normalise, "rotary": turn}[case["operation"]](case, where)
+            for found in taken:
+                print(json.dumps({"case": case["label"], **found}), flush=True)
+            taken.clear()
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -80,6 +65,14 @@ def normalise(case: dict[str, Any], where: Platform) -> None:
     r = empty(BATCH * SEQ_LEN, spec.n_groups, dtype=torch.float32)
     run(gated_norm.gated_norm_forward, x, z, weight, spec.n_groups, spec.eps, spec.norm_before_gate, options)
     run(gated_norm.gated_norm_backward, x, x, z, weight, r, spec.norm_before_gate, options)
+
+
+def turn(case: dict[str, Any], where: Platform) -> None:
+    dtype, head_dim = getattr(torch, case["spec"]["dtype"]), case["spec"]["head_dim"]
+    q, k = (sliced(heads * head_dim, dtype).unflatten(-1, (heads, head_dim)) for heads in (16, 4))
+    cos, sin = (empty(SEQ_LEN, 1, head_dim // 2, dtype=torch.float32) for _ in range(2))
+    for back in (False, True):
+        run(rotary.rotary, q, k, cos, sin, back)
 
 
 def run(operator: Any, *arguments: Any) -> None:

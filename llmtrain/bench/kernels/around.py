@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from llmtrain.bench.tune import ssd
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 
 WIDTH, EPS = 4, 1e-5
@@ -154,22 +154,14 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     return (F.rms_norm(y, y.shape[-1:], eps=EPS) * weight).to(x.dtype)
 
 
-def _norm_spec(sizes: Sizes) -> Any:
-    """None where the registry knows no such operation."""
-    if "gated_norm" not in registry.OPERATIONS:
-        return None
-    return importlib.import_module("llmtrain.kernels.gated_norm.spec").GatedNormSpec(
-        sizes.d_inner, 1, EPS, False, sizes.dtype
-    )
+def _norm_spec(sizes: Sizes) -> GatedNormSpec:
+    return GatedNormSpec(sizes.d_inner, 1, EPS, False, sizes.dtype)
 
 
 def _norm_contenders(sizes: Sizes) -> list[Contender]:
     spec = _norm_spec(sizes)
-    if spec is None:
-        found = [Contender("reference", lambda: torch.compile(gated_norm) if device() == "cuda" else gated_norm)]
-    else:
-        names = _named("gated_norm", spec)
-        found = [Contender(name, lambda name=name: _built("gated_norm", name, spec)) for name in names]
+    names = _named("gated_norm", spec)
+    found = [Contender(name, lambda name=name: _built("gated_norm", name, spec)) for name in names]
     if device() == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
         found.append(Contender("mamba_ssm", _public_norm, True))
     return found

@@ -193,8 +193,10 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
         compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
         assembly = compiled.asm["amdgcn" if amd else "ptx"]
         matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
-        used = _amd(assembly) if amd else _nvidia(compiled, arch)
-        taken.append({"kernel": self.fn.__name__, "shared": compiled.metadata.shared, "matrix": matrix, **used})
+        wide = sum(assembly.count(f"{way}.global.v4.b32") for way in ("ld", "st"))  # 16 bytes a thread; NVIDIA's
+        used = {"shared": compiled.metadata.shared, "matrix": matrix, "wide": wide}
+        used |= _amd(assembly) if amd else _nvidia(compiled, arch)
+        taken.append({"kernel": self.fn.__name__, **used})
         return compiled
 
     JITFunction.run = run

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
-from llmtrain.models.layers import Linear, Norm, rotary_tables, rotate
+from llmtrain.models.layers import Linear, Norm, rotary_tables
 from llmtrain.models.specs import attention_spec
 
 
@@ -51,6 +52,8 @@ class Attention(nn.Module):
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
         self.rotary = block.position if block.position.type == "rotary" else None
+        rotary = RotarySpec(self.spec.head_dim, self.spec.dtype)
+        self.rotate = registry.resolve_beside("rotary", block.backend, rotary, platform).build(rotary, platform)
 
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
@@ -92,7 +95,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+            q, k = self.rotate(q, k, *context.rotary)
         out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
         return self.wo(out.flatten(-2))
 

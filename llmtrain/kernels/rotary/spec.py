@@ -1,0 +1,29 @@
+"""What rotary positions do to queries and keys, and which backend does it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotation of the pairs (i, i + head_dim / 2) of every head (arXiv:2104.09864)."""
+
+    head_dim: int
+    dtype: str = "bfloat16"
+
+
+def refuse_nothing(spec: RotarySpec, platform: Platform | None) -> str | None:
+    return None
+
+
+def refuse_triton_pairs(spec: RotarySpec, platform: Platform | None) -> str | None:
+    return refuse_triton(spec.dtype, platform)
+
+
+def preference(spec: RotarySpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`. Ours is not yet measured beside the compiled reference."""
+    return ("reference",) if platform.vendor == "cpu" else ("reference", "triton")

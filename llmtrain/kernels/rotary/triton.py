@@ -1,0 +1,129 @@
+"""Rotary positions in Triton: queries and keys in one launch, each read once and written once.
+
+A rotation's gradient is the rotation back, so the backward is the same kernel with the angles negated; it needs the
+tables alone.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary.spec import RotarySpec
+
+_TOKENS = 32  # of a program: with 8 warps and head_dim 128, 16 bytes of a half per thread
+_HEADS = 8  # that a program goes through with its cosines and sines in registers
+
+
+def build(spec: RotarySpec, platform: Platform, variant: str) -> TritonRotary:
+    return TritonRotary()
+
+
+class TritonRotary:
+    """The signature of the reference. Computes in fp32; results are contiguous and have the inputs' dtypes."""
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, cos, sin, False)
+
+
+@torch.library.custom_op("llmtrain::rotary", mutates_args=())
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """q, k: [batch, T, heads, head_dim], slices of a projection without a copy if head_dim is contiguous; cos, sin:
+    [T, 1, head_dim / 2] or [batch, T, 1, head_dim / 2] in fp32. back: rotates by the negative angles.
+    """
+    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    batch, seq_len, n_q, head_dim = q.shape
+    n_k, half = k.shape[2], head_dim // 2
+    assert k.shape == (batch, seq_len, n_k, head_dim) and q.dtype == k.dtype
+    assert cos.shape == sin.shape and cos.shape[-3:] == (seq_len, 1, half) and cos.dtype == torch.float32
+    out_q, out_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    blocks = triton.cdiv(n_q, _HEADS) + triton.cdiv(n_k, _HEADS)
+    _rotate[triton.cdiv(seq_len, _TOKENS), blocks, batch](
+        *(q, k, cos, sin, out_q, out_k),
+        *(seq_len, n_q, n_k, seq_len * half if cos.ndim == 4 else 0, *q.stride()[:3], *k.stride()[:3]),
+        HALF=half,
+        COLUMNS=triton.next_power_of_2(half),
+        TOKENS=_TOKENS,
+        HEADS=_HEADS,
+        BACK=back,
+        num_warps=8 if half >= 32 else 4,
+    )
+    return out_q, out_k
+
+
+@rotary.register_fake
+def _(q, k, cos, sin, back):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    _, _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx, dq, dk):
+    return *rotary(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+rotary.register_autograd(_differentiate, setup_context=_keep)
+
+
+@triton.jit
+def _rotate(
+    q, k, cos, sin, out_q, out_k,
+    seq_len, n_q, n_k, table_row, q_row, q_token, q_head, k_row, k_token, k_head,
+    HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of tokens, block of q's heads or after them of k's, row of the batch)."""
+    t, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    block, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    inside = (t < seq_len)[:, None] & (column < HALF)[None, :]
+    at = row * table_row + t[:, None] * HALF + column[None, :]
+    c = tl.load(cos + at, mask=inside, other=0.0)
+    s = tl.load(sin + at, mask=inside, other=0.0)
+    if BACK:
+        s = -s
+    q_blocks = tl.cdiv(n_q, HEADS)
+    if block < q_blocks:
+        _heads(
+            q + row * q_row,
+            out_q,
+            row,
+            t,
+            column,
+            inside,
+            c,
+            s,
+            block * HEADS,
+            n_q,
+            seq_len,
+            q_token,
+            q_head,
+            HALF,
+            HEADS,
+        )
+    else:
+        first = (block - q_blocks) * HEADS
+        _heads(k + row * k_row, out_k, row, t, column, inside, c, s, first, n_k, seq_len, k_token, k_head, HALF, HEADS)
+
+
+@triton.jit
+def _heads(
+    source, out, row, t, column, inside, c, s, first, n_heads, seq_len, token, head_stride,
+    HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    t = t.to(tl.int64)[:, None]
+    for head in range(first, tl.minimum(first + HEADS, n_heads)):
+        of_head = source + t * token + head * head_stride + column[None, :]
+        a = tl.load(of_head, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(of_head + HALF, mask=inside, other=0.0).to(tl.float32)
+        to = out + ((row * seq_len + t) * n_heads + head) * (2 * HALF) + column[None, :]
+        tl.store(to, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, (a * s + b * c).to(out.dtype.element_ty), mask=inside)

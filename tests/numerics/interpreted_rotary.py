@@ -1,0 +1,78 @@
+"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.rotary.reference import ReferenceRotary
+from llmtrain.kernels.rotary.triton import TritonRotary, rotary
+from tests.support import around
+
+CASES = {
+    "grouped": (2, 37, 4, 2, 16),
+    "more heads than one program takes": (1, 5, 11, 9, 8),
+    "a width that is no power of two": (1, 33, 2, 1, 20),
+    "one token": (3, 1, 2, 2, 16),
+}
+
+
+def tables(*shape: int) -> tuple[Tensor, Tensor]:
+    angle = around.draw(*shape, seed=5, dtype=torch.float32)
+    return angle.cos(), angle.sin()
+
+
+def inputs(batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> list[Tensor]:
+    """Slices of one projection."""
+    fused = around.draw(batch, seq_len, (heads + kv_heads) * head_dim + 8, seed=seq_len, dtype=dtype)
+    q, k, _ = fused.split((heads * head_dim, kv_heads * head_dim, 8), dim=-1)
+    return [q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (kv_heads, head_dim))]
+
+
+def both(kernel, cos: Tensor, sin: Tensor):
+    """q and k as one output, for around.outcome; in float64 with tables as wide."""
+
+    def run(q: Tensor, k: Tensor) -> Tensor:
+        turned = kernel(
+            q, k, cos.to(torch.promote_types(q.dtype, cos.dtype)), sin.to(torch.promote_types(q.dtype, sin.dtype))
+        )
+        return torch.cat([t.flatten() for t in turned])
+
+    return run
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("batch, seq_len, heads, kv_heads, head_dim", CASES.values(), ids=CASES.keys())
+def test_agrees_with_the_reference(batch, seq_len, heads, kv_heads, head_dim, per_row):
+    cos, sin = tables(*[batch] * per_row, seq_len, 1, head_dim // 2)
+    tensors = inputs(batch, seq_len, heads, kv_heads, head_dim)
+    ours = around.outcome(both(TritonRotary(), cos, sin), tensors)
+    around.assert_agrees(ours, around.outcome(both(ReferenceRotary(), cos, sin), tensors, torch.float64), 1e-5)
+    q, k = TritonRotary()(tensors[0], tensors[1], cos, sin)
+    assert q.is_contiguous() and k.is_contiguous()
+
+
+def test_fp16_is_rounded_once():
+    cos, sin = tables(9, 1, 8)
+    tensors = inputs(1, 9, 2, 1, 16, torch.float16)
+    ours, theirs = (around.outcome(both(kernel, cos, sin), tensors) for kernel in (TritonRotary(), ReferenceRotary()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.float16
+        torch.testing.assert_close(a, b, atol=0, rtol=1e-3)
+
+
+def test_back_undoes_it():
+    cos, sin = tables(9, 1, 8)
+    q, k = inputs(2, 9, 3, 1, 16)
+    again = rotary(*rotary(q, k, cos, sin, False), cos, sin, True)
+    for a, b in zip(again, (q, k), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_the_operator_is_whole():
+    cos, sin = tables(7, 1, 8)
+    q, k = (t.detach().requires_grad_() for t in inputs(2, 7, 3, 1, 16))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(rotary, (q, k, cos, sin, False), test_utils=checks)
+    compiled = torch.compile(TritonRotary().__call__, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(q, k, cos, sin), TritonRotary()(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
