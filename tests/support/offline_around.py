@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.bench.tune import compiling
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
-from tests.support import offline
 
 BATCH, SEQ_LEN = 8, 2048
 
@@ -31,7 +31,7 @@ def main(kind: str, arch: str, warp_size: str) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    stand_in: Any = offline.Offline(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size)))
+    stand_in: Any = compiling.StandIn(GPUTarget(kind, int(arch) if kind == "cuda" else arch, int(warp_size)))
     driver.set_active(stand_in)
     where = Platform("amd" if kind == "hip" else "nvidia", f"sm{arch}" if kind == "cuda" else arch, "", 1 << 36, 132)
     launch = JITFunction.run
@@ -39,7 +39,7 @@ def main(kind: str, arch: str, warp_size: str) -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
-        taken = offline._nvidia(compiled) if kind == "cuda" else offline._amd(compiled)
+        taken = compiling._nvidia(compiled, where.arch) if kind == "cuda" else compiling._amd(compiled.asm["amdgcn"])
         wide = sum(compiled.asm["ptx"].count(f"{way}.global.v4.b32") for way in ("ld", "st")) if kind == "cuda" else 0
         shared = compiled.metadata.shared
         print(json.dumps({"case": labels[-1], "kernel": self.fn.__name__, "shared": shared, "wide": wide, **taken}))
