@@ -37,7 +37,7 @@ WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks")
 
 @dataclass(frozen=True)
 class Check:
-    """A row asked to do one thing. own: of the row's own shape, which `shared` is about."""
+    """A row asked to do one thing. own: `shared` of the row is about it."""
 
     key: str
     task: Task
@@ -61,7 +61,7 @@ def _of_row(arch: str, row: Row) -> Iterator[Check]:
         if own and arch.startswith("gfx"):
             environments.append({"AMDGCN_USE_BUFFER_OPS": "0"})
         for environment in environments:
-            task = Task(operation, case, part or "whole", asdict(row.launch), arch, environment)
+            task = Task(operation, case, part or "every", asdict(row.launch), arch, environment)
             off = " | no buffer ops" if environment else ""
             yield Check(f"{arch} | {row.label} | {what}{off}", task, row, own)
 
@@ -77,6 +77,8 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield "plain", base, True
         yield "documents", {**base, "packed": True}, True
         rivals = [r.shape for r in tuning.read_shipped(arch).rows if _rival(r, row)]
+        if any(getattr(row.launch, kernel).described for kernel in ("walk", "scan", "pairs", "states")):
+            yield "ragged, documents", {**base, "packed": True, "seq_len": 4097}, False
         if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
             yield "half the state", {**base, "d_state": d_state // 2}, False
         return
@@ -87,20 +89,32 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield "mixed", {**base, **grouped, "variant": "mixed"}, True
         yield "mixed, full", {**base, **grouped, "variant": "mixed, full"}, True
         return
-    if row.variant is not None:
-        yield row.variant, {**base, "variant": row.variant}, True
+    if row.variant is not None:  # in whole tiles, fetched as the row says; see Call._chosen
+        variants = ("plain", "alibi", "window", "documents", "softcap") if row.variant == "grouped" else (row.variant,)
+        more = {"kv_heads": 2} if row.variant == "grouped" else {}
+        for variant in variants:
+            yield " ".join(dict.fromkeys((row.variant, variant))), {**base, **more, "variant": variant}, True
+        for other in _others(arch, row, (row.variant, None)):
+            if not row.launch.described or other & (other - 1) == 0:
+                yield f"head_dim {other}", {**base, **more, "variant": variants[0], "head_dim": other}, False
         return
     yield "plain", base, True
     if row.dtype == "float32":
         return
-    for other in HEAD_DIMS:
-        near = min(r.shape[0] for r in tuning.read_shipped(arch).rows if _rival(r, row) and r.shape[0] >= other)
-        if near == head_dim != other:
-            yield f"head_dim {other}", {**base, "head_dim": other}, False
+    for other in _others(arch, row, (None,)):
+        yield f"head_dim {other}", {**base, "head_dim": other}, False
     yield "alibi", {**base, "variant": "alibi"}, True
     yield "softcap", {**base, "variant": "softcap"}, True
     yield "window, ragged, grouped", {**base, **grouped, "variant": "window"}, True
     yield "documents, ragged, grouped", {**base, **grouped, "variant": "documents"}, True
+
+
+def _others(arch: str, row: Row, variants: tuple[str | None, ...]) -> list[int]:
+    """Head dims without a row of their own that come to this one."""
+    rows = tuning.read_shipped(arch).rows
+    sizes = [r.shape[0] for r in rows if (r.kernel, r.dtype) == (row.kernel, row.dtype) and r.variant in variants]
+    near = {other: min(size for size in sizes if size >= other) for other in HEAD_DIMS}
+    return [other for other, size in near.items() if size == row.shape[0] != other]
 
 
 def _rival(other: Row, row: Row) -> bool:
@@ -163,8 +177,11 @@ def may_spill(check: Check) -> bool:
     """Where no launch was found that does not.
 
     float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves comparisons. And
-    dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention).
+    dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
+    engine fetch its tiles spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
+    if check.key.endswith("ragged, documents"):
+        return True
     single = check.row.dtype == "float32" and check.task.arch.startswith("sm")
     three_parts = (("sm80", "sm90"), "attention.dkdv", (224,), None)
     return single or (

@@ -75,7 +75,9 @@ class Case:
 
 
 class Problem:
-    """See operations.Problem. A part is KERNEL/CHUNK, or `whole`: all kernels of a Launch, forward and backward."""
+    """See operations.Problem. A part is KERNEL/CHUNK; `whole`: a Launch, forward and backward, as it would run here; or
+    `every`: the same with both forms of the forward, to be compiled.
+    """
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.device, self.where, self.spec = case, device, where, case.spec
@@ -140,8 +142,9 @@ class Problem:
         return made
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
-        if part == "whole":
-            return self._whole(self.launch if launch is None else decode(Launch, launch, "launch"))
+        if part in ("whole", "every"):
+            run = self._whole if part == "whole" else self._every
+            return run(self.launch if launch is None else decode(Launch, launch, "launch"))
         assert launch is not None
         kernel, chunk = part.split("/")[0], int(part.split("/")[1])
         how: Any = _KINDS[kernel](**launch)
@@ -175,6 +178,20 @@ class Problem:
             y, _, states = scans.launch_forward(*tensors, state, ids, *settings)  # type: ignore[arg-type]
             found = scans.launch_backward(dy, None, *tensors, state, ids, states, *settings)  # type: ignore[arg-type]
             return (y, *found[:7])
+
+        return run
+
+    def _every(self, launch: Launch) -> Callable[[], None]:
+        """Both at about this device's number of processors: as many as make the forward walk, and as many as do not."""
+        case, forms = self.case, []
+        programs = case.batch * case.heads * -(-case.head_dim // launch.walk.columns)
+        for walks in (True, False):
+            near = (replace(launch, processors=count) for count in itertools.count(self.where.processors))
+            forms.append(self._whole(next(one for one in near if one.walks(programs) == walks)))
+
+        def run() -> None:
+            for form in forms:
+                form()
 
         return run
 

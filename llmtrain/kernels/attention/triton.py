@@ -190,8 +190,9 @@ class Call:
         self.parts, self.group = parts_of(self.head_dim), self.n_heads // self.n_kv
         self.where = where or _where(q.device)
         dtype = str(q.dtype).removeprefix("torch.")
-        wanted = (self.head_dim, dtype, self.where, self.seq_len, self._variant())
-        self.launches = {kernel: choose(kernel, *wanted) for kernel in KERNELS} | (launches or {})
+        self.wanted, self.variant = (self.head_dim, dtype, self.where, self.seq_len), self._variant()
+        self.launches = {kernel: choose(kernel, *self.wanted, self.variant) for kernel in KERNELS} | (launches or {})
+        self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -199,8 +200,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         out = q.new_empty(q.shape)
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
-        launch = self.launches["forward"]
-        described = self._described(launch, launch.block_n, k, v)
+        launch, described = self._chosen("forward", k, v)
         if described:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
@@ -224,8 +224,7 @@ class Call:
         dlse = None if dlse is None else dlse.contiguous()
         q, k, v = self.q, self.k, self.v
         dq = q.new_empty(q.shape)
-        launch = self.launches["dq"]
-        described = self._described(launch, launch.block_n, k, v)
+        launch, described = self._chosen("dq", k, v)
         if described:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
@@ -240,8 +239,7 @@ class Call:
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        launch = self.launches["dkdv"]
-        described = self._described(launch, launch.block_m, q, dout)
+        launch, described = self._chosen("dkdv", q, dout)
         if described:
             q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
         grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, described)
@@ -279,6 +277,26 @@ class Call:
         }
         return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.where)}
 
+    def _chosen(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
+        """How to launch `kernel`, and whether the copy engine fetches `tensors`, whose tiles it walks over.
+
+        A row for one variant is for whole tiles, fetched as it says, and dkdv's for a head of keys per head of queries:
+        what else it does takes the registers that the row puts into its tiles. Other calls take the row for any variant,
+        or dkdv's `grouped`.
+        """
+
+        def described(launch: Launch) -> bool:
+            return self._described(launch, _steps(kernel, launch), *tensors)
+
+        launch = self.launches[kernel]
+        if self.variant == "mixed" or kernel in self.fixed:
+            return launch, described(launch)
+        if kernel == "dkdv" and self.group > 1:
+            launch = choose(kernel, *self.wanted, "grouped")
+        if self.seq_len % _steps(kernel, launch) or described(launch) != launch.described:
+            launch = choose(kernel, *self.wanted)
+        return launch, described(launch)
+
     def _variant(self) -> str:
         """As tuning tables name it; `mixed` without causality, and where more than one thing is beyond the plain."""
         if not self.causal:
@@ -309,6 +327,11 @@ class Call:
             and all(t.stride(0) == self.seq_len * t.stride(1) or self.batch == 1 for t in tensors)
             and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
         )
+
+
+def _steps(kernel: Kernel, launch: Launch) -> int:
+    """Rows of the tiles that a program walks over."""
+    return launch.block_m if kernel == "dkdv" else launch.block_n
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ def choose(
     """What the tuning table says.
 
     variant: `plain`; the one thing beyond it: alibi, window, documents or softcap; or `mixed`, several, or no causality,
-    which takes registers that the others can use for larger tiles. None: rows that name no variant.
+    which takes registers that the others can use for larger tiles; or `grouped`, of dkdv: any one of these where queries
+    share heads of keys. None: rows that name no variant.
     """
     if platform.vendor == "cpu":
         return _INTERPRETED

@@ -328,8 +328,9 @@ def _walk(
         out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
         out += skip * x_in.to(tl.float32)
-        to = (first + q).to(tl.int64)[:, None] * (n_heads * HEAD_DIM) + p[None, :]
-        tl.store(y + to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
+        to = y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]  # y moves on: an offset from the first token spills
+        tl.store(to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
+        y += CHUNK * n_heads * HEAD_DIM
         weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
         state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
     tl.store(last + outside, state, mask=valid)
