@@ -52,8 +52,9 @@ def through_pairs(
     """What passes through the pairs of a chunk, and all of dx.
 
     d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5,
-    chunk]. dx: where to put it (`_token_stride` says what it may be), else memory of its own. Returns dx; the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and
-    B_j . C_j, [batch, chunks, groups, chunk].
+    chunk]. dx: where to put it (`_token_stride` says what it may be), else memory of its own. Returns dx; the gradients
+    of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and B_j . C_j, [batch, chunks, groups,
+    chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
@@ -155,6 +156,7 @@ def _token_stride(t: Tensor) -> int:
     """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
+    token = row if seq_len == 1 else token  # that of a single token means nothing
     assert element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
     return token
 

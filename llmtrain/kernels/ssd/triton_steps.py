@@ -61,7 +61,8 @@ def decay_gradients(
     chunk: int,
     d_dt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the raw dt (put into d_dt, if given, whose heads lie side by side), and of A, D and dt_bias, [3, heads], from what the other kernels found, all fp32.
+    """The gradients of the raw dt (put into d_dt, if given, whose heads lie side by side), and of A, D and dt_bias,
+    [3, heads], from what the other kernels found, all fp32.
 
     vectors: [batch, heads, chunks, 5, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
