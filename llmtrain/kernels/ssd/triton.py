@@ -129,7 +129,7 @@ def launch_backward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
-    into: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None,) * 4,
+    into: tuple[Tensor | None, ...] = (None,) * 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (of zeros, if there was none).
 
