@@ -132,8 +132,9 @@ def test_gradients_are_written_where_they_stay():
 
     tensors, options = [t if t is None else t.detach() for t in tensors], made(SMALL).options
     out, y, r, states = mamba_mixer_forward(*tensors, None, 2, None, None, 2, 1e-5, False, options)
+    arguments: list[Any] = [out, *tensors, None, y, r, states, 2, None, None, False, options]
     with Operators() as ran:
-        launch_backward(out, *tensors, None, y, r, states, 2, None, None, False, options)
+        launch_backward(*arguments)
     assert "aten::split_with_sizes" in ran.names
     assert not {"part", "aten::cat", "aten::clone"}.intersection(ran.names)
 
