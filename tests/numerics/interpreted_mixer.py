@@ -164,7 +164,7 @@ def test_the_operator_is_whole(biased, with_state, launch):
 
 @pytest.mark.parametrize("groups, first", [(1, False), (2, True)])
 def test_a_model_runs_it_between_its_projections(groups, first):
-    """Parameters reach the arguments that they are meant for."""
+    """Parameters reach the arguments that they are meant for; a layer compiles without a graph break."""
     block = {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": groups, "chunk_size": 16}
     block |= {"norm_before_gate": first}
     found = []
@@ -173,6 +173,9 @@ def test_a_model_runs_it_between_its_projections(groups, first):
         model = HybridLM(ModelConfig.model_validate(config), platform=where, dtype=torch.float32)
         model.init_weights(0)
         assert all((block.mixer.fused is not None) == (backend == "triton") for block in model.blocks)
+        if where is GPU:
+            for layer in model.blocks:
+                layer.compile(fullgraph=True, backend="aot_eager")
         ids = torch.arange(40).view(2, 20)
         out = model(ids[:, :-1], ids[:, 1:])
         out.loss.backward()
