@@ -14,6 +14,7 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -46,10 +47,14 @@ def exams(dtype: str) -> Iterator[Exam]:
     yield Exam("attention", "causal", attention(), qkv, 3)
     yield Exam("attention", "ALiBi, window", attention(alibi_max_bias=8.0, sliding_window=64), qkv, 3)
     scan = ((BATCH, T, H, P), (BATCH, T, H), (H,), (BATCH, T, 1, N), (BATCH, T, 1, N), (H,), (H,))
-    yield Exam("ssd", "scan", SSDSpec(H, P, N, 1, 64, dtype=dtype), scan, 2)
+    of_scan = SSDSpec(H, P, N, 1, 64, dtype=dtype)
+    yield Exam("ssd", "scan", of_scan, scan, 2)
     yield Exam("conv1d", "width 4", Conv1dSpec(256, 4, dtype), ((BATCH, T, 256), (256, 4), (256,)), 3)
-    norm = GatedNormSpec(256, 1, 1e-5, False, dtype)
-    yield Exam("gated_norm", "gate first", norm, ((BATCH, T, 256), (BATCH, T, 256), (256,)), 2)
+    of_norm = GatedNormSpec(H * P, 1, 1e-5, False, dtype)
+    yield Exam("gated_norm", "gate first", of_norm, ((BATCH, T, 256), (BATCH, T, 256), (256,)), 2)
+    whole = MambaMixerSpec(Conv1dSpec(384, 4, dtype), of_scan, of_norm)
+    mixer = ((BATCH, T, sum(whole.widths)), (384, 4), (384,), (H,), (H,), (H,), (256,))
+    yield Exam("mamba_mixer", "conv, scan, norm", whole, mixer, 3)
     yield Exam("rotary", "positions", RotarySpec(P, dtype), ((BATCH, T, H, P), (BATCH, T, 2, P)), 2)
 
 
@@ -58,10 +63,11 @@ def leaves(exam: Exam, device: str) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=g) for shape in exam.shapes]
     narrow = set(range(exam.narrow))
-    if exam.operation == "ssd":
-        made[2] = -(1 + 15 * torch.rand(exam.shapes[2], generator=g))  # A
-        made[6] = made[6] - 4  # dt_bias
-        narrow = {0, 1, 3, 4}
+    if exam.operation in ("ssd", "mamba_mixer"):
+        A, dt_bias = (2, 6) if exam.operation == "ssd" else (3, 5)
+        made[A] = -(1 + 15 * torch.rand(exam.shapes[A], generator=g))
+        made[dt_bias] = made[dt_bias] - 4
+        narrow = {0, 1, 3, 4} if exam.operation == "ssd" else narrow
     dtype = getattr(torch, exam.spec.dtype)
     return [t.to(device, dtype if i in narrow else torch.float32).requires_grad_() for i, t in enumerate(made)]
 

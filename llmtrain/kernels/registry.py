@@ -14,12 +14,15 @@ from typing import Any, Literal, get_args
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_norm import spec as gated_norm
+from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
-Operation = Literal["attention", "rotary", "ssd", "conv1d", "gated_norm", "attention_step", "ssd_step", "conv1d_step"]
-Spec = Any  # AttentionSpec, RotarySpec, SSDSpec, Conv1dSpec or GatedNormSpec, by operation
+Operation = Literal[
+    "attention", "rotary", "ssd", "conv1d", "gated_norm", "mamba_mixer", "attention_step", "ssd_step", "conv1d_step"
+]
+Spec = Any  # AttentionSpec, RotarySpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "llmtrain.kernels.gated_norm.reference", gated_norm.refuse_nothing),
         Backend("triton", "llmtrain.kernels.gated_norm.triton", gated_norm.refuse_triton_rows),
     ),
+    # The three of a Mamba-2 mixer as one, for training.
+    "mamba_mixer": (
+        Backend("reference", "llmtrain.kernels.mamba_mixer.reference", mamba_mixer.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.mamba_mixer.triton", mamba_mixer.refuse_triton),
+    ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step", attention.refuse_reference),
@@ -97,6 +105,7 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "ssd": ssd.preference,
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,
+    "mamba_mixer": mamba_mixer.preference,
     "attention_step": attention.preference_step,
     "ssd_step": ssd.preference_step,
     "conv1d_step": conv1d.preference_step,

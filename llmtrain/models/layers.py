@@ -91,7 +91,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, spec: GatedNormSpec, platform: Platform, backend: str = "auto"):
         super().__init__()
-        self.kernel = registry.resolve_beside("gated_norm", backend, spec, platform).build(spec, platform)
+        self.backend = registry.resolve_beside("gated_norm", backend, spec, platform)
+        self.kernel = self.backend.build(spec, platform)
         self.weight = nn.Parameter(torch.empty(spec.dim))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:

@@ -1,7 +1,7 @@
 """The Triton kernels around the scan: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
 
 Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
-interpreted_gated_norm.py and interpreted_rotary.py.
+interpreted_gated_norm.py, interpreted_mixer.py and interpreted_rotary.py.
 """
 
 import json
@@ -59,8 +59,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("cases", ["interpreted_conv1d.py", "interpreted_gated_norm.py", "interpreted_rotary.py"])
-def test_the_interpreted_kernels_agree_with_the_reference(cases):
+@pytest.mark.parametrize("operation", ["conv1d", "gated_norm", "mixer", "rotary"])
+def test_the_interpreted_kernels_agree_with_the_reference(operation):
+    cases = f"interpreted_{operation}.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", cases],
         cwd=HERE.parent,

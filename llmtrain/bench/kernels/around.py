@@ -18,6 +18,8 @@ from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.mamba_mixer.reference import compose
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 
 WIDTH, EPS = 4, 1e-5
@@ -191,7 +193,7 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
     def exact(leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
         pieces = wide(leaves, lambda t: t[-1:] if t.ndim == 3 else t)
         reference = ReferenceSSD(case.spec)
-        run = mixer(sizes, causal_conv1d_silu, lambda *t: reference(*t)[0], gated_norm)
+        run = mixer(_mixer_spec(sizes, case), causal_conv1d_silu, lambda *t: reference(*t)[0], gated_norm)
         return [t for t in run_both(run, pieces, dy[-1:].double()) if t.ndim == 3]
 
     forward, backward = scan.work(case)
@@ -207,55 +209,56 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
     )  # fmt: skip
 
 
+def _mixer_spec(sizes: Sizes, case: ssd.Case) -> MambaMixerSpec:
+    conv = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype)
+    return MambaMixerSpec(conv, case.spec, _norm_spec(sizes))
+
+
 def mixer(
-    sizes: Sizes, conv: Callable[..., Tensor], ssd_: Callable[..., Tensor], norm: Callable[..., Tensor]
+    spec: MambaMixerSpec, conv: Callable[..., Tensor], ssd_: Callable[..., Tensor], norm: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """From the first projection's output to the second's input."""
+    """From the first projection's output to the second's input, as three operations."""
 
     def run(
         fused: Tensor, weight: Tensor, bias: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor
     ) -> Tensor:
-        z, xBC, dt = fused.split([sizes.d_inner, sizes.channels, sizes.heads], dim=-1)
-        x, B, C = conv(xBC, weight, bias).split([sizes.d_inner, sizes.d_state, sizes.d_state], dim=-1)
-        x = x.unflatten(-1, (sizes.heads, sizes.head_dim))
-        y = ssd_(x, dt, A, B.unsqueeze(2), C.unsqueeze(2), D, dt_bias)
-        return norm(y.flatten(-2), z, norm_weight)
+        return compose(
+            spec,
+            fused,
+            lambda xBC: conv(xBC, weight, bias),
+            lambda x, dt, B, C: ssd_(x, dt, A, B, C, D, dt_bias),
+            lambda y, z: norm(y, z, norm_weight),
+        )
 
     return run
 
 
 def _mixer_contenders(sizes: Sizes, case: ssd.Case, chunks: tuple[int, ...]) -> list[Contender]:
-    here = platform.detect()
-    conv_spec, norm_spec = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype), _norm_spec(sizes)
+    """Ours is one operator; `parts`: the same kernels, as three."""
+    here, spec = platform.detect(), _mixer_spec(sizes, case)
 
-    def ours(name: str) -> Callable[..., Tensor]:
-        eager = []  # parts in plain PyTorch, which the model compiles
+    def built(operation: Any, name: str, of: Any) -> Any:
+        return registry.resolve(operation, name, of, here).build(of, here)
 
-        def part(operation: Any, spec: Any) -> Any:
-            able = _named(operation, spec)
-            chosen = name if name in able else registry.resolve(operation, "auto", spec, here).name
-            eager.append(chosen in ("reference", "aten"))
-            return registry.resolve(operation, chosen, spec, here).build(spec, here)
+    def parts() -> Callable[..., Tensor]:
+        kernel = built("ssd", "triton", spec.ssd)
+        conv, norm = built("conv1d", "triton", spec.conv1d), built("gated_norm", "triton", spec.gated_norm)
+        return mixer(spec, conv, lambda *t: kernel(*t)[0], norm)
 
-        kernel, conv = part("ssd", case.spec), part("conv1d", conv_spec)
-        norm = gated_norm if norm_spec is None else part("gated_norm", norm_spec)
-        run = mixer(sizes, conv, lambda *t: kernel(*t)[0], norm)
-        compiled = here.vendor != "cpu" and (any(eager) or norm_spec is None)
-        return torch.compile(run, dynamic=False, fullgraph=True) if compiled else run
-
-    names = [name for name in _named("ssd", case.spec) if name in ("triton", "reference")]
-    if here.vendor != "cpu":
-        names = [name for name in names if name == "triton"]
-    found = [Contender(name, lambda name=name: ours(name)) for name in names]
-    if here.vendor != "cpu" and importlib.util.find_spec("mamba_ssm") is not None:
-        found += [_public_mixer(sizes, chunk) for chunk in chunks]
+    if here.vendor == "cpu":
+        return [Contender("reference", lambda: built("mamba_mixer", "reference", spec))]
+    found = []
+    if "triton" in _named("mamba_mixer", spec):
+        found = [Contender("triton", lambda: built("mamba_mixer", "triton", spec)), Contender("parts", parts)]
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        found += [_public_mixer(sizes, case, chunk) for chunk in chunks]
     return found
 
 
-def _public_mixer(sizes: Sizes, chunk: int) -> Contender:
+def _public_mixer(sizes: Sizes, case: ssd.Case, chunk: int) -> Contender:
     def make() -> Callable[..., Tensor]:
         conv = _public_conv() if _have_conv() else torch.compile(causal_conv1d_silu, dynamic=False)
-        return mixer(sizes, conv, scan.public(chunk), _public_norm())
+        return mixer(_mixer_spec(sizes, case), conv, scan.public(chunk), _public_norm())
 
     # Its scan has the variants of the scan's own cells.
     return Contender(f"public {chunk}", make, True)

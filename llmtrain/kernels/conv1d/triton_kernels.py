@@ -31,18 +31,26 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, walk: Walk
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    document_ids: Tensor | None,
+    walk: Walk,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x, contiguous, and of the weight and the bias."""
+    """The gradients of x (put into dx, if given, whose channels lie side by side), and of the weight and the bias."""
     _, seq_len, channels = x.shape
     width = weight.shape[1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
+    assert dx.stride(2) == 1 and seq_len * dx.stride(1) < 1 << 31
+    strides = (s for t in (dy, x, dx) for s in t.stride()[:2])
     grid = _grid(x, walk)
     # Per program and channel: of every tap, and then of the bias.
     columns = channels * (width + (bias is not None))
     partials = torch.empty((grid[1] * grid[2], columns), dtype=torch.float32, device=x.device)
     _backward[grid](
-        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *dy.stride()[:2], *x.stride()[:2]),
+        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides),
         **_constants(weight, walk),
     )
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
@@ -185,6 +193,8 @@ def _backward(
     dy_token,
     x_row,
     x_token,
+    dx_row,
+    dx_token,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     WALKERS: tl.constexpr,
@@ -200,7 +210,7 @@ def _backward(
     weights, shift = _taps(weight, bias, channel, channels, WIDTH)
     x += row * x_row + channel[None, :]
     dy += row * dy_row + channel[None, :]
-    dx += row * seq_len * channels + channel[None, :]
+    dx += row * dx_row + channel[None, :]
     if ids is not None:
         ids += row * seq_len
 
@@ -234,7 +244,7 @@ def _backward(
             for k in tl.static_range(1, WIDTH):
                 found += weights[k] * _within(onward[j + k], reaches[j + k], k, ids)
             inside = (t + j < seq_len)[:, None] & valid
-            tl.store(dx + (t + j)[:, None] * channels, found.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dx + (t + j)[:, None] * dx_token, found.to(dx.dtype.element_ty), mask=inside)
         now = before
         later = onward[: WIDTH - 1]
 

@@ -30,8 +30,7 @@ class TritonGatedNorm:
         return gated_norm_forward(x, z, weight, spec.n_groups, spec.eps, spec.norm_before_gate, self.options)[0]
 
 
-@torch.library.custom_op("llmtrain::gated_norm_forward", mutates_args=())
-def gated_norm_forward(
+def launch_forward(
     x: Tensor, z: Tensor, weight: Tensor, n_groups: int, eps: float, norm_first: bool, options: str
 ) -> tuple[Tensor, Tensor]:
     """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
@@ -41,20 +40,38 @@ def gated_norm_forward(
     return y.view(x.shape), r
 
 
+gated_norm_forward = torch.library.custom_op("llmtrain::gated_norm_forward", launch_forward, mutates_args=())
+
+
 @gated_norm_forward.register_fake
 def _(x, z, weight, n_groups, eps, norm_first, options):
     return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], n_groups), dtype=torch.float32)
 
 
-@torch.library.custom_op("llmtrain::gated_norm_backward", mutates_args=())
-def gated_norm_backward(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, options: str
+def launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    norm_first: bool,
+    options: str,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, z and weight."""
+    """The gradients of x, z and weight. dz: where to put z's: like z, a slice of something contiguous."""
     launch, rows = parsed(options), _rows(x)
     tile = fitted(launch.backward, launch.programs, len(rows), r.shape[1])
-    dx, dz, d_weight = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile)
+    into = None if dz is None else dz.view(-1, dz.shape[-1])
+    dx, dz, d_weight = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, into)
     return dx.view(x.shape), dz.view(z.shape), d_weight
+
+
+gated_norm_backward = torch.library.custom_op(
+    "llmtrain::gated_norm_backward",
+    launch_backward,
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor z, Tensor weight, Tensor r, bool norm_first, str options) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @gated_norm_backward.register_fake

@@ -38,16 +38,25 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, tile: Tile
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    norm_first: bool,
+    tile: Tile,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, z and weight, contiguous. dy, x, z: [tokens, dim], channels contiguous."""
+    """The gradients of x, z (put into dz, if given) and weight. dy, x, z, dz: [tokens, dim], channels contiguous."""
     (tokens, dim), n_groups = x.shape, r.shape[1]
-    dx, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, z))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device) if dz is None else dz
+    assert dz.stride(1) == 1
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, dy.stride(0), x.stride(0), z.stride(0)),
+        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, *(t.stride(0) for t in (dy, x, z, dz))),
         **_constants(size, norm_first, tile),
     )
     column_sums(partials, d_weight)
@@ -158,6 +167,7 @@ def _backward(
     dy_row,
     x_row,
     z_row,
+    dz_row,
     NORM_FIRST: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -208,9 +218,9 @@ def _backward(
                 d_gate *= du * value
             added = added + (sums[p] + upstream * value * gate * scale,)
             column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            to, inside = row.to(tl.int64)[:, None] * dim + column, (row < tokens)[:, None] & (column < size)
-            tl.store(dx + to, found.to(dx.dtype.element_ty), mask=inside)
-            tl.store(dz + to, d_gate.to(dz.dtype.element_ty), mask=inside)
+            at, inside = row.to(tl.int64)[:, None], (row < tokens)[:, None] & (column < size)
+            tl.store(dx + at * dim + column, found.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dz + at * dz_row + column, d_gate.to(dz.dtype.element_ty), mask=inside)
         sums = added
 
     partials += block.to(tl.int64) * dim + group * size

@@ -102,10 +102,15 @@ ssd_forward = torch.library.custom_op("llmtrain::ssd_forward", launch_forward, m
 @ssd_forward.register_fake
 def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
     batch, seq_len, n_heads, head_dim = x.shape
-    chunk, d_state = parsed(options).chunk, B.shape[3]
+    d_state = B.shape[3]
     last = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
-    kept = (batch, -(-seq_len // chunk), n_heads, d_state, head_dim) if parsed(options).keep_states else (0,)
-    return x.new_empty(x.shape), last, x.new_empty(kept)
+    return x.new_empty(x.shape), last, x.new_empty(kept_states(options, batch, seq_len, n_heads, d_state, head_dim))
+
+
+def kept_states(options: str, batch: int, seq_len: int, n_heads: int, d_state: int, head_dim: int) -> tuple[int, ...]:
+    """The shape of the third output."""
+    launch = parsed(options)
+    return (batch, -(-seq_len // launch.chunk), n_heads, d_state, head_dim) if launch.keep_states else (0,)
 
 
 def launch_backward(
@@ -124,9 +129,14 @@ def launch_backward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
+    into: tuple[Tensor | None, ...] = (None,) * 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (of zeros, if there was none)."""
+    """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (of zeros, if there was none).
+
+    into: where to put those of x, dt, B and C: slices, perhaps, of something contiguous; B's and C's of the same.
+    """
     launch, limits = parsed(options), (dt_min, dt_max)
+    dx, d_dt, dB, dC = into
     chunk, precision = launch.chunk_backward, launch.precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
@@ -138,18 +148,25 @@ def launch_backward(
     vectors = torch.empty((*times.shape[:3], 5, chunk), dtype=torch.float32, device=x.device)
     dx, d_pairs, diagonal = backward.through_pairs(
         *(dy, x, B, C, D, times, begun, d_states, vectors),
-        *(chunk, precision, launch.pairs, launch.processors),
+        *(chunk, precision, launch.pairs, launch.processors, dx),
     )
     dB, dC, passed = backward.through_states(
         *(dy, x, B, C, times, begun, d_pairs, states, d_states, vectors),
-        *(chunk, precision, launch.states, launch.processors),
+        *(chunk, precision, launch.states, launch.processors, dB, dC),
     )
-    d_dt, sums = time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk)
+    d_dt, sums = time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt)
     d_A, d_D, d_bias = (sums[i].to(t.dtype, copy=True) for i, t in enumerate((A, D, dt_bias)))
     return dx, d_dt, d_A, dB, dC, d_D, d_bias, d_initial
 
 
-ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward, mutates_args=())
+ssd_backward = torch.library.custom_op(
+    "llmtrain::ssd_backward",
+    launch_backward,
+    mutates_args=(),
+    schema="(Tensor dy, Tensor? d_last, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
+    "Tensor? initial_state, Tensor? document_ids, Tensor states, float? dt_min, float? dt_max, str options) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @ssd_backward.register_fake

@@ -47,18 +47,20 @@ def through_pairs(
     precision: str,
     launch: HeadsLaunch,
     processors: int,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the pairs of a chunk, and all of dx.
 
     d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5,
-    chunk]. Returns dx; the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and
-    B_j . C_j, [batch, chunks, groups, chunk].
+    chunk]. dx: where to put it (`_token_stride` says what it may be), else memory of its own. Returns dx; the gradients
+    of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and B_j . C_j, [batch, chunks, groups,
+    chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     chunks = times.shape[2]
     heads, blocks = _blocks(x, n_groups, chunks, launch, processors)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # What comes next multiplies them with B and C, in their dtype.
     d_pairs = torch.empty((blocks, batch, chunks, n_groups, chunk, chunk), dtype=B.dtype, device=x.device)
     diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
@@ -79,6 +81,7 @@ def through_pairs(
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         HEADS=heads,
+        TOKEN=_token_stride(dx),
         DESCRIBED=fetched,
         PRECISION=precision,
         STAGES=launch.stages,
@@ -102,16 +105,23 @@ def through_states(
     precision: str,
     launch: HeadsLaunch,
     processors: int,
+    dB: Tensor | None = None,
+    dC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the states before and after a chunk: dB, dC, and 2^a_end S . R, [batch, chunks, heads].
 
-    d_pairs: by blocks of heads, whose number may be another here. Fills the last two of `vectors`.
+    d_pairs: by blocks of heads, whose number may be another here. Fills the last two of `vectors`. dB, dC: where to put
+    them, slices of one tensor (as dx of through_pairs).
     """
     batch, seq_len, n_heads, head_dim = dy.shape
     n_groups, d_state = C.shape[2:]
     heads, blocks = _blocks(x, n_groups, times.shape[2], launch, processors)
     passed = torch.empty(states.shape[:3], dtype=torch.float32, device=dy.device)
-    of_B, of_C = _parts(B, blocks), _parts(C, blocks)
+    dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
+    # With one block of heads its sums are final.
+    of_B, of_C = (dB, dC) if blocks == 1 else (_parts(B, blocks), _parts(C, blocks))
+    token = _token_stride(of_B[-1] if blocks > 1 else dB)
+    assert blocks > 1 or token == _token_stride(dC)
     grid = (n_groups * blocks, times.shape[2], batch)
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
@@ -130,12 +140,25 @@ def through_states(
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         HEADS=heads,
+        TOKEN=token,
         DESCRIBED=fetched,
         PRECISION=precision,
         STAGES=launch.stages,
         **launch.options,
     )
-    return _total(of_B, B.dtype), _total(of_C, C.dtype), passed
+    if blocks > 1:
+        _add(of_B, dB)
+        _add(of_C, dC)
+    return dB, dC, passed
+
+
+def _token_stride(t: Tensor) -> int:
+    """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
+    batch, seq_len, heads, width = t.shape
+    row, token, head, element = t.stride()
+    token = row if seq_len == 1 else token  # that of a single token means nothing
+    assert element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
+    return token
 
 
 def _blocks(x: Tensor, n_groups: int, chunks: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
@@ -146,18 +169,16 @@ def _blocks(x: Tensor, n_groups: int, chunks: int, launch: HeadsLaunch, processo
 
 
 def _parts(like: Tensor, blocks: int) -> Tensor:
-    """Where the programs of all blocks put their sums over heads, [blocks, *like]. With one block they are final."""
-    dtype = torch.float32 if blocks > 1 else like.dtype
-    return torch.empty((blocks, *like.shape), dtype=dtype, device=like.device)
+    """Where the programs of all blocks put their sums over heads, [blocks, *like]."""
+    return torch.empty((blocks, *like.shape), dtype=torch.float32, device=like.device)
 
 
-def _total(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks, count = parts.shape[0], parts[0].numel()
-    if blocks == 1:
-        return parts.view(parts.shape[1:])
-    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    _add_blocks[(triton.cdiv(count, _ADDED),)](parts, out, count, blocks, BLOCK=_ADDED, num_warps=4)
-    return out
+def _add(parts: Tensor, out: Tensor) -> None:
+    blocks, count = parts.shape[0], out.numel()
+    width = out.shape[2] * out.shape[3]
+    _add_blocks[(triton.cdiv(count, _ADDED),)](
+        *(parts, out, count, blocks), WIDTH=width, TOKEN=_token_stride(out), BLOCK=_ADDED, num_warps=4
+    )
 
 
 @triton.jit
@@ -166,7 +187,7 @@ def _through_pairs(
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, chunk, row of the batch). Matrices over pairs are [j, i], j <= i."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
@@ -181,7 +202,7 @@ def _through_pairs(
         dy += row * dy_row + first.to(tl.int64) * dy_token
         x += row * x_row + first.to(tl.int64) * x_token
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-    dx += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
+    dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
     vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
     of_group = (row * chunks + chunk) * N_GROUPS + group
@@ -236,7 +257,7 @@ def _through_pairs(
         # Where j = i nothing decays: in da it cancels, and its rounding could be all that is left. So it is not in there.
         on_dy = tl.load(D + head).to(tl.float32) + same * step
         d_x = u * step[:, None] + on_dy[:, None] * dy_in.to(tl.float32)
-        to = q[:, None] * (N_HEADS * HEAD_DIM) + p[None, :]
+        to = q[:, None] * TOKEN + p[None, :]
         inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
         tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
 
@@ -255,7 +276,7 @@ def _through_states(
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, chunk, row of the batch)."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
@@ -271,7 +292,7 @@ def _through_states(
         x += row * x_row + first.to(tl.int64) * x_token
         states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-    of_block = (((block * batch + row) * seq_len + first) * N_GROUPS + group) * D_STATE
+    of_block = ((block * batch + row) * seq_len + first) * TOKEN + group * D_STATE
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
     vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
     passed += (row * chunks + chunk) * N_HEADS
@@ -324,19 +345,22 @@ def _through_states(
         d_bc = tl.load(of_pairs + q[:, None] * CHUNK + q[None, :])
         d_b += tl.dot(d_bc, c, input_precision=PRECISION)
         d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
-    to = of_block + q[:, None] * (N_GROUPS * D_STATE) + n[None, :]
+    to = of_block + q[:, None] * TOKEN + n[None, :]
     inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)
     tl.store(dC + to, d_c.to(dC.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add_blocks(parts, out, count, blocks, BLOCK: tl.constexpr):
-    """Program (tile of elements)."""
+def _add_blocks(
+    parts, out, count, blocks, WIDTH: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (tile of elements). WIDTH: of a token, in parts; TOKEN: from one to the next, in out."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     of_part = at.to(tl.int64)
     for _ in range(blocks):
         total += tl.load(parts + of_part, mask=at < count, other=0.0)
         of_part += count
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+    to = (at // WIDTH).to(tl.int64) * TOKEN + at % WIDTH
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=at < count)

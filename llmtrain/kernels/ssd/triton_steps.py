@@ -59,8 +59,10 @@ def decay_gradients(
     diagonal: Tensor,
     passed: Tensor,
     chunk: int,
+    d_dt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the raw dt, and of A, D and dt_bias, [3, heads], from what the other kernels found, all fp32.
+    """The gradients of the raw dt (put into d_dt, if given, whose heads lie side by side), and of A, D and dt_bias,
+    [3, heads], from what the other kernels found, all fp32.
 
     vectors: [batch, heads, chunks, 5, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
@@ -69,11 +71,12 @@ def decay_gradients(
     """
     batch, seq_len, n_heads = dt.shape
     chunks = passed.shape[1]
-    d_dt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
+    d_dt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device) if d_dt is None else d_dt
+    assert d_dt.stride(2) == 1
     sums = torch.empty((3, batch, chunks, n_heads), dtype=torch.float32, device=dt.device)
     _decay_gradients[triton.cdiv(n_heads, _HEADS), chunks, batch](
         *(dt, A, dt_bias, vectors, diagonal, passed, d_dt, sums),
-        *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *dt_limit),
+        *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
         HEADS=_HEADS,
         num_warps=4,
@@ -142,6 +145,8 @@ def _decay_gradients(
     dt_row,
     dt_token,
     dt_head,
+    d_dt_row,
+    d_dt_token,
     dt_min,
     dt_max,
     CHUNK: tl.constexpr,
@@ -183,7 +188,7 @@ def _decay_gradients(
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
-    to = (row * seq_len + t[:, None]) * n_heads + h[None, :]
+    to = row * d_dt_row + t[:, None].to(tl.int64) * d_dt_token + h[None, :]
     tl.store(d_dt + to, d_shifted.to(d_dt.dtype.element_ty), mask=valid)
     # Of A, D and the bias.
     sums += (row * chunks + chunk) * n_heads + h

@@ -12,6 +12,8 @@ from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.mamba_mixer.reference import compose
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.init import (
@@ -57,7 +59,8 @@ class CausalConv1d(nn.Module):
     def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform, backend: str = "auto"):
         super().__init__()
         self.spec = spec
-        self.kernel = registry.resolve_beside("conv1d", backend, spec, platform).build(spec, platform)
+        self.backend = registry.resolve_beside("conv1d", backend, spec, platform)
+        self.kernel = self.backend.build(spec, platform)
         self.weight = nn.Parameter(torch.empty(spec.channels, spec.width))
         self.bias = nn.Parameter(torch.empty(spec.channels)) if bias else None
 
@@ -88,33 +91,39 @@ class Mamba2(nn.Module):
         self.kernel = self.backend.build(self.spec, platform)
 
         d_inner, d_bc = block.expand * config.d_model, block.n_groups * block.d_state
-        self.widths = [d_inner, d_inner + 2 * d_bc, self.spec.n_heads]  # z | x B C | dt
-        self.conv_widths = [d_inner, d_bc, d_bc]
-        self.in_proj = Linear(config.d_model, sum(self.widths), block.proj_bias)
-        conv = Conv1dSpec(self.widths[1], block.d_conv, dtype_name)
-        self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
-        self.ssm = SSMParameters(block, self.spec.n_heads)
+        conv = Conv1dSpec(d_inner + 2 * d_bc, block.d_conv, dtype_name)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
+        self.whole = MambaMixerSpec(conv, self.spec, gated)
+        self.in_proj = Linear(config.d_model, sum(self.whole.widths), block.proj_bias)
+        self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
+        self.ssm = SSMParameters(block, self.spec.n_heads)
         self.norm = GatedRMSNorm(gated, platform, block.backend)
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
+        # What runs between the projections as one operator, where its three parts are all ours.
+        self.fused = None
+        if all(part.backend.name == "triton" for part in (self, self.conv, self.norm)):
+            self.fused = registry.resolve("mamba_mixer", "triton", self.whole, platform).build(self.whole, platform)
 
     def prepare(self, seq_len: int, device: torch.device) -> None:
         """Nothing here depends on the sequence length alone."""
 
     def forward(self, x: Tensor, context: CachedMamba2 | None = None) -> Tensor:
         """context: the layer's memory, when it reads on from a cache."""
-        z, xBC, dt = self.in_proj(x).split(self.widths, dim=-1)
-        xBC = self.conv(xBC) if context is None else context.convolve(xBC)
-        x, B, C = xBC.split(self.conv_widths, dim=-1)
-        x = x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
-        B, C = (t.unflatten(-1, (self.spec.n_groups, self.spec.d_state)) for t in (B, C))
-        A = -torch.exp(self.ssm.A_log.to(torch.promote_types(self.ssm.A_log.dtype, torch.float32)))
-        if context is None:
-            y, _ = self.kernel(x, dt, A, B, C, self.ssm.D, self.ssm.dt_bias)
+        zxbcdt, ssm = self.in_proj(x), self.ssm
+        A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
+
+        def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            if context is not None:
+                return context.scan(x, dt, A, B, C)
+            return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias)[0]
+
+        if self.fused is not None and context is None:
+            y = self.fused(zxbcdt, self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
         else:
-            y = context.scan(x, dt, A, B, C)
-        return self.out_proj(self.norm(y.flatten(-2), z))
+            convolve = self.conv if context is None else context.convolve
+            y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
+        return self.out_proj(y)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         scan = Flops(scan=self.spec.flops(seq_len, causal))

@@ -1,0 +1,245 @@
+"""The inside of a Mamba-2 mixer as one operator: the Triton kernels of its three parts, and one gradient buffer.
+
+Apart, the parts hand autograd the gradients of z, xBC and dt, which it copies into that of the projection's output, and
+those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place.
+
+Saved for the backward: the inputs (the projection's output and the parameters); the scan's output, unless
+Launch.keep_scan_output is off, for then the scan is run again; the norm's reciprocal root mean squares, fp32
+[tokens, groups]; the scan's states, if its own launch keeps them. Not the convolution's output: that is one pass over
+memory, taken again in the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.conv1d import triton as conv1d
+from llmtrain.kernels.gated_norm import triton as gated_norm
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton as ssd
+
+
+@dataclass(frozen=True)
+class Launch:
+    """conv1d, ssd, gated_norm: the parts' own, dumped.
+
+    keep_scan_output: y before the norm, as large as the output, is kept for the backward, which else computes it again.
+    """
+
+    conv1d: str
+    ssd: str
+    gated_norm: str
+    keep_scan_output: bool = True
+
+    def dump(self) -> str:
+        """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@functools.cache
+def parsed(dumped: str) -> Launch:
+    return Launch(**json.loads(dumped))
+
+
+def default_launch(spec: MambaMixerSpec, platform: Platform) -> Launch:
+    parts = ((conv1d, spec.conv1d), (ssd, spec.ssd), (gated_norm, spec.gated_norm))
+    return Launch(*(part.build(of_part, platform, "").options for part, of_part in parts))
+
+
+def build(spec: MambaMixerSpec, platform: Platform, variant: str) -> TritonMambaMixer:
+    return TritonMambaMixer(spec, default_launch(spec, platform))
+
+
+class TritonMambaMixer:
+    """The signature of the reference, and documents in one sequence."""
+
+    def __init__(self, spec: MambaMixerSpec, launch: Launch):
+        self.spec, self.options = spec, launch.dump()
+
+    def __call__(
+        self,
+        zxbcdt: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor,
+        initial_state: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As the reference. document_ids: [batch, T], integers: where they change, a document begins, which sees nothing
+        of the one before; the initial state belongs to the first. The output is contiguous.
+        """
+        spec, scan, norm = self.spec, self.spec.ssd, self.spec.gated_norm
+        assert zxbcdt.shape[2:] == (sum(spec.widths),) and norm_weight.shape == (norm.dim,)
+        assert conv_weight.shape == (spec.conv1d.channels, spec.conv1d.width)
+        assert A.shape == D.shape == dt_bias.shape == (scan.n_heads,)
+        assert document_ids is None or document_ids.shape == zxbcdt.shape[:2]
+        tensors = (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids)
+        limits = scan.dt_limit or (None, None)
+        of_norm = (norm.n_groups, norm.eps, norm.norm_before_gate)
+        return mamba_mixer_forward(*tensors, scan.n_groups, *limits, *of_norm, self.options)[0]
+
+
+def launch_forward(
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    n_groups: int,
+    dt_min: float | None,
+    dt_max: float | None,
+    norm_groups: int,
+    eps: float,
+    norm_first: bool,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output; and for the backward y before the norm, its reciprocal root mean squares, and the states before every
+    chunk (the first and the last empty where they are not kept).
+    """
+    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    z, xBC, dt = sizes.parts(zxbcdt)
+    x, B, C = sizes.conv_parts(conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d))
+    scan = (A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, launch.ssd)
+    y, _, states = ssd.launch_forward(x, dt, *scan)
+    y = y.flatten(-2)
+    out, r = gated_norm.launch_forward(y, z, norm_weight, norm_groups, eps, norm_first, launch.gated_norm)
+    return out, y if launch.keep_scan_output else y.new_empty(0), r, states
+
+
+mamba_mixer_forward = torch.library.custom_op("llmtrain::mamba_mixer_forward", launch_forward, mutates_args=())
+
+
+@mamba_mixer_forward.register_fake
+def _(
+    zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids,
+    n_groups, dt_min, dt_max, norm_groups, eps, norm_first, options,
+):  # fmt: skip
+    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    batch, seq_len = zxbcdt.shape[:2]
+    out = zxbcdt.new_empty((batch, seq_len, sizes.d_inner))
+    r = zxbcdt.new_empty((batch * seq_len, norm_groups), dtype=torch.float32)
+    head_dim = sizes.d_inner // sizes.n_heads
+    states = ssd.kept_states(launch.ssd, batch, seq_len, sizes.n_heads, sizes.d_state, head_dim)
+    y = out.new_empty(out.shape if launch.keep_scan_output else (0,))
+    return out, y, r, zxbcdt.new_empty(states)
+
+
+def launch_backward(
+    d_out: Tensor,
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    y: Tensor,
+    r: Tensor,
+    states: Tensor,
+    n_groups: int,
+    dt_min: float | None,
+    dt_max: float | None,
+    norm_first: bool,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state."""
+    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    z, xBC, dt = sizes.parts(zxbcdt)
+    x, B, C = sizes.conv_parts(conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d))
+    scan = (A, B, C, D, dt_bias, initial_state, document_ids)
+    how = (dt_min, dt_max, launch.ssd)
+    if not launch.keep_scan_output:
+        y = ssd.launch_forward(x, dt, *scan, *how)[0].flatten(-2)
+
+    d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
+    dz, dxBC, d_dt = sizes.parts(d_zxbcdt)
+    d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
+    dx, dB, dC = sizes.conv_parts(d_conv)
+    of_norm = (norm_weight, r, norm_first, launch.gated_norm)
+    dy, _, d_norm_weight = gated_norm.launch_backward(d_out, y, z, *of_norm, dz)
+    del y
+    of_scan = ssd.launch_backward(dy.view(dx.shape), None, x, dt, *scan, states, *how, (dx, d_dt, dB, dC))
+    _, _, d_A, _, _, d_D, d_bias, d_initial = of_scan
+    del dy, x, B, C, scan
+    of_conv = (conv_weight, conv_bias, document_ids, launch.conv1d)
+    _, d_conv_weight, d_conv_bias = conv1d.launch_backward(d_conv, xBC, *of_conv, dxBC)
+    return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
+
+
+mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward", launch_backward, mutates_args=())
+
+
+@mamba_mixer_backward.register_fake
+def _(
+    d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, y, r, states,
+    n_groups, dt_min, dt_max, norm_first, options,
+):  # fmt: skip
+    sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    state = (zxbcdt.shape[0], sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
+    found = [
+        conv_weight.new_empty(0) if t is None else t.new_empty(t.shape)
+        for t in (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+    ]
+    return *found, zxbcdt.new_empty(state, dtype=torch.float32)
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.n_groups, ctx.dt_min, ctx.dt_max, _, _, ctx.norm_first, ctx.options = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_out, *_):
+    assert d_out is not None, "only the first output is differentiable"
+    saved = ctx.saved_tensors
+    conv_bias, initial_state = saved[2], saved[7]
+    how = (ctx.n_groups, ctx.dt_min, ctx.dt_max, ctx.norm_first, ctx.options)
+    d_zxbcdt, d_weight, d_bias, *found, d_initial = mamba_mixer_backward(d_out, *saved, *how)
+    d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
+    return d_zxbcdt, d_weight, None if conv_bias is None else d_bias, *found, d_initial, *[None] * 8
+
+
+mamba_mixer_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the columns of the projection's output and of the convolution's are divided."""
+
+    d_inner: int
+    channels: int
+    n_heads: int
+    n_groups: int
+    d_state: int
+
+    @classmethod
+    def of(cls, zxbcdt: Tensor, conv_weight: Tensor, A: Tensor, norm_weight: Tensor, n_groups: int) -> Sizes:
+        d_inner, channels, n_heads = norm_weight.shape[0], conv_weight.shape[0], A.shape[0]
+        assert zxbcdt.shape[2] == d_inner + channels + n_heads
+        return cls(d_inner, channels, n_heads, n_groups, (channels - d_inner) // (2 * n_groups))
+
+    def parts(self, zxbcdt: Tensor) -> tuple[Tensor, ...]:
+        """Views: z, xBC and dt."""
+        return zxbcdt.split([self.d_inner, self.channels, self.n_heads], dim=-1)
+
+    def conv_parts(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views: x, [batch, T, heads, head_dim], B and C, [batch, T, groups, d_state]."""
+        of_group = self.n_groups * self.d_state
+        x, B, C = xBC.split([self.d_inner, of_group, of_group], dim=-1)
+        B, C = (t.unflatten(-1, (self.n_groups, self.d_state)) for t in (B, C))
+        return x.unflatten(-1, (self.n_heads, self.d_inner // self.n_heads)), B, C

@@ -1,0 +1,91 @@
+"""The inside of a Mamba-2 mixer as one operator on a GPU: as exact as PyTorch's, equal to its parts, compiled."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer, compose
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.mamba_mixer.triton import TritonMambaMixer, default_launch
+from tests.support import around, mixers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+
+BF16 = torch.bfloat16
+ZAMBA = mixers.spec(80, 64, 128, dtype=BF16)
+GROUPED = mixers.spec(16, 64, 64, n_groups=2, norm_groups=2, norm_first=True, dt_limit=(1e-3, None), dtype=BF16)
+SHAPES = {
+    "zamba2": (ZAMBA, 1, 2048, True, False),
+    "ragged, groups, norm first, no bias": (GROUPED, 2, 1001, False, True),
+    "odd": (mixers.spec(3, 24, 40, width=3, dtype=BF16), 3, 65, True, True),
+    "one token": (GROUPED, 2, 1, True, True),
+}
+
+
+def kernel(spec: MambaMixerSpec, **changes: Any) -> TritonMambaMixer:
+    return TritonMambaMixer(spec, replace(default_launch(spec, platform.detect()), **changes))
+
+
+def parts(spec: MambaMixerSpec) -> Any:
+    """The same kernels as three operations."""
+    here = platform.detect()
+    conv, scan, norm = (
+        registry.resolve(name, "triton", getattr(spec, name), here).build(getattr(spec, name), here)
+        for name in ("conv1d", "ssd", "gated_norm")
+    )
+
+    def run(zxbcdt, weight, bias, A, D, dt_bias, norm_weight, state):
+        return compose(
+            spec,
+            zxbcdt,
+            lambda xBC: conv(xBC, weight, bias),
+            lambda x, dt, B, C: scan(x, dt, A, B, C, D, dt_bias, state)[0],
+            lambda y, z: norm(y, z, norm_weight),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("spec, batch, seq_len, biased, with_state", SHAPES.values(), ids=SHAPES.keys())
+def test_as_exact_as_the_composition_in_the_same_dtype(spec, batch, seq_len, biased, with_state):
+    tensors = mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda")
+    reference = ReferenceMambaMixer(spec)
+    exact = around.outcome(reference, tensors, torch.float64)
+    ours, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (kernel(spec), reference))
+    # The rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
+    assert all(a <= 1.1 * max(b, 7e-4) for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("spec, batch, seq_len, biased, with_state", SHAPES.values(), ids=SHAPES.keys())
+def test_equal_to_its_parts_bit_by_bit(spec, batch, seq_len, biased, with_state):
+    """In every run, and whether the scan's output is kept or not."""
+    tensors = mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda")
+    expected = around.outcome(parts(spec), tensors)
+    for ours in (kernel(spec), kernel(spec), kernel(spec, keep_scan_output=False)):
+        assert all(torch.equal(a, b) for a, b in zip(around.outcome(ours, tensors), expected, strict=True))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_takes_less_memory_than_its_parts(keep):
+    tensors = mixers.inputs(ZAMBA, 2, 2048, device="cuda")
+
+    def peak(function: Any) -> int:
+        around.outcome(function, tensors)  # compiled, and memory of launches allocated
+        torch.cuda.reset_peak_memory_stats()
+        around.outcome(function, tensors)
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(kernel(ZAMBA, keep_scan_output=keep)) < peak(parts(ZAMBA))
+
+
+def test_compiled_without_a_graph_break():
+    torch._dynamo.reset()
+    tensors, ours = mixers.inputs(GROUPED, 2, 333, with_state=True, device="cuda"), kernel(GROUPED)
+    compiled = around.outcome(torch.compile(ours.__call__, fullgraph=True), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(ours, tensors), strict=True))

@@ -1,0 +1,183 @@
+"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmtrain.kernels import platform
+from llmtrain.kernels.conv1d import triton_launch as conv1d
+from llmtrain.kernels.gated_norm import triton_launch as gated_norm
+from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer
+from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.mamba_mixer.triton import (
+    Launch,
+    TritonMambaMixer,
+    launch_backward,
+    mamba_mixer_backward,
+    mamba_mixer_forward,
+)
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton_launch as ssd
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from tests.support import around, mixers
+
+GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def made(spec: MambaMixerSpec, processors: int = 1, keep: bool = True, keep_states: bool = False) -> TritonMambaMixer:
+    """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
+    programs, whose parts of dB and dC are added up.
+    """
+    scan = ssd.default_launch(spec.ssd, GPU)
+    scan = replace(
+        scan,
+        chunk=16 if keep_states else 32,
+        chunk_backward=16,
+        passing=replace(scan.passing, rows=32, columns=16),
+        walk=replace(scan.walk, columns=16),
+        processors=processors,
+        keep_states=keep_states,
+    )
+    walk, tile = conv1d.Walk(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
+    conv, norm = conv1d.Launch(walk, walk, programs=0), gated_norm.Launch(tile, tile, programs=0)
+    return TritonMambaMixer(spec, Launch(conv.dump(), scan.dump(), norm.dump(), keep))
+
+
+def assert_agrees(kernel: TritonMambaMixer, tensors: list[Any], **options: Any) -> None:
+    """The output and every gradient, with the composition of the references in float64."""
+    ours = around.outcome(lambda *t: kernel(*t, **options), tensors)
+    around.assert_agrees(ours, around.outcome(ReferenceMambaMixer(kernel.spec), tensors, torch.float64))
+    assert ours[0].is_contiguous()
+    assert all(t.dtype == torch.float32 for t in ours)
+
+
+ODD = mixers.spec(4, 12, 5, n_groups=2, norm_groups=2)
+SMALL = mixers.spec(2, 12, 5, n_groups=2, norm_groups=2)
+CASES = {
+    "odd sizes, groups, a state": (ODD, 2, 37, True, True, {}),
+    "the same on many processors": (ODD, 2, 37, True, True, {"processors": 1000}),
+    "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
+    "recomputed, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": False}),
+    "recomputed from kept states": (ODD, 1, 33, False, True, {"keep": False, "keep_states": True}),
+    "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"processors": 1000}),
+}
+
+
+@pytest.mark.parametrize("spec, batch, seq_len, biased, with_state, launch", CASES.values(), ids=CASES.keys())
+def test_agrees_with_the_composition(spec, batch, seq_len, biased, with_state, launch):
+    assert_agrees(made(spec, **launch), mixers.inputs(spec, batch, seq_len, biased, with_state))
+
+
+def test_strides_of_every_kind_are_read():
+    """A slice of something wider, columns not side by side, every other token, and one row expanded over the batch."""
+    zxbcdt, *rest = mixers.inputs(SMALL, 2, 18)
+    sliced = torch.cat((zxbcdt, zxbcdt), -1)[..., 3 : 3 + zxbcdt.shape[2]]
+    for strided in (sliced, zxbcdt.mT.contiguous().mT, zxbcdt[:, ::2], zxbcdt[:1].expand(2, -1, -1)):
+        assert_agrees(made(SMALL), [strided, *rest])
+
+
+def test_gradients_have_their_tensors_dtypes():
+    """As under amp_bf16 with FSDP2: what the scan sums over a sequence stays fp32."""
+    spec = mixers.spec(2, 16, 16, dtype=torch.float16)
+    tensors = mixers.inputs(spec, 1, 20, with_state=True)
+    ours = around.outcome(made(spec), tensors)
+    assert [t.dtype for t in ours] == [t.dtype for t in (tensors[0], *tensors)]
+    around.assert_agrees(ours, around.outcome(ReferenceMambaMixer(spec), tensors, torch.float64), 3e-2)
+
+
+def test_packed_documents_equal_the_documents_apart():
+    lengths = [5, 1, 16, 11]
+    zxbcdt, *rest, _ = mixers.inputs(SMALL, 2, sum(lengths))
+    ids = torch.cat([torch.full((2, n), i % 2) for i, n in enumerate(lengths)], 1)
+    reference, kernel = ReferenceMambaMixer(SMALL), made(SMALL)
+
+    def apart(zxbcdt, *rest):
+        return torch.cat([reference(piece, *rest) for piece in zxbcdt.split(lengths, 1)], 1)
+
+    ours = around.outcome(lambda *t: kernel(*t, document_ids=ids), [zxbcdt, *rest])
+    around.assert_agrees(ours, around.outcome(apart, [zxbcdt, *rest], torch.float64))
+
+
+class Operators(TorchDispatchMode):
+    """Which ran; a copy into part of something else as `part`."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        into_part = func is torch.ops.aten.copy_.default and not args[0].is_contiguous()
+        self.names.append("part" if into_part else func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_written_where_they_stay():
+    """The composition concatenates them; here nothing does, in the graph or within the operator."""
+    tensors = mixers.inputs(SMALL, 2, 20)
+    leaves = [t if t is None else t.requires_grad_() for t in tensors]
+
+    def of_graph(function) -> list[str]:
+        y = function(*leaves)
+        with Operators() as ran:
+            torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y))
+        return [name for name in ran.names if name not in ("aten::detach", "aten::ones_like")]
+
+    assert of_graph(ReferenceMambaMixer(SMALL)).count("aten::cat") == 2
+    assert of_graph(made(SMALL)) == ["llmtrain::mamba_mixer_backward"]
+
+    tensors, options = [t if t is None else t.detach() for t in tensors], made(SMALL).options
+    out, y, r, states = mamba_mixer_forward(*tensors, None, 2, None, None, 2, 1e-5, False, options)
+    arguments: list[Any] = [out, *tensors, None, y, r, states, 2, None, None, False, options]
+    with Operators() as ran:
+        launch_backward(*arguments)
+    assert "aten::split_with_sizes" in ran.names
+    assert not {"part", "aten::cat", "aten::clone"}.intersection(ran.names)
+
+
+def test_every_run_is_equal_bit_by_bit_whether_it_keeps_the_scans_output_or_not():
+    tensors = mixers.inputs(SMALL, 2, 37)
+    first, *others = (around.outcome(made(SMALL, 1000, keep), tensors) for keep in (True, True, False))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("biased, with_state, launch", [(True, True, {}), (False, False, {"keep": False})])
+def test_the_operator_is_whole(biased, with_state, launch):
+    """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
+    tensors, kernel = mixers.inputs(SMALL, 1, 20, biased, with_state), made(SMALL, **launch)
+    ids = None if with_state else torch.zeros(1, 20, dtype=torch.int32)
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    how = (2, 0.05, None, 2, 1e-5, False, kernel.options)
+    torch.library.opcheck(mamba_mixer_forward, (*leaves, ids, *how), test_utils=CHECKS)
+    out, y, r, states = mamba_mixer_forward(*tensors, ids, *how)
+    arguments = (out, *tensors, ids, y, r, states, 2, 0.05, None, False, kernel.options)
+    torch.library.opcheck(mamba_mixer_backward, arguments, test_utils=CHECKS)
+
+    compiled = torch.compile(kernel.__call__, fullgraph=True, backend="aot_eager")
+    ours, eager = around.outcome(compiled, tensors), around.outcome(kernel, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+@pytest.mark.parametrize("groups, first", [(1, False), (2, True)])
+def test_a_model_runs_it_between_its_projections(groups, first):
+    """Parameters reach the arguments that they are meant for; a layer compiles without a graph break."""
+    block = {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": groups, "chunk_size": 16}
+    block |= {"norm_before_gate": first}
+    found = []
+    for where, backend in ((GPU, "triton"), (platform.cpu(), "auto")):
+        config = {"vocab_size": 50, "d_model": 32, "blocks": {"m": block | {"backend": backend}}, "layers": "m*2"}
+        model = HybridLM(ModelConfig.model_validate(config), platform=where, dtype=torch.float32)
+        model.init_weights(0)
+        assert all((block.mixer.fused is not None) == (backend == "triton") for block in model.blocks)
+        if where is GPU:
+            for layer in model.blocks:
+                layer.compile(fullgraph=True, backend="aot_eager")
+        ids = torch.arange(40).view(2, 20)
+        out = model(ids[:, :-1], ids[:, 1:])
+        out.loss.backward()
+        found.append([out.loss.detach(), *(p.grad for p in model.parameters())])
+    around.assert_agrees(found[0], [t.double() for t in found[1]])
