@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from llmtrain.checkpoint import manifest as manifests
+from llmtrain.convert.writing import LazyTensor
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.huggingface import HuggingFaceScorer
@@ -164,10 +163,8 @@ def test_learned_positions_end_where_they_end(tmp_path):
     config = ModelConfig.model_validate(checkpoints.mpt(16, 1, 270).model_dump() | changes)
     model = HybridLM(config)
     model.init_weights(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({"model": dict(model.named_parameters())}, checkpoint_id=step, no_dist=True)
-    checkpoints.finish(step, config)
+    tensors = [LazyTensor(name, p.shape, lambda p=p: p.detach()) for name, p in model.named_parameters()]
+    checkpoints.write_tensors(step, config, tensors)
     found = find_model(str(tmp_path / "run"))
     with pytest.raises(EvalError, match="learned positions for 64 tokens; max_length is 65"):
         load_scorer(found, find_tokenizer(found), max_length=65)
@@ -182,9 +179,12 @@ def test_a_checkpoint_is_not_for_transformers(tmp_path):
     with pytest.raises(EvalError, match="which transformers cannot read; `llmtrain export` it"):
         find_model(str(tmp_path / "run"), "transformers")
     shutil.rmtree(step / "tokenizer")
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest["config"].pop("data")
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    content = manifests.read(step)
+    checkpoints.edit_manifest(
+        step,
+        config={name: part for name, part in content.config.items() if name != "data"},
+        files={name: file for name, file in content.files.items() if not name.startswith("tokenizer/")},
+    )
     with pytest.raises(EvalError, match="was imported without a tokenizer"):
         find_tokenizer(found)
     assert find_model(str(step)).identity != found.identity

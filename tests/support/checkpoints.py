@@ -70,9 +70,15 @@ def save_lazily(folder: Path, config: ModelConfig) -> Path:
 
 
 def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]]) -> Path:
-    """A tensor at a time, so of any size; with a tokenizer."""
+    """A tensor at a time, so of any size."""
     weights = family_for(config).weights(config)
-    lazy = [LazyTensor(weight.ours, weight.shape, make) for weight, make in zip(weights, makes, strict=True)]
+    return write_tensors(
+        folder, config, [LazyTensor(w.ours, w.shape, make) for w, make in zip(weights, makes, strict=True)]
+    )
+
+
+def write_tensors(folder: Path, config: ModelConfig, lazy: Sequence[LazyTensor]) -> Path:
+    """With a tokenizer."""
     folder.mkdir(parents=True)
     files = write_parameters(folder, lazy, progress=lambda size: None, save_id=SAVE_ID)
     tokenizer().save(folder / "tokenizer")
