@@ -43,6 +43,7 @@ TARGETS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("arch, environment", TARGETS, ids=["sm90", "gfx90a", "gfx942", "gfx942, no buffer ops"])
 def test_every_kernel_fits(arch, environment, tmp_path):
     environment = {**environment, "TRITON_CACHE_DIR": str(tmp_path)}
