@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import time
@@ -89,17 +88,37 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(rank_environment(rank, size, port))
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
     import torch
+    from streaming.base.shared import memory
 
     from llmtrain.train.distributed import initialize
 
     torch.set_num_threads(1)
     initialize()
+    segments = _Exits()
+    memory.atexit = segments
     while (work := pipe.recv()) is not None:
         job, args = work
         try:
             answer = (True, job(*args))
         except BaseException:
             answer = (False, f"rank {rank}: {traceback.format_exc()}")
+        segments.run()  # before the answer: no rank begins the next job while another still holds a segment
         pipe.send(answer)
     torch.distributed.destroy_process_group()
-    atexit._run_exitfuncs()  # a forked child skips them, and with them StreamingDataset's release of shared memory
+
+
+class _Exits:
+    """Stands in for `atexit` where streaming registers the release of its shared memory, and does it after each job.
+
+    A rank's process outlives its jobs: their segments would stay, and each later dataset opens every one of them.
+    """
+
+    def __init__(self) -> None:
+        self.registered: list[Callable[[], None]] = []
+
+    def register(self, function: Callable[[], None]) -> None:
+        self.registered.append(function)
+
+    def run(self) -> None:
+        while self.registered:
+            self.registered.pop()()
