@@ -100,7 +100,7 @@ class Case:
 class Problem:
     """See operations.Problem."""
 
-    parts = KERNELS
+    parts = (*KERNELS, "fused")
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.where, self.spec = case, where, case.spec
@@ -134,6 +134,8 @@ class Problem:
                 return {"out": call.forward()[0]}
             if part == "dq":
                 return {"dq": call.dq(self.out, self.lse, self.dout, None, self.delta)}
+            if part == "fused":
+                return dict(zip(("dq", "dk", "dv"), call.fused(self.out, self.lse, self.dout), strict=True))
             return dict(zip(("dk", "dv"), call.dkdv(self.lse, self.dout, self.delta), strict=True))
 
         return run

@@ -1,10 +1,9 @@
-"""The backward kernels of attention, deterministic: one for dq, one for dk and dv, each with one writer per element.
+"""The backward kernels of attention: one for dq, one for dk and dv, each with one writer per element: deterministic.
 
 With P = exp(score - lse), dP = dO V^T, D = rowsum(dO * O) and dS = P * (dP - D) (FlashAttention-2, arXiv:2307.08691):
 dV = P^T dO, dQ = scale dS K, dK = scale dS^T Q. ALiBi adds a constant, hence nothing; a softcap puts its derivative
 into dS. The first kernel also makes D, from the dO that it reads anyway, for the second. Together 7 products of the
-size of q k^T, where one kernel needs 5 but must add up dq in memory: by atomics, in no fixed order, or one tile of keys
-after the other.
+size of q k^T. The second can also make dq, of 5 products in all, but must then add it up in memory, in no fixed order.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -18,6 +17,7 @@ import triton.language as tl
 
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
+    add_outer,
     capped,
     inner,
     load_rows,
@@ -73,13 +73,7 @@ def attention_dq(
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
     douts = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    outs = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    sums = tl.zeros((BLOCK_M,), tl.float32)
-    for part in tl.static_range(len(PARTS)):
-        sums += tl.sum(douts[part].to(tl.float32) * outs[part].to(tl.float32), 1)
-    if dlse is not None:
-        sums -= tl.load(dlse + stats, mask=i < seq_len, other=0.0)
-    tl.store(delta + stats, sums, mask=i < seq_len)
+    sums = _delta(out, douts, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
 
     queries = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
     minus = tl.load(lse + stats, mask=i < seq_len, other=0.0) * LOG2_E
@@ -139,23 +133,25 @@ def _add_dq(
 
 @triton.jit
 def attention_dkdv(
-    q, k, v, dout, lse, delta, dk, dv, slopes, starts, ends,
+    q, k, v, dout, lse, delta, dk, dv, dq, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
     seq_len, pairs, together, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over the query heads that share them. Program: tile of BLOCK_N keys x (sequence, kv head).
 
     Arguments as of attention_dq, which has written delta; dk, dv: contiguous. DESCRIBED: q and dout are tensor
     descriptors. Scores are kept with keys as rows: weights and their gradients are then left operands, from registers.
     The early keys, which the most queries see, begin.
+
+    dq: None, or zeros [batch, T, n_heads, head_dim] in fp32, to which dq / scale is added, in no fixed order; DESCRIBED:
+    a descriptor of them. DV_FIRST: dO V^T waits for P^T dO, where registers for both are short. MERGED: every tile is
+    masked, in one loop, which takes fewer registers than one loop with masks and one without.
     """
     N_KV: tl.constexpr = N_HEADS // GROUP
-    # Tiles at the edge of causality or of a window are one or two: tiles in flight would cost wide heads registers only.
-    EDGES: tl.constexpr = STAGES if HEAD_DIM <= 64 or starts is not None else 1
     # Which queries a key sees: the other direction in time.
     AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     BACK: tl.constexpr = 0 if CAUSAL else AHEAD
@@ -181,29 +177,32 @@ def attention_dkdv(
         head = kv_head * GROUP + member
         slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
         stats = (batch * N_HEADS + head).to(tl.int64) * seq_len
-        q_in, dout_in = q, dout
+        q_in, dout_in, dq_in = q, dout, dq
         if not DESCRIBED:
             q_in = q + batch.to(tl.int64) * q_batch + head * q_head
             dout_in = dout + batch.to(tl.int64) * do_batch + head * do_head
-        if LOWER:
-            for start in tl.range(a, b, BLOCK_M, num_stages=EDGES):
+            if dq is not None:
+                dq_in = dq + (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
+        if LOWER and not MERGED:
+            for start in tl.range(a, b, BLOCK_M, num_stages=STAGES):
                 dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
-                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                    dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
+                    N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
                 )  # fmt: skip
-        for start in tl.range(b, c, BLOCK_M, num_stages=STAGES):
+        # All that is left of this head, or what needs no mask.
+        for start in tl.range(a if MERGED else b, end if MERGED else c, BLOCK_M, num_stages=STAGES):
             dkeys, dvalues = _add_dkdv(
-                dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
-                batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                False, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
+                N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                MERGED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
             )  # fmt: skip
-        if UPPER:
-            for start in tl.range(c, end, BLOCK_M, num_stages=EDGES):
+        if UPPER and not MERGED:
+            for start in tl.range(c, end, BLOCK_M, num_stages=STAGES):
                 dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
-                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                    dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
+                    N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
                 )  # fmt: skip
     store_rows(dk + here, dkeys, out_scale, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
     store_rows(dv + here, dvalues, 1.0, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
@@ -211,17 +210,21 @@ def attention_dkdv(
 
 @triton.jit
 def _add_dkdv(
-    dkeys, dvalues, keys, values, q, dout, lse, delta, q_token, do_token, batch, head, start, seq_len,
+    dkeys, dvalues, keys, values, q, dout, dq, lse, delta, q_token, do_token, dq_token, batch, head, start, seq_len,
     j, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    DV_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO."""
+    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO, and dS K into dq, if that is wanted."""
     CUT: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_M)
     i = start + tl.arange(0, BLOCK_M)
     queries = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
     score = inner(keys, queries, PARTS, PRECISION)
+    if not DV_FIRST:
+        douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
+        dweight = inner(values, douts, PARTS, PRECISION)
     minus = tl.load(lse + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None) * LOG2_E
     if slopes is not None and CAUSAL:
         minus += slope * (i - begin)
@@ -230,15 +233,23 @@ def _add_dkdv(
         score, minus[None, :], (j - begin)[:, None], i[None, :] - j[:, None], visible,
         scale, softcap, slopes, slope, MASKED, CAUSAL,
     )  # fmt: skip
-    douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
+    if DV_FIRST:
+        douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
     dvalues = outer(weight, douts, dvalues, PARTS, PRECISION)
-    dweight = inner(values, douts, PARTS, PRECISION)
+    if DV_FIRST:
+        dweight = inner(values, douts, PARTS, PRECISION)
     # Read as late as this: it takes as many registers as a score has columns.
     sums = tl.load(delta + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None)
     dscore = weight * (dweight - sums[None, :])
     if softcap is not None:
         dscore *= slack
-    return outer(dscore, queries, dkeys, PARTS, PRECISION), dvalues
+    dkeys = outer(dscore, queries, dkeys, PARTS, PRECISION)
+    if dq is not None:  # after dkeys: the other way round the compiler waits for each product (ptxas C7515)
+        add_outer(
+            dq, tl.trans(dscore), keys, batch, head, start, seq_len, dq_token,
+            BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED, PRECISION,
+        )  # fmt: skip
+    return dkeys, dvalues
 
 
 @triton.jit
@@ -263,3 +274,36 @@ def _weights(
         # After the exponential: that of a query that sees nothing (lse = -inf) is infinite here.
         weight = tl.where(visible, weight, 0.0)
     return weight, slack
+
+
+@triton.jit
+def attention_delta(
+    out, dout, dlse, delta, do_batch, do_token, do_head, seq_len,
+    N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta alone, for an attention_dkdv that makes dq too. Arguments as of attention_dq."""
+    tiles = tl.cdiv(seq_len, BLOCK_M)
+    begin, pair = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
+    batch, head = pair // N_HEADS, pair % N_HEADS
+    dout += batch.to(tl.int64) * do_batch + head * do_head
+    out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
+    douts = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    _delta(out, douts, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
+
+
+@triton.jit
+def _delta(
+    out, douts, dlse, delta, pair, begin, seq_len,
+    N_HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """rowsum(dout * out) - dlse of one tile of queries, stored and returned. out: of this sequence and head."""
+    i = begin + tl.arange(0, ROWS)
+    stats = pair.to(tl.int64) * seq_len + i
+    outs = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, ROWS, HEAD_DIM, PARTS, True, False)
+    sums = tl.zeros((ROWS,), tl.float32)
+    for part in tl.static_range(len(PARTS)):
+        sums += tl.sum(douts[part].to(tl.float32) * outs[part].to(tl.float32), 1)
+    if dlse is not None:
+        sums -= tl.load(dlse + stats, mask=i < seq_len, other=0.0)
+    tl.store(delta + stats, sums, mask=i < seq_len)
+    return sums
