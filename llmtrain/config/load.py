@@ -84,7 +84,8 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
         for name, block in config.model.blocks.items()
         if not any(path.startswith(f"model.blocks.{name}.") for path in wrong)
     }
-    for problem in backend_problems(config.model.model_copy(update={"blocks": sound})):
+    model = config.model.model_copy(update={"blocks": sound})
+    for problem in backend_problems(model, documents=config.data.mask_documents):
         yield Problem(f"model.{problem.path}", problem.found, problem.message)
 
 

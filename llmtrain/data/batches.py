@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -14,12 +14,13 @@ IGNORED = -100
 class Batch(TypedDict):
     """input_ids, labels: int64 [batch, seq_len]; labels[t] = input_ids[t + 1], IGNORED at the end and in fillers.
     sample_ids: int64 [batch], -1 for fillers. text_bytes: int64 [batch], UTF-8 bytes of text behind the labels,
-    -1 where the shards do not say."""
+    -1 where it is not known. document_ids: int32 [batch, seq_len], of packed batches: end-of-document tokens before each."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: torch.Tensor
     text_bytes: torch.Tensor
+    document_ids: NotRequired[torch.Tensor]
 
 
 def filler(seq_len: int) -> dict[str, Any]:
@@ -27,12 +28,23 @@ def filler(seq_len: int) -> dict[str, Any]:
     return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0}
 
 
-def collate(samples: list[dict[str, Any]]) -> Batch:
-    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them."""
+def collate(samples: list[dict[str, Any]], eod_id: int | None = None) -> Batch:
+    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them.
+
+    eod_id: of the token that closes documents, to keep them apart: the batch gets document_ids, and a document's first
+    token is not the label of the one before.
+    """
     input_ids = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     sample_ids = torch.tensor([sample["sample_id"] for sample in samples], dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
     labels[sample_ids < 0] = IGNORED
     text_bytes = torch.tensor([sample["text_bytes"] for sample in samples], dtype=torch.int64)
-    return Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
+    batch = Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
+    if eod_id is not None:
+        ends = input_ids == eod_id
+        batch["document_ids"] = (ends.cumsum(1) - ends.long()).to(torch.int32)
+        labels[ends] = IGNORED
+        # How much text was behind the labels that are gone, shards do not say.
+        text_bytes[ends[:, :-1].any(1) & (sample_ids >= 0)] = -1
+    return batch
