@@ -1,7 +1,7 @@
 """The Triton kernels around the scan: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
 
 Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
-interpreted_gated_norm.py, interpreted_mixer.py and interpreted_rotary.py.
+interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_mixer.py and interpreted_rotary.py.
 """
 
 import json
@@ -59,7 +59,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("operation", ["conv1d", "gated_norm", "mixer", "rotary"])
+@pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary"])
 def test_the_interpreted_kernels_agree_with_the_reference(operation):
     cases = f"interpreted_{operation}.py"
     done = subprocess.run(
