@@ -90,9 +90,11 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
+    from llmtrain.data.documents import check_documents
     from llmtrain.data.shards import check_streams
 
-    yield from check_streams(config.data, config.train.global_batch_size)
+    problems = check_streams(config.data, config.train.global_batch_size)
+    yield from problems or check_documents(config.data)
 
 
 def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:

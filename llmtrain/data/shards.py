@@ -100,18 +100,7 @@ def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
         problems += _check_folders(streams, split)
         if split == "train" and streams and len(known) == len(streams):
             problems += _check_size(sum(index.samples for index in known), data, global_batch_size)
-    return problems or list(_check_documents(data))
-
-
-def _check_documents(data: DataConfig) -> Iterator[Problem]:
-    from llmtrain.data.documents import end_of_document
-
-    if data.prepare is not None and not Path(data.prepare.out).expanduser().exists():
-        return  # what it makes says so
-    try:
-        end_of_document(data)
-    except ValueError as error:
-        yield Problem("data.mask_documents", True, str(error))
+    return problems
 
 
 def _check_stream(stream: StreamConfig, path: str, seq_len: int, explicit: bool) -> tuple[Index | None, list[Problem]]:

@@ -20,9 +20,9 @@ class FlashAttn:
 
         self.spec, self.slopes, self.kernel = spec, Slopes(spec), flash_attn_func
 
-    def prepare(self, seq_len: int, device: torch.device, document_ids: None = None) -> Tensor | None:
+    def prepare(self, seq_len: int, device: torch.device, ids: None = None) -> Tensor | None:
         """ALiBi slopes [n_heads] in fp32, or None."""
-        assert document_ids is None, "refused by the spec"
+        assert ids is None, "refused by the spec"
         return self.slopes.on(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None) -> Tensor:

@@ -33,8 +33,8 @@ class FlexAttention:
         # A Python bool made here: comparing sizes while tracing may give a symbolic one, which flex refuses.
         self.grouped = spec.n_heads != spec.n_kv_heads
 
-    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None = None) -> FlexContext:
-        """document_ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
+    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> FlexContext:
+        """ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
 
         With them a mask of [batch, T, T] bytes exists while this runs.
         """
@@ -42,9 +42,9 @@ class FlexAttention:
 
         def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             seen = (i >= j) & (i - j < window)
-            return seen if document_ids is None else seen & (document_ids[batch, i] == document_ids[batch, j])
+            return seen if ids is None else seen & (ids[batch, i] == ids[batch, j])
 
-        batch = None if document_ids is None else document_ids.shape[0]
+        batch = None if ids is None else ids.shape[0]
         mask = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
         return FlexContext(mask, self.slopes.on(device))
 

@@ -46,9 +46,9 @@ class TritonAttention:
     def __init__(self, spec: AttentionSpec):
         self.spec, self.slopes = spec, Slopes(spec)
 
-    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None = None) -> TritonContext:
-        """document_ids: [batch, T], of each token of a packed batch (see documents.py); None: one document per sequence."""
-        return TritonContext(self.slopes.on(device), None if document_ids is None else documents(document_ids))
+    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
+        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one each."""
+        return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous."""
