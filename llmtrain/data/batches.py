@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -14,13 +14,18 @@ IGNORED = -100
 class Batch(TypedDict):
     """input_ids, labels: int64 [batch, seq_len]; labels[t] = input_ids[t + 1], IGNORED at the end and in fillers.
     sample_ids: int64 [batch], -1 for fillers. text_bytes: int64 [batch], UTF-8 bytes of text behind the labels,
-    -1 where it is not known. document_ids: int32 [batch, seq_len], of packed batches: end-of-document tokens before each."""
+    -1 where it is not known."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: torch.Tensor
     text_bytes: torch.Tensor
-    document_ids: NotRequired[torch.Tensor]
+
+
+class PackedBatch(Batch):
+    """document_ids: int32 [batch, seq_len], end-of-document tokens before each token of its sequence."""
+
+    document_ids: torch.Tensor
 
 
 def filler(seq_len: int) -> dict[str, Any]:
@@ -28,23 +33,25 @@ def filler(seq_len: int) -> dict[str, Any]:
     return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0}
 
 
-def collate(samples: list[dict[str, Any]], eod_id: int | None = None) -> Batch:
-    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them.
-
-    eod_id: of the token that closes documents, to keep them apart: the batch gets document_ids, and a document's first
-    token is not the label of the one before.
-    """
+def collate(samples: list[dict[str, Any]]) -> Batch:
+    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them."""
     input_ids = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     sample_ids = torch.tensor([sample["sample_id"] for sample in samples], dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
     labels[sample_ids < 0] = IGNORED
     text_bytes = torch.tensor([sample["text_bytes"] for sample in samples], dtype=torch.int64)
-    batch = Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
-    if eod_id is not None:
-        ends = input_ids == eod_id
-        batch["document_ids"] = (ends.cumsum(1) - ends.long()).to(torch.int32)
-        labels[ends] = IGNORED
-        # How much text was behind the labels that are gone, shards do not say.
-        text_bytes[ends[:, :-1].any(1) & (sample_ids >= 0)] = -1
-    return batch
+    return Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
+
+
+def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
+    """The same with documents kept apart: a document's first token is not the label of the one before.
+
+    eod_id: of the token that closes documents.
+    """
+    batch = collate(samples)
+    ends = batch["input_ids"] == eod_id
+    batch["labels"][ends] = IGNORED
+    # How much text was behind the labels that are gone, shards do not say.
+    batch["text_bytes"][ends[:, :-1].any(1) & (batch["sample_ids"] >= 0)] = -1
+    return PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))

@@ -19,7 +19,7 @@ from streaming.base.dataset import _ShardState
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmtrain.config.data import DataConfig, StreamConfig
-from llmtrain.data.batches import Batch, collate, filler
+from llmtrain.data.batches import Batch, collate, collate_packed, filler
 from llmtrain.data.documents import end_of_document
 from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
 from llmtrain.data.shared_memory import one_at_a_time
@@ -156,7 +156,7 @@ def _loader_options(data: DataConfig) -> dict[str, Any]:
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collate if eod_id is None else functools.partial(collate, eod_id=eod_id),
+        "collate_fn": collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id),
     }
 
 

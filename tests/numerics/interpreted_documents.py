@@ -1,5 +1,7 @@
 """Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
+from typing import Any
+
 import pytest
 
 from llmtrain.kernels import platform
@@ -22,6 +24,6 @@ def test_a_packed_batch_equals_its_documents_apart(name, layers):
     """The documents one by one through the reference."""
     batch = packed_batch()
     expected = apart(build(name, platform.cpu(), backend="reference", layers=layers), batch)
-    ours = build(name, GPU, device="cpu", backend="triton", layers=layers, documents=True)
+    ours: Any = build(name, GPU, device="cpu", backend="triton", layers=layers, documents=True)
     assert all(block.mixer.backend.name == "triton" for block in ours.blocks)
     assert_same(together(ours, batch), expected, 1e-4)

@@ -71,10 +71,9 @@ def build(
 
     device: default: the platform's. backend: of all its blocks. layers: in place of its own.
     """
-    settings = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]} | (
-        {"layers": layers} if layers else {}
-    )
+    settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
     settings["blocks"] = {name: block | {"backend": backend} for name, block in settings["blocks"].items()}
+    settings["layers"] = layers or settings["layers"]
     config = ModelConfig.model_validate_json(json.dumps(settings))
     model = HybridLM(config, platform=platform, dtype=dtype, documents=documents)
     model.init_weights(seed=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.data.batches import Batch, collate
+from llmtrain.data.batches import PackedBatch, collate_packed
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
 from tests.support.models import VOCAB
@@ -15,23 +15,23 @@ LENGTHS = ((13, 1, 2, 20, 9), (1, 44), (45,))
 """Tokens of the documents of each sequence; the last goes on in another sequence."""
 
 
-def packed_batch() -> Batch:
+def packed_batch() -> PackedBatch:
     """[3, 45]: longer than a chunk of the scan, whose borders fall inside documents."""
     rows = torch.randint(1, VOCAB, (3, 45), generator=torch.Generator().manual_seed(1))
     for row, lengths in zip(rows, LENGTHS, strict=True):
         row[torch.tensor(lengths[:-1], dtype=torch.long).cumsum(0) - 1] = EOD
     samples = [{"tokens": row.numpy(), "sample_id": i, "text_bytes": -1} for i, row in enumerate(rows)]
-    return collate(samples, EOD)
+    return collate_packed(samples, EOD)
 
 
-def together(model: HybridLM, batch: Batch) -> dict[str, Tensor]:
+def together(model: HybridLM, batch: PackedBatch) -> dict[str, Tensor]:
     """The loss and every gradient of a packed batch."""
     out = model(batch["input_ids"], batch["labels"], document_ids=batch["document_ids"])
     assert isinstance(out, LossOutput)
     return _with_gradients(model, out.loss)
 
 
-def apart(model: HybridLM, batch: Batch) -> dict[str, Tensor]:
+def apart(model: HybridLM, batch: PackedBatch) -> dict[str, Tensor]:
     """The same from one forward pass per document, weighted by tokens. model: need not know documents."""
     losses, tokens = [], 0
     for row, lengths in zip(batch["input_ids"], LENGTHS, strict=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmtrain.config.data import DataConfig
-from llmtrain.data.batches import collate, filler
+from llmtrain.data.batches import collate_packed, filler
 from llmtrain.data.documents import check_documents, end_of_document
 from llmtrain.data.prepare import prepare
 from llmtrain.data.shards import ShardError
@@ -20,24 +21,20 @@ def sample(*tokens: int, text_bytes: int = -1) -> dict:
 
 
 def test_a_document_is_closed_by_its_last_token():
-    batch = collate([sample(5, 9, 6, 9, 9, 7), sample(5, 6, 7, 8, 1, 9), sample(9, 6, 7, 8, 1, 2)], eod_id=9)
+    batch = collate_packed([sample(5, 9, 6, 9, 9, 7), sample(5, 6, 7, 8, 1, 9), sample(9, 6, 7, 8, 1, 2)], eod_id=9)
     assert batch["document_ids"].tolist() == [[0, 0, 1, 1, 2, 3], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]
 
 
 def test_a_first_token_is_nobodys_label_and_the_last_is_its_documents():
-    batch = collate([sample(5, 9, 6, 9, 9, 7), sample(5, 6, 7, 8, 1, 9)], eod_id=9)
+    batch = collate_packed([sample(5, 9, 6, 9, 9, 7), sample(5, 6, 7, 8, 1, 9)], eod_id=9)
     assert batch["labels"].tolist() == [[9, -100, 9, -100, -100, -100], [6, 7, 8, 1, 9, -100]]
 
 
 def test_bytes_behind_labels_are_known_where_no_label_is_gone():
     rows = [sample(5, 9, 6, text_bytes=7), sample(5, 6, 9, text_bytes=8), filler(3)]
-    assert collate(rows, eod_id=9)["text_bytes"].tolist() == [-1, 8, 0]
-    batch = collate(rows, eod_id=0)  # what fillers are made of
+    assert collate_packed(rows, eod_id=9)["text_bytes"].tolist() == [-1, 8, 0]
+    batch = collate_packed(rows, eod_id=0)  # what fillers are made of
     assert batch["text_bytes"].tolist() == [7, 8, 0] and (batch["labels"][2] == -100).all()
-
-
-def test_without_an_end_of_document_nothing_is_added():
-    assert "document_ids" not in collate([sample(5, 9, 6)])
 
 
 @pytest.fixture
@@ -58,7 +55,7 @@ def test_batches_of_prepared_shards_are_cut_where_documents_end(prepared):
         build_validation_loader(prepared, global_batch_size=4),
     ):
         assert loader is not None
-        batches = list(loader)
+        batches: list[Any] = list(loader)
         assert any(batch["document_ids"].max() > 0 for batch in batches)
         for batch in batches:
             changes = batch["document_ids"].diff(dim=1).bool()
@@ -67,11 +64,12 @@ def test_batches_of_prepared_shards_are_cut_where_documents_end(prepared):
 
 
 def test_the_switch_changes_neither_samples_nor_their_order(prepared):
-    def order(mask: bool) -> list[list[int]]:
-        data = prepared.model_copy(update={"mask_documents": mask})
-        return [batch["sample_ids"].tolist() for batch in build_train_loader(data, global_batch_size=4)]
+    def batches(mask: bool) -> list[Any]:
+        return list(build_train_loader(prepared.model_copy(update={"mask_documents": mask}), global_batch_size=4))
 
-    assert order(True) == order(False)
+    masked, usual = batches(True), batches(False)
+    assert [b["sample_ids"].tolist() for b in masked] == [b["sample_ids"].tolist() for b in usual]
+    assert not any("document_ids" in batch for batch in usual)
 
 
 def test_the_manifest_or_the_tokenizer_beside_the_shards_says_it(prepared, tmp_path):
