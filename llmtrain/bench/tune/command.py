@@ -9,6 +9,7 @@ from typing import Any
 
 from llmtrain.bench.tune import search
 from llmtrain.bench.tune.compiling import default_workers
+from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
 from llmtrain.kernels import platform, tuning, tuning_files
 from llmtrain.kernels.platform import Platform
@@ -31,13 +32,12 @@ def run(args: argparse.Namespace) -> int:
         args.operation, case, rehearsal, parts, here, args.quick, workers, search.progress
     )
     compiled = time.perf_counter() - began
-    real = problem(args.operation, case, "cuda", here)
-    ranked = search.measure(real, attempts, search.progress)
-    show(attempts, args.top)
-    rows = [
-        search.row(winner, real, here, args.dtype, args.seq_len, getattr(real.case, "variant", None))
-        for winner in real.winners(ranked, search.milliseconds)
-    ]
+    with Measurer(args.operation, case) as measurer:
+        ranked = search.measure(attempts, measurer, search.progress)
+        show(attempts, args.top)
+        winners = rehearsal.winners(ranked, measurer)
+    variant = getattr(rehearsal.case, "variant", None)
+    rows = [search.row(winner, rehearsal, here, args.dtype, args.seq_len, variant) for winner in winners]
     if args.operation == "ssd":
         rows = [Row(**{**vars(r), "shared": search.shared_of("ssd", case, r.launch, here)}) for r in rows]
     total = time.perf_counter() - began

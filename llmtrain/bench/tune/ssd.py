@@ -215,7 +215,7 @@ class Problem:
         y, _ = ReferenceSSD(self.spec)(*leaves)
         return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
 
-    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+    def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
         tried = [self.launch]
         for chunk, chunk_backward in itertools.product(self.chunks["forward"], self.chunks["backward"]):
@@ -228,9 +228,9 @@ class Problem:
             tried += [replace(self.launch, **sizes, **launches, keep_states=keep) for keep in kept]
         found = []
         for launch in tried:
-            if self.error("whole", asdict(launch)) < self.tolerance:
-                ms = time(self._whole(launch))
-                found.append(Winner("ssd", replace(launch, processors=1), ms, 0, self.case.flops(), "tflops"))
+            measured = measurer("whole", asdict(launch))
+            if measured.problem is None:
+                found.append(Winner("ssd", replace(launch, processors=1), measured.ms, 0, self.case.flops(), "tflops"))
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], kernel: str, chunk: int) -> Any:
