@@ -201,6 +201,22 @@ def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path:
     assert (tmp_path / "kernels.png").stat().st_size > 1000
 
 
+def test_a_form_of_the_forward_is_checked_by_running_it():
+    """One sequence of 80 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
+    made = problem("ssd", {}, "meta", H200)
+    programs = made._programs(made.launch)
+    assert not made.launch.walks(programs)
+    for part in made.parts:
+        launch = made.candidates(part, True)[0]
+        found = made.checked(part, launch)
+        if part.startswith(("walk", "scan")):
+            assert found.walks(made._programs(found)) == part.startswith("walk")
+        assert launch == asdict(getattr(found, part.split("/")[0]))
+    for whole in (made.launch, replace(made.launch, processors=160)):  # 4 sequences: 2.4 waves, and 2
+        found = made.checked("whole", asdict(whole))
+        assert found.walks(programs) == whole.walks(4 * programs) == (whole.processors == 160)
+
+
 def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched_stays():
     """Times: 3 ms for the table's launch, 1 ms with the candidate's scan."""
     made = problem("ssd", {"heads": 4, "head_dim": 32, "d_state": 32, "tokens": 256, "seq_len": 256}, "meta", H200)
