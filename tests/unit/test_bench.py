@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain.bench.commands import add_benches
 from llmtrain.bench.kernels import report
 from llmtrain.bench.kernels.cell import Bar, Cell, Work
 from llmtrain.bench.kernels.measure import Result
@@ -70,6 +71,25 @@ def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_
     assert file == tmp_path / "llmtrain/tuning/sm90.yaml"
     chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200, 4096, "plain")
     assert chosen.launch == Launch(64, 32, 4, 2) and chosen.own
+    tuning.forget()
+
+
+def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, capsys):
+    """With a problem whose launches fail in every way, on no GPU."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    monkeypatch.setattr(command.platform, "detect", lambda: H200)
+    monkeypatch.setattr(command, "Measurer", lambda operation, case: Measurer(operation, case, "cpu"))
+    parser = argparse.ArgumentParser()
+    add_benches(parser.add_subparsers())
+    args = parser.parse_args(["tune", "--operation", "tests.support.toy_problem", "--workers", "1"])
+    assert args.func(args) == 0
+    out = capsys.readouterr().out
+    assert "5 dropped, such as: wrong by 5.0e-01" in out
+    assert "7 candidates in" in out
+    chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200)
+    assert chosen.own and chosen.launch == Launch(64, 32, 4, 1)
+    assert isinstance(chosen.provenance, dict) and chosen.provenance["tflops"] == 1000.0
     tuning.forget()
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from llmtrain.bench.tune import search
-from llmtrain.bench.tune.compiling import default_workers
+from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
 from llmtrain.kernels import platform, tuning, tuning_files
@@ -20,7 +20,9 @@ def run(args: argparse.Namespace) -> int:
     """Raises ValueError for a request that makes no sense, or where there is no GPU."""
     case = case_of(args)
     here = platform.detect()
-    rehearsal = problem(args.operation, case, "meta", here)  # says what is wrong with the case before anything else
+    # Says what is wrong with the case before anything else, also where there is no GPU.
+    where = platform_of("sm90") if here.vendor == "cpu" else here
+    rehearsal = problem(args.operation, case, "meta", where)
     parts = chosen_parts(list(rehearsal.parts), args.kernels)
     if here.vendor == "cpu":
         raise ValueError(
