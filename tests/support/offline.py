@@ -3,10 +3,11 @@ the kernels of cached decoding, whose launches are in their code.
 
     python -m tests.support.offline --update [--arch sm90 ...] [--all] [--workers N]
 
-tests/data/compiled.json says for each row and what it is asked to do: registers, shared memory, spills, occupancy, and a
-hash of all that the answer depends on. --update compiles what is new or whose hash has changed (--all: everything),
-prints what does not fit, and writes the file and each row's `shared`. AMD rows are compiled with buffer operations on
-and, at their own shape, off. Nothing here launches a kernel: AMD's rows have not been run.
+tests/data/compiled.json says for each row and what it is asked to do: registers, shared memory, spills, occupancy, on
+Hopper whether the compiler serialized its products, and a hash of all that the answer depends on. --update compiles what
+is new or whose hash has changed (--all: everything), prints what does not fit, and writes the file and each row's
+`shared`. AMD rows are compiled with buffer operations on and, at their own shape, off. Nothing here launches a kernel:
+AMD's rows have not been run.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
         for name in columns:
             best = min if name in ("occupancy", "matrix", "wide") else max
             known[name] = best(known[name], kernel[name])
+        known.update({"serialized": 1} if kernel.get("serialized") else {})
     return {"hash": check.hash, "failed": compiled.failed, "kernels": kernels}
 
 
@@ -230,6 +232,8 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
             wrong.append(f"{check.key}: {name} spills {taken['spilled']}")
         if taken["shared"] > limit:
             wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes of shared memory, of {limit}")
+        if taken.get("serialized") and not may_serialize(check):
+            wrong.append(f"{check.key}: {name} waits for every product in turn, which was not measured to be better")
         if not taken.get("wide", 1) and must_be_wide(check, name):
             wrong.append(f"{check.key}: {name} loads and stores no 16 bytes at a time")
         if not taken.get("matrix", 1) and name not in WITHOUT_PRODUCTS:
@@ -255,6 +259,11 @@ def may_spill(check: Check) -> bool:
     return single or (
         check.task.arch in three_parts[0] and (check.row.kernel, check.row.shape, check.row.variant) == three_parts[1:]
     )
+
+
+def may_serialize(check: Check) -> bool:
+    """Where it was the fastest nevertheless; and in float32, as in may_spill."""
+    return check.row is not None and (check.row.dtype == "float32" or not isinstance(check.row.provenance, str))
 
 
 def must_be_wide(check: Check, kernel: str) -> bool:

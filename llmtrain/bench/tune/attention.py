@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -97,8 +97,19 @@ class Case:
         return qkv, random(self.batch, self.seq_len, spec.n_heads, spec.head_dim)
 
 
+def _forms(part: str, head_dim: int) -> list[dict[str, Any]]:
+    """Of a kernel, beside the plain one; see triton_launch.Launch."""
+    if part == "forward":
+        return [{"delayed": True}]
+    if part == "dq":
+        return []
+    widths = (256, 64) if head_dim >= 128 and head_dim % 64 == 0 else (256,)
+    both = (False, True)
+    return [{"merged": m, "dv_first": d, "part": p} for m, d, p in itertools.product(both, both, widths)]
+
+
 class Problem:
-    """See operations.Problem."""
+    """See operations.Problem. The part `fused` is dkdv in the form that makes dq too, with all that belongs to it."""
 
     parts = (*KERNELS, "fused")
 
@@ -144,10 +155,10 @@ class Problem:
         head_dim, hopper = self.case.head_dim, self.where.vendor == "nvidia" and self.where.arch.startswith("sm9")
         one_part, single = head_dim & (head_dim - 1) == 0, self.case.dtype == "float32"
         seq_len, variant = self.case.seq_len, self.case.variant
-        first = choose(part, head_dim, self.case.dtype, self.where, seq_len, variant)  # type: ignore[arg-type]
-        found = [first]
-        queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
-        keys: tuple[int, ...] = (32, 64, 128) if part != "dkdv" else (64, 128)
+        like: Any = "dkdv" if part == "fused" else part
+        found = [choose(like, head_dim, self.case.dtype, self.where, seq_len, variant)]
+        queries: tuple[int, ...] = (64, 128) if like != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
+        keys: tuple[int, ...] = (32, 64, 128) if like != "dkdv" else (64, 128)
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
         stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
@@ -156,8 +167,11 @@ class Problem:
             if not 4 <= numbers <= 128 or (head_dim > 128 and m * n > 64 * 128) or (quick and depth > 2):
                 continue
             both = (True, False) if hopper and one_part and not single else (False,)
-            # Without descriptors only for comparison.
-            found += [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or depth == 2]
+            # Without descriptors only for comparison; other forms only where their registers pay.
+            plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or depth == 2]
+            found += plain
+            if not single and depth == min(2, max(stages)):
+                found += [replace(plain[0], **form) for form in _forms(part, head_dim)]
         return [asdict(launch) for launch in dict.fromkeys(found)]
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
@@ -186,13 +200,30 @@ class Problem:
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
-        found = []
-        for part, attempts in best.items():
-            if attempts:
-                # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
-                share = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7}[part]
-                one, work = attempts[0], share * self.case.flops()
-                found.append(
-                    Winner(f"attention.{part}", Launch(**one.launch), one.ms, one.shared, work, "tflops"),
-                )
-        return found
+        # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
+        shares = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7, "fused": 2.5}
+        found = {
+            part: Winner(
+                f"attention.{part}",
+                Launch(**one[0].launch),
+                one[0].ms,
+                one[0].shared,
+                shares[part] * self.case.flops(),
+                "tflops",
+            )
+            for part, one in best.items()
+            if one
+        }
+        if "fused" in found:
+            # A row of it is used wherever there is one: none unless it beats the two kernels that it stands for.
+            two = sum(
+                found[part].ms if part in found else measurer(part, self._table(part)).ms for part in ("dq", "dkdv")
+            )
+            if found["fused"].ms >= two:
+                print(f"fused: {found['fused'].ms:.4f} ms, dq and dkdv {two:.4f} ms: no row")
+                del found["fused"]
+        return list(found.values())
+
+    def _table(self, part: Any) -> dict[str, Any]:
+        case = self.case
+        return asdict(choose(part, case.head_dim, case.dtype, self.where, case.seq_len, case.variant))

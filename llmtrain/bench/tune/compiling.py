@@ -43,7 +43,9 @@ class Task:
 
 @dataclass
 class Compiled:
-    """kernels: name, registers, shared bytes, what spills, matrix instructions, occupancy. failed: why not, or None."""
+    """kernels: name, registers, shared bytes, what spills, matrix instructions, occupancy, and on NVIDIA whether the
+    compiler waits for each of Hopper's products in turn. failed: why not, or None.
+    """
 
     kernels: list[dict[str, Any]]
     failed: str | None = None
@@ -172,20 +174,35 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
-    """From the cubin; what spills lives on the stack. Occupancy: warps of a multiprocessor, of at most 64."""
-    import triton
+    """From the cubin; what spills lives on the stack. Occupancy: warps of a multiprocessor, of at most 64.
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    Serialized: ptxas may find no registers for products in flight, or meet other writers of their sums (C7511, C7515 of
+    its -v). It then waits after every instruction of a product (gsb0), where Triton wanted that once per product.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        products = compiled.asm["ptx"].count("wgmma.commit_group")
+        waits = _tool("nvdisasm", "-c", file.name).count(", gsb0 ;") if products else 0
     registers, warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
     shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
     programs = min(
         65_536 // (-(-registers // 8) * 8 * 32 * warps), shared_all // (compiled.metadata.shared + 1024), 64 // warps
     )
-    return {"registers": registers, "spilled": _number(r"STACK:(\d+)", usage), "occupancy": programs * warps}
+    return {
+        "registers": registers,
+        "spilled": _number(r"STACK:(\d+)", usage),
+        "occupancy": programs * warps,
+        "serialized": int(waits > products * 3 // 2),
+    }
+
+
+def _tool(name: str, *words: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([tool, *words], capture_output=True, text=True, check=True).stdout
 
 
 def _amd(text: str) -> dict[str, int]:
