@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.bench.entry import end_with
 from llmtrain.kernels import platform
 from llmtrain.kernels.conv1d import aten, triton_kernels
 from llmtrain.kernels.conv1d import reference as conv_reference
@@ -258,4 +259,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

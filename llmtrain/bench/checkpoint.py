@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from llmtrain.bench.entry import end_with
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
 from llmtrain.checkpoint.newest import newest
@@ -280,4 +281,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_with(main)

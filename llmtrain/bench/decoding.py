@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from llmtrain.bench.entry import end_with
 from llmtrain.config.load import load_config
 from llmtrain.generate.decoding import Step, decode
 from llmtrain.generate.sampling import Sampling
@@ -233,4 +234,4 @@ def clock() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

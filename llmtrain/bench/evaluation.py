@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import WARM_UP, PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
@@ -188,4 +189,4 @@ def _peer(folder: str, max_length: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

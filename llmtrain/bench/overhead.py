@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from llmtrain.bench.entry import end_with
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.train.loggers import read_metrics
@@ -122,4 +123,4 @@ def mfu(config: Config, tokens_per_second: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
