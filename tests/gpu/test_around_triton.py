@@ -10,6 +10,7 @@ from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from tests.support import around
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,13 +55,13 @@ def assert_as_exact(ours: Callable[..., Tensor], reference: Callable[..., Tensor
     assert all(a <= 1.1 * max(b, 1e-4) for a, b in zip(found, theirs, strict=True)), (found, theirs)
 
 
-@pytest.mark.parametrize("batch, seq_len, channels, width, biased", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+@pytest.mark.parametrize("batch, seq_len, channels, width, biased", cases(CONVOLUTIONS, "mamba", "odd", "one token"))
 def test_the_convolution_is_as_exact_as_pytorch(batch, seq_len, channels, width, biased):
     tensors = around.conv_inputs(batch, seq_len, channels, width, biased, BF16, "cuda")
     assert_as_exact(*kernels("conv1d", Conv1dSpec(channels, width)), tensors)
 
 
-@pytest.mark.parametrize("leading, dim, groups, first", NORMS.values(), ids=NORMS.keys())
+@pytest.mark.parametrize("leading, dim, groups, first", cases(NORMS, "mamba", "norm first", "groups", "odd"))
 def test_the_norm_is_as_exact_as_pytorch(leading, dim, groups, first):
     tensors = around.norm_inputs(leading, dim, BF16, "cuda")
     assert_as_exact(*kernels("gated_norm", GatedNormSpec(dim, groups, 1e-5, first)), tensors)
@@ -94,7 +95,7 @@ def test_packed_documents_equal_the_documents_apart():
     assert max(around.errors(found, exact)) < 1e-5
 
 
-def cases() -> list[tuple[Callable[..., Tensor], list]]:
+def two() -> list[tuple[Callable[..., Tensor], list]]:
     return [
         (kernels("conv1d", Conv1dSpec(5376, 4))[0], around.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
         (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], around.norm_inputs((4, 512), 5120, BF16, "cuda")),
@@ -102,13 +103,13 @@ def cases() -> list[tuple[Callable[..., Tensor], list]]:
 
 
 def test_two_runs_are_equal_bit_by_bit():
-    for kernel, tensors in cases():
+    for kernel, tensors in two():
         runs = [around.outcome(kernel, tensors) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_compiled_without_a_graph_break():
-    for kernel, tensors in cases():
+    for kernel, tensors in two():
         torch._dynamo.reset()
         compiled = around.outcome(torch.compile(kernel, fullgraph=True), tensors)
         assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(kernel, tensors), strict=True))

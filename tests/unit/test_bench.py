@@ -125,6 +125,7 @@ def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path:
     cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1))
     results = [result("triton", 1.0, 2.0), result("mamba_ssm 128", 0.0, 0.0, failed="OutOfMemory | x")]
     report.write(tmp_path, ["head"], {}, [(cell, results)])
+    report.plot(tmp_path / "kernels.png", [(cell, results)])
     text = (tmp_path / "kernels.md").read_text(encoding="utf-8")
     assert text.startswith("head\n\n| cell |") and "OutOfMemory" in text
     assert (tmp_path / "kernels.png").stat().st_size > 1000

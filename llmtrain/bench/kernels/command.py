@@ -52,14 +52,6 @@ def run(args: argparse.Namespace) -> int:
         "backend, forward + backward.",
     ]
     print("\n".join(head), flush=True)
-    done: list[tuple[Cell, list[Result]]] = []
-    with progress("measuring", len(cells)) as step:
-        for cell in cells:
-            done.append((cell, measure(cell, cell.contenders(), most)))
-            step()
-            if not tiny:
-                torch.cuda.empty_cache()
-    show(done)
     facts: dict[str, Any] = {
         "device": here.device_name,
         "arch": here.arch,
@@ -70,7 +62,16 @@ def run(args: argparse.Namespace) -> int:
         "copy_bytes_s": most.bytes_s,
         "matmul_flops_s": most.flops_s,
     }
-    report.write(args.out, head, facts, done)
+    done: list[tuple[Cell, list[Result]]] = []
+    with progress("measuring", len(cells)) as step:
+        for cell in cells:
+            done.append((cell, measure(cell, cell.contenders(), most)))
+            report.write(args.out, head, facts, done)  # a time limit or a broken GPU must not cost what is measured
+            step()
+            if not tiny:
+                torch.cuda.empty_cache()
+    show(done)
+    report.plot(args.out / "kernels.png", done)
     print(
         f"{args.out}/kernels.md, .json, .png; {time.perf_counter() - began:.0f} s, of which {compiled:.0f} s compiling"
     )
