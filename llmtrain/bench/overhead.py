@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
     if args.plain:
         print(json.dumps(plain_loop(config)))

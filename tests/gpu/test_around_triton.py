@@ -1,4 +1,4 @@
-"""The Triton kernels around the scan on a GPU: as exact as PyTorch's, the same every time, and compiled."""
+"""The Triton kernels around the scan and attention on a GPU: as exact as PyTorch's, the same every time, and compiled."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,8 @@ from torch import Tensor
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from tests.support import around
+from llmtrain.kernels.rotary.spec import RotarySpec
+from tests.support import around, rotations
 from tests.support.selection import cases
 
 pytestmark = [
@@ -33,6 +34,13 @@ NORMS = {
     "widest": ((2, 100), 8192, 1, False),
     "odd": ((3, 7), 1001, 1, False),
     "one token": ((1, 1), 512, 1, True),
+}
+
+
+ROTATIONS = {
+    "llama": (2, 2048, 32, 8, 64),
+    "odd": (1, 333, 11, 9, 80),
+    "one token": (3, 1, 2, 2, 128),
 }
 
 
@@ -67,6 +75,20 @@ def test_the_norm_is_as_exact_as_pytorch(leading, dim, groups, first):
     assert_as_exact(*kernels("gated_norm", GatedNormSpec(dim, groups, 1e-5, first)), tensors)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("batch, seq_len, heads, kv_heads, head_dim", ROTATIONS.values(), ids=ROTATIONS.keys())
+def test_the_rotation_is_as_exact_as_pytorch(batch, seq_len, heads, kv_heads, head_dim, per_row):
+    tensors = rotations.inputs(batch, seq_len, heads, kv_heads, head_dim, BF16, "cuda")
+    assert_as_exact(*rotated(head_dim, *[batch] * per_row, seq_len), tensors)
+
+
+def rotated(head_dim: int, *leading: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Ours and the reference with tables [*leading, 1, head_dim / 2]."""
+    tables = rotations.tables(*leading, 1, head_dim // 2, device="cuda")
+    ours, reference = kernels("rotary", RotarySpec(head_dim))
+    return rotations.both(ours, *tables), rotations.both(reference, *tables)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
 def test_other_dtypes(dtype, tolerance):
     name = str(dtype).removeprefix("torch.")
@@ -95,21 +117,22 @@ def test_packed_documents_equal_the_documents_apart():
     assert max(around.errors(found, exact)) < 1e-5
 
 
-def two() -> list[tuple[Callable[..., Tensor], list]]:
+def one_of_each() -> list[tuple[Callable[..., Tensor], list]]:
     return [
         (kernels("conv1d", Conv1dSpec(5376, 4))[0], around.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
         (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], around.norm_inputs((4, 512), 5120, BF16, "cuda")),
+        (rotated(64, 333)[0], rotations.inputs(2, 333, 8, 2, 64, BF16, "cuda")),
     ]
 
 
 def test_two_runs_are_equal_bit_by_bit():
-    for kernel, tensors in two():
+    for kernel, tensors in one_of_each():
         runs = [around.outcome(kernel, tensors) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_compiled_without_a_graph_break():
-    for kernel, tensors in two():
+    for kernel, tensors in one_of_each():
         torch._dynamo.reset()
         compiled = around.outcome(torch.compile(kernel, fullgraph=True), tensors)
         assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(kernel, tensors), strict=True))
