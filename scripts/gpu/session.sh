@@ -58,8 +58,8 @@ checkpoint_x2() { # goes on where an earlier call on the same machine ended
 tests() {
     # Each worker would start compiler processes of its own, more than there are cores.
     TORCHINDUCTOR_COMPILE_THREADS=1 step gpu-tests 300 "$python" -m pytest tests/gpu -m "not slow" -q -n "${WORKERS:-12}" \
-        -p no:cacheprovider --durations=15 --junitxml="$work/gpu-tests.xml"
-    step bench-checkpoint 150 "$python" -m llmtrain.bench.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
+        --dist loadgroup -p no:cacheprovider --durations=15 --junitxml="$work/gpu-tests.xml"
+    step bench-checkpoint 200 "$python" -m llmtrain.bench.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
         train.compile=off --saves 2 "$@"
     rm -rf "$work/saved"
     step doctor 60 "$python" -m llmtrain.bench doctor

@@ -11,6 +11,7 @@ from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("training"),  # they share a run that is trained first
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
 
