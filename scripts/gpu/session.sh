@@ -83,7 +83,11 @@ evaluation() {
 kernels() {
     local peers=()
     [[ -d peers ]] && peers=(--peer-path peers)
-    step bench-kernels 550 "$python" -m llmtrain.bench kernels "${peers[@]}" --out "$work/kernels" "$@"
+    # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
+    step kernels-attention 220 "$python" -m llmtrain.bench kernels "${peers[@]}" --only attention rotary \
+        --compile-seconds 100 --out "$work/attention" "$@"
+    step kernels-scan 400 "$python" -m llmtrain.bench kernels "${peers[@]}" --only ssd conv1d gated_norm mixer \
+        --compile-seconds 150 --out "$work/scan" "$@"
 }
 
 decoding() {

@@ -3,14 +3,16 @@
 import argparse
 import contextlib
 import math
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from llmtrain.bench.kernels import command as kernels_command
 from llmtrain.bench.kernels import report
-from llmtrain.bench.kernels.cell import Bar, Cell, Work
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work
 from llmtrain.bench.kernels.measure import Result
 from llmtrain.bench.tune import command, search
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
@@ -144,3 +146,12 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
     assert (winner.launch.passing, winner.launch.pairs, winner.launch.chunk) == (own.passing, own.pairs, own.chunk)
     (winner,) = made.winners({f"scan/{own.chunk}": []}, lambda launch: 3.0)
     assert winner.launch == replace(own, processors=1)  # of the device, in no row
+
+
+def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
+                lambda a, b: [], Work(1, 1), Work(1, 1))  # fmt: skip
+    kernels_command.warm([cell], argparse.Namespace(workers=1, quick=True, peer_path=None, compile_seconds=0.0))
+    assert "compiled 0 of 1 parts in 0 s" in capsys.readouterr().out
+    assert not multiprocessing.active_children()
