@@ -124,9 +124,8 @@ def warm(cells: list[Cell], args: argparse.Namespace) -> None:
     try:
         with progress("compiling", len(tasks)) as step:
             for future in as_completed(futures, args.compile_seconds):
-                with contextlib.suppress(
-                    Exception
-                ):  # whatever fails here fails again, and says so, when it is measured
+                # Whatever fails here fails again, and says so, when it is measured.
+                with contextlib.suppress(Exception):
                     future.result()
                 step()
     except TimeoutError:
