@@ -91,8 +91,8 @@ kernels() {
 }
 
 decoding() {
-    step decoding-zamba2 300 "$python" -m llmtrain.bench.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 "$@"
-    step decoding-mpt 200 "$python" -m llmtrain.bench.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 "$@"
+    step decoding-zamba2 300 "$python" -m llmtrain.bench.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
+    step decoding-mpt 200 "$python" -m llmtrain.bench.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
 }
 
 # MPT-1B as MptForCausalLM can express it: ALiBi, no biases.
