@@ -20,7 +20,7 @@ mkdir -p "$out" "$work"
 log=$out/$part.log summary=$out/$part.txt
 
 if compgen -G '.whl/*.whl' >/dev/null; then
-    # shellcheck source=scripts/gpu/setup.sh
+    # shellcheck disable=SC1091
     source scripts/gpu/setup.sh
 else
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
