@@ -257,7 +257,8 @@ def _report(args: argparse.Namespace, config: Config) -> int:
     top.legend(loc="lower left")
     bottom.set(xlabel="step", ylabel="|difference|")
     figure.suptitle(
-        f"largest difference {difference[worst]:.2e} at step {worst}; sample ids {'identical' if same else 'DIFFER'}",
+        f"{len(steps)} of {total} steps; largest difference {difference[worst]:.2e} at step {worst}; "
+        f"sample ids {'identical' if same else 'DIFFER'}",
         fontsize=10,
     )
     figure.savefig(args.out / "moving.png", dpi=130)

@@ -32,12 +32,12 @@ say() { echo "$*" | tee -a "$summary"; }
 step() { # step NAME SECONDS COMMAND...: runs it, in a time limit; reports; packs what there is
     local name=$1 seconds=$2 began=$SECONDS status=0 left=$((limit - SECONDS))
     shift 2
-    if ((left < 20)); then
+    if ((left < 60)); then
         say "$name: left out, no time left"
         return
     fi
     printf '\n== %s: %s\n' "$name" "$*" >>"$log"
-    timeout -k 15 $((seconds < left - 15 ? seconds : left - 15)) "$@" >>"$log" 2>&1 </dev/null || status=$?
+    timeout -k 40 $((seconds < left - 45 ? seconds : left - 45)) "$@" >>"$log" 2>&1 </dev/null || status=$?
     tail -n 25 "$log"
     case $status in
     124 | 137) say "$name: status $status (time limit), $((SECONDS - began)) s" ;;
