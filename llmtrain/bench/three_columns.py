@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "harness": lambda: _theirs(exported, window, tasks, args.batch),
     }
     answers: dict[str, dict[str, list[Scored]]] = {}
-    title, rows, table = _about(found.folder, run), [], ""
+    title, rows, table = _about(args.file, found.folder, run), [], ""
     for name, score in columns.items():
         answers[name] = _timed(name, score)
         # After each column: the last one takes longest, and a time limit must not cost the others.
@@ -244,11 +244,11 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _about(checkpoint: Path, run: Path) -> str:
+def _about(file: str, checkpoint: Path, run: Path) -> str:
     names = ("loss/train/total", "metrics/validation/cross_entropy")
     losses = {name: read_metrics(run / "metrics.jsonl", name)[1] for name in names}
     said = [f"{name} {values[0]:.3f} → {values[-1]:.3f}" for name, values in losses.items() if values]
-    return "; ".join([f"{checkpoint.name}, fp32, {_device()}", *said])
+    return "; ".join([f"{Path(file).stem}, {checkpoint.name}, fp32, {_device()}", *said])
 
 
 def _device() -> str:

@@ -12,6 +12,13 @@ set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
+case $part in
+checkpoint-x2 | tests | eval | three-columns | evaluation | kernels | decoding) ;;
+*)
+    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, kernels, decoding" >&2
+    exit 2
+    ;;
+esac
 out=${2:-${OUT:-session}}
 shift $(($# < 2 ? $# : 2))
 limit=${LIMIT:-570}
@@ -103,19 +110,12 @@ mpt_hf=('model.positions=none' 'model.norm.bias=false' 'model.blocks.attn.qkv_bi
 say "$part, $(git rev-parse --short HEAD 2>/dev/null || echo 'no git'), $(date -u +%FT%TZ), $(nvidia-smi -L 2>/dev/null | wc -l) GPU(s)"
 case $part in
 checkpoint-x2) checkpoint_x2 "$@" ;;
-tests) tests "$@" ;;
 three-columns) three_columns "$@" ;;
-evaluation) evaluation "$@" ;;
 eval)
     three_columns "$@"
     evaluation
     ;;
-kernels) kernels "$@" ;;
-decoding) decoding "$@" ;;
-*)
-    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, kernels, decoding" >&2
-    exit 2
-    ;;
+*) "$part" "$@" ;;
 esac
 say "$SECONDS s in all"
 du -h "$out/$part".*
