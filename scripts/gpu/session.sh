@@ -113,7 +113,7 @@ checkpoint-x2) checkpoint_x2 "$@" ;;
 three-columns) three_columns "$@" ;;
 eval)
     three_columns "$@"
-    evaluation
+    evaluation "$@"
     ;;
 *) "$part" "$@" ;;
 esac
