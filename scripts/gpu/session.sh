@@ -37,15 +37,16 @@ python=${PYTHON:-python3}
 say() { echo "$*" | tee -a "$summary"; }
 
 step() { # step NAME SECONDS COMMAND...: runs it, in a time limit; reports; packs what there is
-    local name=$1 seconds=$2 began=$SECONDS status=0 left=$((limit - SECONDS))
+    local name=$1 seconds=$2 began=$SECONDS status=0 left=$((limit - SECONDS)) from
     shift 2
     if ((left < 60)); then
         say "$name: left out, no time left"
         return
     fi
     printf '\n== %s: %s\n' "$name" "$*" >>"$log"
+    from=$(wc -c <"$log")
     timeout -k 40 $((seconds < left - 45 ? seconds : left - 45)) "$@" >>"$log" 2>&1 </dev/null || status=$?
-    tail -n 25 "$log"
+    tail -c "+$from" "$log" | tail -n 25
     case $status in
     124 | 137) say "$name: status $status (time limit), $((SECONDS - began)) s" ;;
     *) say "$name: status $status, $((SECONDS - began)) s" ;;
