@@ -22,12 +22,22 @@ def _add_tune(commands) -> None:
         help="search launch parameters for this GPU and write a row of the tuning table",
         description="Compiles the candidates in parallel, drops what spills, does not fit or is wrong against float64, "
         "times the rest, and writes the fastest as a row of your own tuning table, which kernels then use. "
-        "The shape defaults to attention at head_dim 128, a scan at 80 heads x 64, d_state 128.",
+        "The shape defaults to attention and rotary positions at head_dim 128, a scan at 80 heads x 64, d_state 128, its "
+        "convolution of 5376 channels and its gated norm of 5120.",
         epilog="example: llmtrain bench tune --operation attention --shape head_dim=96 --kernels forward",
     )
-    sub.add_argument("--operation", default="attention", metavar="NAME", help="attention (default) or ssd")
     sub.add_argument(
-        "--shape", nargs="+", default=[], metavar="NAME=SIZE", help="head_dim=128, d_state=64, heads=80, ..."
+        "--operation",
+        default="attention",
+        metavar="NAME",
+        help="attention (default), ssd, conv1d, gated_norm or rotary",
+    )
+    sub.add_argument(
+        "--shape",
+        nargs="+",
+        default=[],
+        metavar="NAME=SIZE",
+        help="head_dim=128, d_state=64, channels=5376, group_size=5120, ...",
     )
     sub.add_argument(
         "--seq-len", type=int, metavar="T", help="measure at T (default 4096), and write a row for it alone"
@@ -39,7 +49,10 @@ def _add_tune(commands) -> None:
     )
     sub.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default), float16 or float32")
     sub.add_argument(
-        "--kernels", nargs="+", metavar="PART", help="some parts only: forward, dq, dkdv; scan, after, ..."
+        "--kernels",
+        nargs="+",
+        metavar="PART",
+        help="some parts only: forward, dq, dkdv; walk, scan, ...; forward, backward",
     )
     sub.add_argument("--quick", action="store_true", help="fewer candidates")
     sub.add_argument("--top", type=int, default=5, metavar="N", help="rows to show per kernel (default 5)")

@@ -85,6 +85,10 @@ class DataConfig(Section):
     """Make the shards first when they are not there yet."""
     train: SplitConfig | None = None
     validation: SplitConfig | None = None
+    mask_documents: bool = False
+    """Keep the documents of a sequence apart: attention does not look across their boundaries, Mamba-2's state and
+    convolution and learned positions begin anew, and no document's first token is predicted from the one before. The
+    streams' manifest.json (or tokenizer/) says which token ends a document."""
     shuffle: bool = True
     shuffle_seed: int = 9176
     shuffle_block_size: PositiveInt | None = None

@@ -84,14 +84,17 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
         for name, block in config.model.blocks.items()
         if not any(path.startswith(f"model.blocks.{name}.") for path in wrong)
     }
-    for problem in backend_problems(config.model.model_copy(update={"blocks": sound})):
+    model = config.model.model_copy(update={"blocks": sound})
+    for problem in backend_problems(model, documents=config.data.mask_documents):
         yield Problem(f"model.{problem.path}", problem.found, problem.message)
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
+    from llmtrain.data.documents import check_documents
     from llmtrain.data.shards import check_streams
 
-    yield from check_streams(config.data, config.train.global_batch_size)
+    problems = check_streams(config.data, config.train.global_batch_size)
+    yield from problems or check_documents(config.data)
 
 
 def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:

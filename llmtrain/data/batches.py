@@ -14,12 +14,18 @@ IGNORED = -100
 class Batch(TypedDict):
     """input_ids, labels: int64 [batch, seq_len]; labels[t] = input_ids[t + 1], IGNORED at the end and in fillers.
     sample_ids: int64 [batch], -1 for fillers. text_bytes: int64 [batch], UTF-8 bytes of text behind the labels,
-    -1 where the shards do not say."""
+    -1 where it is not known."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: torch.Tensor
     text_bytes: torch.Tensor
+
+
+class PackedBatch(Batch):
+    """document_ids: int32 [batch, seq_len], end-of-document tokens before each token of its sequence."""
+
+    document_ids: torch.Tensor
 
 
 def filler(seq_len: int) -> dict[str, Any]:
@@ -36,3 +42,16 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
     labels[sample_ids < 0] = IGNORED
     text_bytes = torch.tensor([sample["text_bytes"] for sample in samples], dtype=torch.int64)
     return Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
+
+
+def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
+    """The same with documents kept apart: a document's first token is not the label of the one before.
+
+    eod_id: of the token that closes documents.
+    """
+    batch = collate(samples)
+    ends = batch["input_ids"] == eod_id
+    batch["labels"][ends] = IGNORED
+    # How much text was behind the labels that are gone, shards do not say.
+    batch["text_bytes"][ends[:, :-1].any(1) & (batch["sample_ids"] >= 0)] = -1
+    return PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))

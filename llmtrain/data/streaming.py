@@ -6,6 +6,7 @@ WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say which rank this is, as torchrun 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,7 +19,8 @@ from streaming.base.dataset import _ShardState
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmtrain.config.data import DataConfig, StreamConfig
-from llmtrain.data.batches import Batch, collate, filler
+from llmtrain.data.batches import Batch, collate, collate_packed, filler
+from llmtrain.data.documents import end_of_document
 from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
 from llmtrain.data.shared_memory import one_at_a_time
 
@@ -148,12 +150,13 @@ def _stream(config: StreamConfig) -> Stream:
     )
 
 
-def _loader_options(num_workers: int) -> dict[str, Any]:
+def _loader_options(data: DataConfig) -> dict[str, Any]:
+    num_workers, eod_id = data.num_workers, end_of_document(data)
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collate,
+        "collate_fn": collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id),
     }
 
 
@@ -182,7 +185,7 @@ def build_train_loader(data: DataConfig, *, global_batch_size: int) -> TrainLoad
                 f"batch ({global_batch_size}) and data.num_canonical_nodes ({data.num_canonical_nodes})"
             )
         dataset.set_epoch_size(size)
-    return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data.num_workers))
+    return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data))
 
 
 class ValidationDataset(IterableDataset):
@@ -234,4 +237,4 @@ def build_validation_loader(
     with one_at_a_time():
         samples = TokenDataset(seq_len=data.seq_len, streams=[_stream(stream) for stream in streams])
     dataset = ValidationDataset(samples, global_batch_size, max_samples)
-    return DataLoader(dataset, batch_size=batch_size, **_loader_options(data.num_workers))
+    return DataLoader(dataset, batch_size=batch_size, **_loader_options(data))

@@ -15,6 +15,8 @@ def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:
     block once per use, the attention term runs over the layers that attend (d_attn = n_heads * head_dim),
     and Mamba-2's scan enters likewise, with whole chunk-by-chunk squares.
     `causal`: the sum over modules of what the mathematics needs: half squares, no padding, look-ups free.
+
+    Both count a sequence as one document, also where data.mask_documents hides most of it.
     """
     full, causal = model.flops(seq_len), model.flops(seq_len, causal=True)
     return {

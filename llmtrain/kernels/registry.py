@@ -72,7 +72,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "conv1d": (
         Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
-        Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_nothing),
+        Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_aten),
         Backend("triton", "llmtrain.kernels.conv1d.triton", conv1d.refuse_triton_sequence),
         Backend("causal_conv1d", "llmtrain.kernels.conv1d.causal_conv1d", conv1d.refuse_causal_conv1d),
     ),

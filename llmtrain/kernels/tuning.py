@@ -22,6 +22,8 @@ TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90"), "amd": ("gf
 """Architectures with a table, oldest first."""
 
 _ATTENTION = "llmtrain.kernels.attention.triton_launch:Launch"
+_CONV = "llmtrain.kernels.conv1d.triton_launch:Walk"
+_NORM = "llmtrain.kernels.gated_norm.triton_launch:Tile"
 _WIDE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -39,6 +41,13 @@ KERNELS: dict[str, Kernel] = {
     "attention.dkdv": Kernel(("head_dim",), _ATTENTION),
     # All kernels of a scan: they hand each other chunks of one size.
     "ssd": Kernel(("head_dim", "d_state"), "llmtrain.kernels.ssd.triton_launch:Launch"),
+    # Channels are in no key: what a program does is the same for any number of them.
+    "conv1d.forward": Kernel(("width",), _CONV),
+    "conv1d.backward": Kernel(("width",), _CONV),
+    "gated_norm.forward": Kernel(("group_size",), _NORM),
+    "gated_norm.backward": Kernel(("group_size",), _NORM),
+    # Both directions: the gradient is a rotation.
+    "rotary": Kernel(("head_dim",), "llmtrain.kernels.rotary.triton_launch:Launch"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The residual wiring of one layer, and the per-length contexts that layers share."""
+"""The residual wiring of one layer, and the contexts that layers share."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Block(nn.Module):
         platform: Platform,
         dtype: torch.dtype,
         shared_input: SharedInput | None = None,
+        documents: bool = False,
     ):
         super().__init__()
         assert not isinstance(block, SharedAttentionBlock), "a shared block feeds a layer; it is none"
@@ -51,9 +52,9 @@ class Block(nn.Module):
         self.shared_input = shared_input
         self.norm = Norm(config.d_model, norm)
         if isinstance(block, Mamba2Block):
-            self.mixer = Mamba2(block, config, platform, dtype)
+            self.mixer = Mamba2(block, config, platform, dtype, documents)
         else:
-            self.mixer = Attention(block, config, platform, dtype)
+            self.mixer = Attention(block, config, platform, dtype, documents=documents)
         self.mlp_norm = Norm(config.d_model, norm) if block.mlp else None
         self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
 
@@ -74,27 +75,36 @@ class Block(nn.Module):
 
 
 class ContextCache:
-    """Contexts by (mixer's context key, sequence length, device); the longest unused sequence length goes first."""
+    """Contexts by (mixer's context key, sequence length, device); the longest unused sequence length goes first.
+
+    Those of packed batches are made for every batch.
+    """
 
     def __init__(self, lengths: int = 4):
         self.lengths = lengths
         self._by_length: OrderedDict[tuple[int, torch.device], dict[Any, Any]] = OrderedDict()
 
-    def __call__(self, blocks: Iterable[Any], seq_len: int, device: torch.device) -> list[BlockContext]:
-        """One context per block; equal keys share one object."""
-        contexts = self._by_length.setdefault((seq_len, device), {})
-        self._by_length.move_to_end((seq_len, device))
-        while len(self._by_length) > self.lengths:
-            self._by_length.popitem(last=False)
+    def __call__(
+        self, blocks: Iterable[Any], seq_len: int, device: torch.device, document_ids: Tensor | None = None
+    ) -> list[BlockContext]:
+        """One context per block; equal keys share one object. document_ids: [batch, T] of a packed batch."""
+        contexts = {} if document_ids is not None else self._of_length(seq_len, device)
 
         def of(mixer: Attention | Mamba2) -> Any:
             if mixer.context_key not in contexts:
                 # A tensor made in inference mode could not take part in a later backward pass.
                 with torch.inference_mode(False), torch.no_grad():
-                    contexts[mixer.context_key] = mixer.prepare(seq_len, device)
+                    contexts[mixer.context_key] = mixer.prepare(seq_len, device, document_ids)
             return contexts[mixer.context_key]
 
         return [
             BlockContext(of(b.mixer), of(b.shared_input.shared.mixer) if b.shared_input is not None else None)
             for b in blocks
         ]
+
+    def _of_length(self, seq_len: int, device: torch.device) -> dict[Any, Any]:
+        contexts = self._by_length.setdefault((seq_len, device), {})
+        self._by_length.move_to_end((seq_len, device))
+        while len(self._by_length) > self.lengths:
+            self._by_length.popitem(last=False)
+        return contexts

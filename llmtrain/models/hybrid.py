@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
+from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.blocks import Block, BlockContext, ContextCache
 from llmtrain.models.cache import Cache
@@ -27,6 +28,7 @@ class HybridLM(nn.Module):
 
     platform: where it will run, which picks the kernels; default: this process's GPU, or its CPU.
     dtype: of activations in the kernels; default: bf16 on a GPU, fp32 on a CPU.
+    documents: batches may come with document_ids, which not every kernel takes.
     Raises ValueError when a named backend cannot serve its block here. Memory is allocated, not initialised.
     """
 
@@ -36,16 +38,17 @@ class HybridLM(nn.Module):
         loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
         platform: Platform | None = None,
         dtype: torch.dtype | None = None,
+        documents: bool = False,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.documents = config, documents
         platform = platform or detect()
         dtype = dtype or (torch.float32 if platform.vendor == "cpu" else torch.bfloat16)
 
         self.embed = Embedding(config.vocab_size, config.d_model)
         self.positions = LearnedPositions(config.max_seq_len, config.d_model) if config.positions == "learned" else None
         shared = {
-            name: [SharedAttention(block, config, platform, dtype) for _ in range(block.n_shared)]
+            name: [SharedAttention(block, config, platform, dtype, documents) for _ in range(block.n_shared)]
             for name, block in config.blocks.items()
             if isinstance(block, SharedAttentionBlock)
         }
@@ -54,7 +57,8 @@ class HybridLM(nn.Module):
         in_turn = {name: itertools.cycle(copies) for name, copies in shared.items()}
         for layer in config.layer_list():
             shared_input = SharedInput(next(in_turn[layer.shared]), config) if layer.shared else None
-            self.blocks.append(Block(config.blocks[layer.block], config, platform, dtype, shared_input))
+            block = config.blocks[layer.block]
+            self.blocks.append(Block(block, config, platform, dtype, shared_input, documents))
         self.norm = Norm(config.d_model, config.norm)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
         self.loss = build_loss(loss, config.logit_softcap, platform)
@@ -66,15 +70,18 @@ class HybridLM(nn.Module):
         labels: Tensor | None = None,
         cache: Cache | None = None,
         padding: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor | LossOutput | TokenScores:
         """input_ids: [batch, T]; labels: [batch, T], already shifted, -100 where there is none.
 
         Without a cache: logits [batch, T, vocab_size], or with labels the loss, averaged over them.
+        document_ids: [batch, T], integers that never fall: tokens see those of their own document only. Without a cache.
         cache: the tokens are read on from what it holds, into it. Then: the logits after the last, [batch, vocab_size],
             or with labels the score of each. padding: [batch], tokens at the left of each row to pass over (first call only).
 
         Raises ValueError for a sequence longer than the learned positions or the cache.
         """
+        assert document_ids is None or (self.documents and cache is None)
         if cache is not None:
             x = self._read(input_ids, cache, padding)
             if labels is None:
@@ -85,9 +92,9 @@ class HybridLM(nn.Module):
         if self.positions is not None:
             if seq_len > self.config.max_seq_len:
                 raise ValueError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
-            x = x + self.positions(seq_len)
+            x = x + self.positions(seq_len if document_ids is None else _places(document_ids))
         x = F.dropout(x, self.config.dropout, self.training)
-        x = self._layers(x, self._contexts(self.blocks, seq_len, x.device))
+        x = self._layers(x, self._contexts(self.blocks, seq_len, x.device, document_ids))
         return self.logits(x) if labels is None else self.loss(x, self.head_weight, labels)
 
     def _read(self, input_ids: Tensor, cache: Cache, padding: Tensor | None) -> Tensor:
@@ -137,3 +144,8 @@ class HybridLM(nn.Module):
         """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
         head = Flops(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
         return sum((block.flops(seq_len, causal) for block in cast("Iterable[Any]", self.blocks)), head)
+
+
+def _places(document_ids: Tensor) -> Tensor:
+    """Of every token, its place in its document, from 0. [batch, T] -> like it."""
+    return torch.arange(document_ids.shape[1], device=document_ids.device) - documents_of(document_ids).starts

@@ -14,7 +14,9 @@ from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConf
 AnyAttention = AttentionBlock | SharedAttentionBlock
 
 
-def attention_spec(block: AnyAttention, d_model: int, dtype: str = "bfloat16") -> AttentionSpec:
+def attention_spec(
+    block: AnyAttention, d_model: int, dtype: str = "bfloat16", documents: bool = False
+) -> AttentionSpec:
     """The kernel's view of an attention block. A shared block reads concat(hidden, embedding), 2 * d_model wide."""
     shared = isinstance(block, SharedAttentionBlock)
     head_dim = block.head_dim or (2 if shared else 1) * d_model // block.n_heads
@@ -27,6 +29,7 @@ def attention_spec(block: AnyAttention, d_model: int, dtype: str = "bfloat16") -
         sliding_window=block.sliding_window,
         softcap=block.softcap,
         dtype=dtype,
+        documents=documents,
     )
 
 
@@ -42,18 +45,23 @@ def ssd_spec(block: Mamba2Block, d_model: int, dtype: str = "bfloat16") -> SSDSp
     )
 
 
-def kernel_spec(block: Block, d_model: int, dtype: str = "bfloat16") -> tuple[registry.Operation, registry.Spec]:
-    """The operation a block's backend serves, and its spec."""
+def kernel_spec(
+    block: Block, d_model: int, dtype: str = "bfloat16", documents: bool = False
+) -> tuple[registry.Operation, registry.Spec]:
+    """The operation a block's backend serves, and its spec. documents: as HybridLM's."""
     if isinstance(block, Mamba2Block):
         return "ssd", ssd_spec(block, d_model, dtype)
-    return "attention", attention_spec(block, d_model, dtype)
+    return "attention", attention_spec(block, d_model, dtype, documents)
 
 
 def backend_problems(
-    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16"
+    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16", documents: bool = False
 ) -> Iterator[Problem]:
-    """Blocks whose named backend cannot serve them; with platform=None, anywhere. Paths start at the model section."""
+    """Blocks whose named backend cannot serve them; with platform=None, anywhere. Paths start at the model section.
+
+    documents: as HybridLM's.
+    """
     for name, block in config.blocks.items():
-        operation, spec = kernel_spec(block, config.d_model, dtype)
+        operation, spec = kernel_spec(block, config.d_model, dtype, documents)
         if reason := registry.refusal(operation, block.backend, spec, platform):
             yield Problem(f"blocks.{name}.backend", block.backend, reason)

@@ -27,7 +27,7 @@ class ComposerHybridLM(ComposerModel):
         self.model = model
 
     def forward(self, batch: Batch) -> LossOutput:
-        return self.model(batch["input_ids"], batch["labels"])
+        return self.model(batch["input_ids"], batch["labels"], document_ids=batch.get("document_ids"))
 
     def loss(self, outputs: LossOutput, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """`total` is differentiated. Composer weights it by the microbatch's share of the global batch's labelled tokens."""

@@ -72,7 +72,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=say, verified=verified)
 
     with torch.device("meta"):
-        model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
+        dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
+        model = HybridLM(config.model, config.train.loss, dtype=dtype, documents=documents)
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     parallelize(model, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)

@@ -92,6 +92,12 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["tune", "--shape", "headdim=64"], "attention has no 'headdim'; its cases have head_dim"),
         (["tune", "--variant", "causal"], "no attention variant 'causal'; there is plain, alibi"),
         (["tune", "--kernels", "fwd"], "no kernel 'fwd'; there is forward, dq, dkdv"),
+        (
+            ["tune", "--operation", "gated_norm", "--shape", "width=4"],
+            "gated_norm has no 'width'; its cases have group_size",
+        ),
+        (["tune", "--operation", "rotary", "--kernels", "forward"], "no kernel 'forward'; there is every"),
+        (["tune", "--operation", "conv1d"], "bench tune times kernels on a GPU, and this machine has none"),
         (["tune"], "bench tune times kernels on a GPU, and this machine has none"),
     ],
 )

@@ -29,14 +29,28 @@ SPECS = {
     "window": AttentionSpec(4, 4, 64, 0.125, sliding_window=100),
     "softcap": AttentionSpec(4, 4, 64, 0.5, softcap=5.0),
     "everything": AttentionSpec(4, 2, 128, 0.3, alibi_max_bias=4.0, sliding_window=100, softcap=5.0),
+    "documents": AttentionSpec(8, 2, 64, 0.125, documents=True),
+    "documents-alibi": AttentionSpec(6, 6, 64, 0.125, alibi_max_bias=8.0, documents=True),
 }
+DOCUMENTS = (1, 100, 31, 128, 73)
 BACKENDS = ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex"]
+HYBRID = {
+    "m": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 64},
+    "a": {"type": "attention", "n_heads": 4, "position": {"type": "rotary"}, "mlp": {"type": "swiglu", "d_ff": 256}},
+    "s": {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 256}, "adapter_rank": 8},
+}
 
 
 def inputs(spec: AttentionSpec) -> list[Tensor]:
     g = torch.Generator("cuda").manual_seed(0)
     heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
     return [torch.randn(B, T, h, spec.head_dim, generator=g, device="cuda").bfloat16() for h in heads]
+
+
+def documents(device: torch.device) -> Tensor:
+    """[B, T]: the second sequence holds the documents of the first in reverse."""
+    of_first = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    return torch.stack((of_first, len(DOCUMENTS) - 1 - of_first.flip(0))).to(device, torch.int32)
 
 
 def outcome(function, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -64,7 +78,8 @@ def test_attention_backends_agree_with_the_reference(spec, name, compiled):
     device = torch.device("cuda")
     kernel = registry.resolve("attention", name, spec, here).build(spec, here)
     reference = registry.resolve("attention", "reference", spec, here).build(spec, here)
-    context, exact_context = kernel.prepare(T, device), reference.prepare(T, device)
+    ids = documents(device) if spec.documents else None
+    context, exact_context = kernel.prepare(T, device, ids), reference.prepare(T, device, ids)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return kernel(q, k, v, context)
@@ -134,17 +149,7 @@ def test_weights_are_those_of_a_cpu():
 
 
 def test_a_hybrid_trains_compiled_in_bf16():
-    blocks = {
-        "m": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 64},
-        "a": {
-            "type": "attention",
-            "n_heads": 4,
-            "position": {"type": "rotary"},
-            "mlp": {"type": "swiglu", "d_ff": 256},
-        },
-        "s": {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 256}, "adapter_rank": 8},
-    }
-    config = ModelConfig.model_validate({"vocab_size": 256, "d_model": 128, "blocks": blocks, "layers": "m s+m a s+m"})
+    config = ModelConfig.model_validate({"vocab_size": 256, "d_model": 128, "blocks": HYBRID, "layers": "m s+m a s+m"})
     torch._dynamo.reset()
     model = HybridLM(config).cuda()
     model.init_weights(0)
@@ -165,3 +170,24 @@ def test_a_hybrid_trains_compiled_in_bf16():
         losses.append(float(out.ce))
     assert losses[0] == pytest.approx(5.545, abs=0.3)  # log 256
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_hybrid_keeps_packed_documents_apart():
+    """With the kernels that `auto` takes, compiled; each document alone through those of unpacked sequences."""
+    config = ModelConfig.model_validate({"vocab_size": 256, "d_model": 128, "blocks": HYBRID, "layers": "m s+m a s+m"})
+    packing, plain = (HybridLM(config, documents=packed).cuda() for packed in (True, False))
+    packing.init_weights(0)
+    with torch.no_grad():
+        for parameter in packing.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    plain.load_state_dict(packing.state_dict())
+    torch._dynamo.reset()
+    for block in packing.cast(torch.bfloat16).blocks:
+        block.compile(fullgraph=True)
+    plain.cast(torch.bfloat16)
+    ids = documents(torch.device("cuda"))[:1]
+    tokens = torch.randint(0, 256, (1, T), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    with torch.no_grad():
+        apart = torch.cat([plain(document) for document in tokens.split(DOCUMENTS, 1)], 1)
+        assert (packing(tokens, document_ids=ids) - apart).norm() < 0.05 * apart.norm()
+        assert (packing(tokens) - apart).norm() > 0.2 * apart.norm()

@@ -1,65 +1,31 @@
-"""The Triton kernels around the scan: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
+"""The Triton kernels around the scan through Triton's interpreter on a CPU, and how they are launched.
 
 Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
-interpreted_gated_norm.py, interpreted_mixer.py and interpreted_rotary.py.
+interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_mixer.py, interpreted_rotary.py and, of
+`bench tune`, in interpreted_tuning.py.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llmtrain.kernels import registry
+from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.conv1d import triton_launch as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary import triton_launch as rotary
+from llmtrain.kernels.rotary.spec import RotarySpec
 
 HERE = Path(__file__)
-ARCHES = ("sm80", "sm90", "gfx90a", "gfx942")
-NO_BUFFER_OPS = {"AMDGCN_USE_BUFFER_OPS": "0"}
-TARGETS = {arch: (arch, {}) for arch in ARCHES} | {f"{a}, no buffer ops": (a, NO_BUFFER_OPS) for a in ARCHES[2:]}
 
 
-def conv(label: str, channels: int, width: int, packed: bool = False, dtype: str = "bfloat16") -> dict:
-    spec = {"channels": channels, "width": width, "dtype": dtype}
-    return {"label": label, "operation": "conv1d", "spec": spec, "packed": packed}
-
-
-def norm(label: str, dim: int, n_groups: int = 1, first: bool = False, dtype: str = "bfloat16") -> dict:
-    spec = {"dim": dim, "n_groups": n_groups, "eps": 1e-5, "norm_before_gate": first, "dtype": dtype}
-    return {"label": label, "operation": "gated_norm", "spec": spec}
-
-
-def rotation(label: str, head_dim: int, dtype: str = "bfloat16") -> dict:
-    return {"label": label, "operation": "rotary", "spec": {"head_dim": head_dim, "dtype": dtype}}
-
-
-# Of every row of the tables, the widest group that it takes.
-SAMPLE = [conv("conv", 5376, 4), conv("conv, packed", 5376, 4, True), norm("6144", 6144), norm("8192", 8192)]
-SAMPLE.append(rotation("rotary", 128))
-ALL = [
-    *SAMPLE,
-    conv("conv, fp32", 5376, 4, dtype="float32"),
-    conv("conv, 3 wide, odd", 4355, 3, True),
-    conv("conv, 2 wide, few channels", 24, 2),
-    norm("5120, norm first", 5120, first=True),
-    norm("8192, norm first", 8192, first=True),
-    norm("7168 in 2", 7168, 2),
-    norm("8192 in 64", 8192, 64),
-    norm("odd", 1001),
-    norm("6144, fp32", 6144, dtype="float32"),
-    norm("8192, fp32", 8192, first=True, dtype="float32"),
-    *(rotation(f"rotary {head_dim}", head_dim) for head_dim in (32, 64, 80, 160, 256)),
-    rotation("rotary, fp32", 128, "float32"),
-]
-
-
-@pytest.mark.parametrize("operation", ["conv1d", "gated_norm", "mixer", "rotary"])
+@pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary", "tuning"])
 def test_the_interpreted_kernels_agree_with_the_reference(operation):
     cases = f"interpreted_{operation}.py"
     done = subprocess.run(
@@ -81,65 +47,34 @@ def test_the_interpreted_kernels_agree_with_the_reference(operation):
     assert "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("name", ["sm90", *(pytest.param(a, marks=pytest.mark.compile) for a in ARCHES if a != "sm90")])
-def test_a_sample_fits(name, tmp_path):
-    assert_fits(name, SAMPLE, tmp_path)
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_launches_come_from_the_tables_and_survive_their_dump(arch, dtype):
+    here = Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, 100)
 
+    def row(kernel: str, **shape: int) -> Any:
+        return tuning.select(kernel, dtype, shape, here).launch
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_every_kernel_fits(name, tmp_path):
-    assert_fits(name, ALL, tmp_path)
-
-
-def assert_fits(name: str, cases: list[dict], cache: Path) -> None:
-    """No spills, no scratch, shared memory within its limit, and on NVIDIA 16 bytes at a time through the convolution."""
-    arch, environment = TARGETS[name]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.offline_around", arch],
-        input=json.dumps(cases),
-        cwd=HERE.parents[2],
-        env={**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **environment},
-        timeout=900,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == sum(2 if case["operation"] == "rotary" else 3 for case in cases)
-    limit = shared_limit(arch)
-    assert limit is not None
-    bad = [k for k in kernels if k["spilled"] or k["shared"] > limit]
-    wide = [k["wide"] for k in kernels if (k["case"], k["kernel"]) in (("conv", "_forward"), ("rotary", "_rotate"))]
-    assert len(wide) == 3
-    assert all(wide) or arch.startswith("gfx")
-    assert not bad, "\n".join(map(json.dumps, bad))
-
-
-@pytest.mark.parametrize(
-    "vendor, arch, same_as",
-    [("nvidia", "sm86", "sm80"), ("nvidia", "sm90", "sm90"), ("amd", "gfx950", "gfx942"), ("amd", "gfx90a", "gfx90a")],
-)
-def test_an_architecture_without_a_row_takes_the_nearest(vendor, arch, same_as):
-    here = Platform(vendor, arch, "", 1 << 36)
-    assert conv1d.default_launch(Conv1dSpec(5376, 4), here) == conv1d.LAUNCHES[same_as]
-    wide = GatedNormSpec(8192, 1, 1e-5)
-    assert gated_norm.default_launch(wide, here) == gated_norm.LAUNCHES[same_as][-1][1]
-
-
-def test_launches_survive_their_dump():
-    for launch in conv1d.LAUNCHES.values():
-        assert conv1d.parsed(launch.dump()) == launch
-    for rows in gated_norm.LAUNCHES.values():
-        assert all(gated_norm.parsed(launch.dump()) == launch for _, launch in rows)
+    conv = conv1d.default_launch(Conv1dSpec(5376, 3, dtype), here)
+    assert (conv.forward, conv.backward) == (row("conv1d.forward", width=3), row("conv1d.backward", width=3))
+    norm = gated_norm.default_launch(GatedNormSpec(14336, 2, 1e-5, dtype=dtype), here)
+    sizes = {"group_size": 7168}
+    assert (norm.forward, norm.backward) == (row("gated_norm.forward", **sizes), row("gated_norm.backward", **sizes))
+    turned = rotary.default_launch(RotarySpec(80, dtype), here)
+    assert turned == row("rotary", head_dim=80)
+    assert conv.programs == norm.programs == 400
+    assert conv1d.parsed(conv.dump()) == conv
+    assert gated_norm.parsed(norm.dump()) == norm
+    assert rotary.parsed(turned.dump()) == turned
 
 
 def test_small_problems_get_short_runs_and_narrow_tiles():
     walk = conv1d.Walk(256, 4, 64, 4, 4)
     assert conv1d.fitted(walk, 500, 8, 2048, 5376) == walk  # 8 * 8 * 21 programs
     assert conv1d.fitted(walk, 500, 1, 2048, 5376).run == 16
-    assert conv1d.fitted(walk, 0, 1, 1, 40) == conv1d.Walk(64, 4, 4, 4, 4)
+    assert conv1d.fitted(walk, 0, 1, 1, 5376).run == 4
+    few = conv1d.default_launch(Conv1dSpec(40, 4), Platform("nvidia", "sm90", "", 1 << 36))
+    assert few.forward.channels == few.backward.channels == 64
     tile = gated_norm.Tile(1024, 4, 32)
     assert gated_norm.fitted(tile, 500, 16384, 1) == tile
     assert gated_norm.fitted(tile, 500, 2048, 2).run == 8
@@ -156,3 +91,7 @@ def test_a_refusal_names_the_sizes_it_takes():
     assert reason is not None
     assert "groups of up to 8192 channels, not 16384" in reason
     assert registry.refusal("gated_norm", "triton", GatedNormSpec(16384, 2, 1e-5), None) is None
+    h200 = Platform("nvidia", "sm90", "", 1 << 36)
+    reason = registry.refusal("rotary", "triton", RotarySpec(512), h200)
+    assert reason is not None
+    assert "no row of sm90's tuning table serves rotary in bfloat16 at head_dim 512" in reason

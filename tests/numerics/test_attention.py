@@ -1,10 +1,12 @@
 """Attention backends that run on a CPU, against the definition and against the reference in float64."""
 
+import importlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
@@ -89,6 +91,27 @@ def test_bf16_keeps_dtype_and_stays_close(name):
     assert {t.dtype for t in [out, *gradients]} == {torch.bfloat16}
     for ours, exact in zip([out, *gradients], [expected, *expected_gradients], strict=True):
         assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["reference", "flex"])
+@pytest.mark.parametrize("label", SPECS)
+def test_documents_of_one_sequence_equal_the_documents_apart(name, label):
+    """flex: its forward alone, uncompiled; it has no backward on a CPU."""
+    spec = SPECS[label]
+    kernel = importlib.import_module(f"llmtrain.kernels.attention.{name}").build(spec, platform.cpu(), "")
+    if name == "flex":
+        kernel.kernel = flex_attention
+    q, k, v = (t.detach() for t in inputs(spec, torch.float32))
+    lengths = (5, 1, 20, 11)
+    ids = torch.cat([torch.full((B, n), i) for i, n in enumerate(lengths)], 1)
+    ids[1] = ids[1].flip(0).neg()  # the other sequence is packed in another way
+    cpu = torch.device("cpu")
+    out = kernel(q, k, v, kernel.prepare(T, cpu, ids))
+    reference = registry.resolve("attention", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    for row, of_row in ((0, lengths), (1, lengths[::-1])):
+        pieces = [t[row : row + 1].split(of_row, 1) for t in (q, k, v)]
+        apart = [reference(*piece, reference.prepare(piece[0].shape[1], cpu)) for piece in zip(*pieces, strict=True)]
+        torch.testing.assert_close(out[row], torch.cat(apart, 1)[0], atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])

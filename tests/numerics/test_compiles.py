@@ -1,4 +1,5 @@
-"""Every row of the tuning tables compiles for its architecture: no spills, within its memory, with matrix units.
+"""Every row of the tuning tables, and every kernel of cached decoding, compiles for its architecture: no spills, within its
+memory, with matrix units or, where it is bound by memory, with 16 bytes a thread.
 
 The default run holds tests/data/compiled.json to the limits and compiles a few rows, first of those whose source has
 changed since the file was written. `pytest -m compile` compiles them all.
@@ -33,8 +34,10 @@ def test_a_sample_compiles(checks):
     """What has changed since the review comes first; a row that has not must take what the table says."""
     chance = random.Random(0)
     changed = offline.stale(checks)
-    same = [check for check in checks if check not in changed and check.own and check.task.operation == "attention"]
-    wanted = chance.sample(changed, min(COUNT, len(changed))) + chance.sample(same, min(2, len(same)))
+    wanted = chance.sample(changed, min(COUNT, len(changed)))
+    for operations in (("attention",), offline.MEMORY_BOUND):
+        same = [check for check in checks if check not in changed and check.operation in operations]
+        wanted += chance.sample(same, min(2, len(same)))
     found = list(offline.compile_all(wanted, 1))
     assert len(found) == len(wanted)
     known = offline.reviewed()
@@ -57,16 +60,38 @@ def test_amd_rows_say_that_they_have_not_run():
         assert all(row.provenance == "compiled only" for row in tuning.read_shipped(arch).rows)
 
 
+def test_the_reviewed_table_holds_every_kernel_that_is_bound_by_memory(checks):
+    """On every architecture: a case that launched nothing would otherwise pass unseen."""
+    known = offline.reviewed()
+    for arch in offline.ARCHES:
+        found = {(c.operation, k) for c in checks if c.task.arch == arch for k in known[c.key]["kernels"]}
+        assert {pair for pair in found if pair[0] in offline.MEMORY_BOUND} == {
+            *(("conv1d", "_forward"), ("conv1d", "_backward"), ("conv1d", "_column_sums")),
+            *(("gated_norm", "_forward"), ("gated_norm", "_backward"), ("gated_norm", "_column_sums")),
+            *(("rotary", "_rotate"), ("ssd_step", "_step"), ("conv1d_step", "_step")),
+            *(("attention_step", name) for name in ("_one_head", "_grouped", "_merge")),
+        }
+
+
 def test_a_row_that_spills_or_does_not_fit_is_a_fault(checks):
     """The check itself."""
     check = checks[0]
-    good = {"registers": 1, "shared": 0, "spilled": 0, "occupancy": 1, "matrix": 1}
+    assert check.operation == "attention"
+    good = {"registers": 1, "shared": 0, "spilled": 0, "occupancy": 1}
 
-    def said(**change: int) -> list[str]:
-        return offline.faults(check, {"failed": None, "kernels": {"k": {**good, **change}}})
+    def said(check=check, kernel="k", matrix=1, **change: int) -> list[str]:
+        how = {"wide": change.pop("wide")} if "wide" in change else {"matrix": matrix}
+        return offline.faults(check, {"failed": None, "kernels": {kernel: {**good, **how, **change}}})
 
     assert said() == []
     assert "spills 8" in said(spilled=8)[0]
+    conv = next(c for c in checks if c.key == "sm90 | conv1d.forward bfloat16 width=4 | plain")
+    decoding = next(c for c in checks if c.key == "sm90 | ssd_step | 64 x 64")
+    assert said(conv, wide=1) == said(decoding, wide=0) == []
+    assert "no 16 bytes at a time" in said(conv, "_forward", wide=0)[0]
+    assert "spills 8" in said(decoding, spilled=8)[0]
+    single = next(c for c in checks if c.key == "sm90 | conv1d.forward float32 width=4 | plain")
+    assert "spills 8" in said(single, wide=1, spilled=8)[0]
     assert "no matrix instructions" in said(matrix=0)[0]
     assert "the row says" in said(shared=check.row.shared + 1)[0]
     assert "of shared memory, of" in said(shared=1 << 20)[0]

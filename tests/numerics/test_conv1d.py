@@ -37,3 +37,15 @@ def test_backends_follow_the_definition(name, width, biased):
 
     for a, b in zip(outcome(kernel, torch.float32), outcome(definition, torch.float64), strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
+def test_taps_do_not_reach_into_another_document():
+    kernel = registry.resolve("conv1d", "reference", Conv1dSpec(CHANNELS, 4), platform.cpu()).build(
+        Conv1dSpec(CHANNELS, 4), platform.cpu()
+    )
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=g, dtype=torch.float64) for s in [(B, T, CHANNELS), (CHANNELS, 4)])
+    lengths = (5, 1, 2, 3)
+    ids = torch.cat([torch.full((B, n), i) for i, n in enumerate(lengths)], 1)
+    expected = torch.cat([kernel(piece, weight, None) for piece in x.split(lengths, 1)], 1)
+    torch.testing.assert_close(kernel(x, weight, None, ids), expected)

@@ -89,6 +89,29 @@ def test_the_state_continues_a_sequence():
     torch.testing.assert_close(end, final)
 
 
+@pytest.mark.parametrize("lengths", [(30,), (8, 8, 14), (5, 1, 17, 7), (1,) * 30], ids=str)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state):
+    """Chunks of 8. The initial state goes to the first document; what is final is the last one's."""
+    spec = SSDSpec(H, P, N, 2, 8)
+    kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    tensors = inputs(spec, 30, torch.float64, with_state)
+    ids = torch.cat([torch.full((BATCH, n), i) for i, n in enumerate(lengths)], 1)
+
+    def apart(x, dt, A, B, C, D, dt_bias, state=None):
+        ys, final = [], state
+        pieces = [t.split(lengths, 1) for t in (x, dt, B, C)]
+        for i in range(len(lengths)):
+            x, dt, B, C = (of[i] for of in pieces)
+            y, final = recurrence(spec, x, dt, A, B, C, D, dt_bias, state if i == 0 else None)
+            ys.append(y)
+        return torch.cat(ys, 1), final
+
+    ours, expected = outcome(lambda *t: kernel(*t, document_ids=ids), tensors), outcome(apart, tensors)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
 def test_strong_decay_gives_finite_gradients():
     """Above the diagonal exp(log_decay_i - log_decay_j) would overflow: it must be masked before exp."""
     spec = SSDSpec(H, P, N, 1, 64)

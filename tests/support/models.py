@@ -57,12 +57,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, platform: Platform, dtype: torch.dtype = torch.float32) -> HybridLM:
-    """One of MODELS, with weights large enough that it tells tokens apart, in eval mode on the platform's device."""
-    settings = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
-    model = HybridLM(ModelConfig.model_validate_json(json.dumps(settings)), platform=platform, dtype=dtype)
+def build(
+    name: str,
+    platform: Platform,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: str | None = None,
+    backend: str = "auto",
+    layers: str | None = None,
+    documents: bool = False,
+) -> HybridLM:
+    """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
+
+    device: default: the platform's. backend: of all its blocks. layers: in place of its own.
+    """
+    settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
+    settings["blocks"] = {name: block | {"backend": backend} for name, block in settings["blocks"].items()}
+    settings["layers"] = layers or settings["layers"]
+    config = ModelConfig.model_validate_json(json.dumps(settings))
+    model = HybridLM(config, platform=platform, dtype=dtype, documents=documents)
     model.init_weights(seed=5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return model.to(platform.device_type).eval()
+    return model.to(device or platform.device_type).eval()

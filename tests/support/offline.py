@@ -1,4 +1,5 @@
-"""Compiles every row of the tuning tables for its architecture, without a GPU, and keeps what they take under review.
+"""Compiles every row of the tuning tables for its architecture, without a GPU, and keeps what they take under review; and
+the kernels of cached decoding, whose launches are in their code.
 
     python -m tests.support.offline --update [--arch sm90 ...] [--all] [--workers N]
 
@@ -26,44 +27,71 @@ from llmtrain.bench.tune.compiling import Compiled, Compilers, Task, default_wor
 from llmtrain.kernels import tuning, tuning_files
 from llmtrain.kernels.platform import shared_limit
 from llmtrain.kernels.tuning import Row
+from tests.support import offline_steps
 
 ROOT = Path(__file__).parents[2]
 REVIEWED = ROOT / "tests/data/compiled.json"
 ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
+GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-COLUMNS = ("registers", "shared", "spilled", "occupancy", "matrix")
+COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks")
+ALONE = {
+    "attention_step": ("attention/step_triton.py",),
+    "ssd_step": ("ssd/step_triton.py", "ssd/triton_steps.py"),
+    "conv1d_step": ("conv1d/step_triton.py",),
+}
+"""Kernels of cached decoding, and the files that they are in."""
+MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", *ALONE)
+"""Have no matrix instructions; rows are held to loads and stores of 16 bytes a thread (`wide`, counted on NVIDIA)."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row asked to do one thing. own: `shared` of the row is about it."""
+    """A row (None: a kernel of cached decoding) asked to do one thing. own: `shared` of the row is about it."""
 
     key: str
     task: Task
-    row: Row
+    row: Row | None
     own: bool
+
+    @property
+    def operation(self) -> str:
+        return self.row.kernel.partition(".")[0] if self.row else self.task.case["operation"]
 
     @functools.cached_property
     def hash(self) -> str:
         task = asdict(self.task)
-        return _sha([source(self.task.operation), json.dumps(task, sort_keys=True)])
+        return _sha([source(self.operation), json.dumps(task, sort_keys=True)])
 
 
 def checks(arches: Iterable[str] = ARCHES) -> list[Check]:
-    return [check for arch in arches for row in tuning.read_shipped(arch).rows for check in _of_row(arch, row)]
+    found = []
+    for arch in arches:
+        found += [check for row in tuning.read_shipped(arch).rows for check in _of_row(arch, row)]
+        found += _of_decoding(arch)
+    return found
 
 
 def _of_row(arch: str, row: Row) -> Iterator[Check]:
     operation, _, part = row.kernel.partition(".")
     for what, case, own in _cases(arch, row):
-        environments: list[dict[str, str]] = [{}]
-        if own and arch.startswith("gfx"):
-            environments.append({"AMDGCN_USE_BUFFER_OPS": "0"})
-        for environment in environments:
+        for off, environment in _environments(arch, own):
             task = Task(operation, case, part or "every", asdict(row.launch), arch, environment)
-            off = " | no buffer ops" if environment else ""
             yield Check(f"{arch} | {row.label} | {what}{off}", task, row, own)
+
+
+def _of_decoding(arch: str) -> Iterator[Check]:
+    for what, case in offline_steps.CASES.items():
+        for off, environment in _environments(arch, True):
+            task = Task(offline_steps.__name__, asdict(case), "every", None, arch, environment)
+            yield Check(f"{arch} | {case.operation} | {what}{off}", task, None, False)
+
+
+def _environments(arch: str, both: bool) -> list[tuple[str, dict[str, str]]]:
+    """(what it adds to a key, of the compiler). both: on AMD without buffer operations too."""
+    without = [(" | no buffer ops", {"AMDGCN_USE_BUFFER_OPS": "0"})]
+    return [("", {}), *without * (both and arch.startswith("gfx"))]
 
 
 def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
@@ -81,6 +109,9 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
             yield "ragged, documents", {**base, "packed": True, "seq_len": 4097}, False
         if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
             yield "half the state", {**base, "d_state": d_state // 2}, False
+        return
+    if row.kernel.startswith(MEMORY_BOUND):
+        yield from _memory_bound_cases(arch, row)
         return
     (head_dim,) = row.shape
     base = {"head_dim": head_dim, "dtype": row.dtype, "heads": 8, "seq_len": 4096}
@@ -109,11 +140,39 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
     yield "documents, ragged, grouped", {**base, **grouped, "variant": "documents"}, True
 
 
-def _others(arch: str, row: Row, variants: tuple[str | None, ...]) -> list[int]:
-    """Head dims without a row of their own that come to this one."""
+def _memory_bound_cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    (size,) = row.shape
+    base: dict[str, Any] = {"dtype": row.dtype}
+    options = row.dtype != "float32"
+    if row.kernel.startswith("conv1d"):
+        base["width"] = size
+        yield "plain", base, True
+        if options:
+            yield "documents", {**base, "packed": True}, True
+            yield "odd channels", {**base, "channels": 4355, "packed": True}, False
+            yield "few channels", {**base, "channels": 24}, False
+            for width in range(1, size):
+                yield f"width {width}", {**base, "width": width}, False
+    elif row.kernel.startswith("gated_norm"):
+        base["group_size"] = size
+        yield "plain", base, True
+        yield "norm first", {**base, "norm_first": True}, True
+        if options:
+            for other in _others(arch, row, (None,), GROUP_SIZES):
+                case = {**base, "group_size": other, "groups": max(1, 8192 // other)}
+                yield f"group_size {other}", case, False
+    else:
+        yield "plain", {**base, "head_dim": size, "kv_heads": 2}, True
+        if options:
+            for other in _others(arch, row, (None,)):
+                yield f"head_dim {other}", {**base, "head_dim": other}, False
+
+
+def _others(arch: str, row: Row, variants: tuple[str | None, ...], wanted: tuple[int, ...] = HEAD_DIMS) -> list[int]:
+    """Sizes (head dims) without a row of their own that come to this one."""
     rows = tuning.read_shipped(arch).rows
     sizes = [r.shape[0] for r in rows if (r.kernel, r.dtype) == (row.kernel, row.dtype) and r.variant in variants]
-    near = {other: min(size for size in sizes if size >= other) for other in HEAD_DIMS}
+    near = {other: min(size for size in sizes if size >= other) for other in wanted}
     return [other for other, size in near.items() if size == row.shape[0] != other]
 
 
@@ -126,7 +185,11 @@ def source(operation: str) -> str:
     """A hash of the kernels' code and of what calls them, without comments and docstrings; and of Triton's version."""
     import triton
 
-    files = sorted((ROOT / "llmtrain/kernels" / operation).glob("triton*.py"))
+    kernels = ROOT / "llmtrain/kernels"
+    files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
+    files += [] if files else sorted((kernels / operation).glob("triton*.py"))
+    if operation in ("conv1d", "gated_norm"):
+        files.append(kernels / "column_sums.py")
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])
 
@@ -146,10 +209,11 @@ def _sha(texts: list[str]) -> str:
 def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
     """A line of the reviewed table. A kernel compiled more than once, for several arguments: the worst of each."""
     kernels: dict[str, dict[str, int]] = {}
+    columns = (*COLUMNS, "wide" if check.operation in MEMORY_BOUND else "matrix")
     for kernel in compiled.kernels:
-        known = kernels.setdefault(kernel["kernel"], {name: kernel[name] for name in COLUMNS})
-        for name in COLUMNS:
-            best = min if name in ("occupancy", "matrix") else max
+        known = kernels.setdefault(kernel["kernel"], {name: kernel[name] for name in columns})
+        for name in columns:
+            best = min if name in ("occupancy", "matrix", "wide") else max
             known[name] = best(known[name], kernel[name])
     return {"hash": check.hash, "failed": compiled.failed, "kernels": kernels}
 
@@ -166,9 +230,11 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
             wrong.append(f"{check.key}: {name} spills {taken['spilled']}")
         if taken["shared"] > limit:
             wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes of shared memory, of {limit}")
-        if not taken["matrix"] and name not in WITHOUT_PRODUCTS:
+        if not taken.get("wide", 1) and must_be_wide(check, name):
+            wrong.append(f"{check.key}: {name} loads and stores no 16 bytes at a time")
+        if not taken.get("matrix", 1) and name not in WITHOUT_PRODUCTS:
             wrong.append(f"{check.key}: {name} has no matrix instructions")
-        if check.own and taken["shared"] > check.row.shared:
+        if check.row and check.own and taken["shared"] > check.row.shared:
             wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes; the row says {check.row.shared}")
     return wrong
 
@@ -180,6 +246,8 @@ def may_spill(check: Check) -> bool:
     dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
     engine fetch its tiles spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
+    if check.row is None or check.operation in MEMORY_BOUND:
+        return False
     if check.key.endswith("ragged, documents"):
         return True
     single = check.row.dtype == "float32" and check.task.arch.startswith("sm")
@@ -187,6 +255,12 @@ def may_spill(check: Check) -> bool:
     return single or (
         check.task.arch in three_parts[0] and (check.row.kernel, check.row.shape, check.row.variant) == three_parts[1:]
     )
+
+
+def must_be_wide(check: Check, kernel: str) -> bool:
+    """Forward, at a row's own shape in two-byte numbers; not counted on AMD."""
+    nvidia, forward = check.task.arch.startswith("sm"), kernel in ("_forward", "_rotate")
+    return nvidia and forward and check.own and check.row is not None and check.row.dtype != "float32"
 
 
 def reviewed() -> dict[str, Any]:
@@ -242,7 +316,7 @@ def _update_shared(everything: list[Check], entries: dict[str, Any]) -> None:
     """What each row takes at its own shape, into the tables."""
     taken: dict[tuple[str, Any], int] = {}
     for check in everything:
-        if check.own and check.key in entries:
+        if check.row and check.own and check.key in entries:
             shared = [kernel["shared"] for kernel in entries[check.key]["kernels"].values()]
             key = (check.task.arch, check.row.key)
             taken[key] = max([taken.get(key, 0), *shared])

@@ -26,6 +26,37 @@ class Case:
     capacity: int
 
 
+def _attention(head_dim: int, group: int = 1, batch: int = 1, capacity: int = 1920, **more: Any) -> Case:
+    fields = {"n_heads": 8 * group, "n_kv_heads": 8, "head_dim": head_dim, "scale": 0.1, **more}
+    return Case("attention_step", fields, batch, capacity)
+
+
+def _ssd(head_dim: int, d_state: int, batch: int = 1) -> Case:
+    fields = {"n_heads": 64, "head_dim": head_dim, "d_state": d_state, "n_groups": 1, "chunk_size": 256}
+    return Case("ssd_step", fields, batch, 0)
+
+
+_EVERYTHING = {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0}
+# Batch 600 needs no splits of the cache, batch 1 the most.
+CASES = {
+    "64": _attention(64, batch=64),
+    "128": _attention(128, batch=64),
+    "128, no splits": _attention(128, batch=600),
+    "160": _attention(160),
+    "224, fp32": _attention(224, dtype="float32"),
+    "everything, 256": _attention(256, **_EVERYTHING),
+    "gqa, 64": _attention(64, 4, 64, 16384),
+    "gqa, 128": _attention(128, 4, 64, 16384),
+    "gqa, 160": _attention(160, 4),
+    "gqa, 256, fp32": _attention(256, 4, dtype="float32"),
+    "everything, 5 heads to one, 224": _attention(224, 5, **_EVERYTHING),
+    "everything, 40 heads to one, 256": _attention(256, 40, **_EVERYTHING),
+    "64 x 128": _ssd(64, 128, 64),
+    "64 x 64": _ssd(64, 64),
+    "4352 channels": Case("conv1d_step", {"channels": 4352, "width": 4}, 64, 0),
+}
+
+
 class Problem:
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.device, self.where = case, device, where

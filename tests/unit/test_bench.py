@@ -2,20 +2,21 @@
 
 import argparse
 import contextlib
-import math
 import multiprocessing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from llmtrain.bench.commands import add_benches
 from llmtrain.bench.kernels import command as kernels_command
 from llmtrain.bench.kernels import report
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work
 from llmtrain.bench.kernels.measure import Result
 from llmtrain.bench.tune import command, search
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
+from llmtrain.bench.tune.measuring import Measured, Measurer
 from llmtrain.bench.tune.operations import Attempt, Winner, problem
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
@@ -24,47 +25,48 @@ from llmtrain.kernels.platform import Platform
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
 
 
-class Toy:
-    """Launches are numbers: 1 is slow, 2 is fast, 3 is wrong, 4 raises."""
-
-    parts = ("forward",)
-    shape = {"head_dim": 64}
-    tolerance = 0.01
-
-    def error(self, part: str, launch: dict) -> float:
-        if launch["n"] == 4:
-            raise RuntimeError("out of resource")
-        return 0.5 if launch["n"] == 3 else math.nan if launch["n"] == 5 else 1e-3
-
-    def runner(self, part: str, launch: dict):
-        return lambda: launch["n"]
-
-
 @contextlib.contextmanager
 def quiet(title: str, total: int):
     yield lambda: None
 
 
-def test_what_fails_or_is_wrong_is_out_and_the_rest_is_ranked(monkeypatch):
-    monkeypatch.setattr(search, "milliseconds", lambda run: {1: 2.0, 2: 1.0}[run()])
-    attempts = [Attempt("forward", {"n": n}) for n in (1, 2, 3, 4, 5)]
+@pytest.fixture(scope="module")
+def tried() -> dict[int, Attempt]:
+    """Every launch of tests/support/toy_problem.py, those that break their process before the fastest."""
+    attempts = [Attempt("forward", {"n": n}) for n in (1, 3, 4, 5, 8, 6, 7, 2)]
     spilled = Attempt("forward", {"n": 0}, problem="spills")
-    ranked = search.measure(Toy(), {"forward": [*attempts, spilled]}, quiet)  # type: ignore[arg-type]
+    with Measurer("tests.support.toy_problem", {}, "cpu", timeout_s=5) as measurer:
+        ranked = search.measure({"forward": [*attempts, spilled]}, measurer, quiet)
     assert [(one.launch["n"], one.ms) for one in ranked["forward"]] == [(2, 1.0), (1, 2.0)]
-    assert [one.problem for one in attempts] == [
-        None,
-        None,
-        "wrong by 5.0e-01",
-        "RuntimeError: out of resource",
-        "wrong by nan",
-    ]
+    assert spilled.problem == "spills"
+    return {one.launch["n"]: one for one in attempts}
+
+
+def test_what_fails_or_is_wrong_is_out_and_the_rest_is_ranked(tried):
+    assert {n: tried[n].problem for n in (1, 2, 3, 4, 5)} == {
+        **{1: None, 2: None, 3: "wrong by 5.0e-01", 4: "RuntimeError: out of resource", 5: "wrong by nan"},
+    }
+
+
+def test_a_launch_that_breaks_its_process_is_recorded_and_the_search_goes_on(tried):
+    """The one that broke the GPU's context for its process does not spoil those after it."""
+    assert tried[6].problem.startswith("its process crashed")
+    assert tried[7].problem == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert tried[8].problem.startswith("its process crashed, or took more than 5 s")
+    assert tried[2].ms == 1.0
+
+
+def test_a_problem_that_cannot_be_made_says_why():
+    with Measurer("tests.support.toy_problem", {"size": 3}, "cpu") as measurer:
+        assert "has no 'size'" in (measurer("forward", {"n": 1}).problem or "")
 
 
 def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    made = problem("attention", {"head_dim": 64}, "meta", H200)
     winner = Winner("attention.forward", Launch(64, 32, 4, 2), 0.5, 1234, 2e11, "tflops")
-    row = search.row(winner, Toy(), H200, "bfloat16", 4096, None)  # type: ignore[arg-type]
+    row = search.row(winner, made, H200, "bfloat16", 4096, None)
     assert isinstance(row.provenance, dict)
     assert row.provenance["device"] == "NVIDIA H200" and row.provenance["tflops"] == 400.0
     file = command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
@@ -74,13 +76,45 @@ def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_
     tuning.forget()
 
 
+def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, capsys):
+    """With a problem whose launches fail in every way, on no GPU."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    monkeypatch.setattr(command.platform, "detect", lambda: H200)
+    monkeypatch.setattr(command, "Measurer", lambda operation, case: Measurer(operation, case, "cpu"))
+    parser = argparse.ArgumentParser()
+    add_benches(parser.add_subparsers())
+    args = parser.parse_args(["tune", "--operation", "tests.support.toy_problem", "--workers", "1"])
+    assert args.func(args) == 0
+    out = capsys.readouterr().out
+    assert "5 dropped, such as: wrong by 5.0e-01" in out
+    assert "7 candidates in" in out
+    chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200)
+    assert chosen.own and chosen.launch == Launch(64, 32, 4, 1)
+    assert isinstance(chosen.provenance, dict) and chosen.provenance["tflops"] == 1000.0
+    tuning.forget()
+
+
 def test_rows_do_not_go_into_the_table_of_another_architecture():
     l40s = Platform("nvidia", "sm89", "L40S", 48 << 30)
     with pytest.raises(ValueError, match="no shipped table for sm89; its rows come from sm80's"):
         command.write(argparse.Namespace(into_package=True, out=None), l40s, [])
 
 
-@pytest.mark.parametrize("operation, case", [("attention", {"head_dim": 96}), ("ssd", {}), ("ssd", {"d_state": 64})])
+CASES = [
+    ("attention", {"head_dim": 96}),
+    ("ssd", {}),
+    ("ssd", {"d_state": 64}),
+    ("conv1d", {}),
+    ("conv1d", {"width": 3, "channels": 768}),
+    ("gated_norm", {}),
+    ("gated_norm", {"group_size": 64, "groups": 64}),
+    ("rotary", {}),
+    ("rotary", {"head_dim": 64}),
+]
+
+
+@pytest.mark.parametrize("operation, case", CASES)
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
 def test_candidates_are_many_distinct_and_buildable(operation, case, arch):
     where = Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, 132)
@@ -90,6 +124,45 @@ def test_candidates_are_many_distinct_and_buildable(operation, case, arch):
         assert 4 <= len(few) <= len(many) <= 100, (part, len(few), len(many))
         assert all(one not in many[:i] for i, one in enumerate(many))
         made.runner(part, many[-1])
+
+
+@pytest.mark.parametrize("operation, case", [case for case in CASES if case[0] not in ("attention", "ssd")])
+def test_what_is_timed_is_what_a_row_makes_run(operation, case):
+    """A row's launch is fitted to the problem: candidates are fitted already, the table's own first."""
+    made = problem(operation, case, "meta", H200)
+    for part in made.parts:
+        first, *rest = made.candidates(part, False)
+        if operation == "rotary":
+            assert first == asdict(made.table)
+        else:
+            assert all(made._fitted(made.launch(**one)) == made.launch(**one) for one in (first, *rest))
+            assert first == asdict(made._fitted(getattr(made.table, part)))
+
+
+@pytest.mark.parametrize(
+    "operation, part, launch, kernel, shape",
+    [
+        ("conv1d", "backward", {"channels": 64, "walkers": 2, "run": 8, "group": 4, "warps": 4}, None, {"width": 4}),
+        ("gated_norm", "forward", {"columns": 512, "warps": 2, "run": 4}, None, {"group_size": 5120}),
+        ("rotary", "every", {"tokens": 16, "heads": 4, "warps": 2}, "rotary", {"head_dim": 128}),
+    ],
+)
+def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
+    tmp_path, monkeypatch, operation, part, launch, kernel, shape
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    made, kernel = problem(operation, {}, "meta", H200), kernel or f"{operation}.{part}"
+    slower = made.candidates(part, True)[0]
+    best = {part: [Attempt(part, launch, 64, ms=0.5), Attempt(part, slower, ms=0.6)]}
+    (winner,) = made.winners(best, lambda part, launch: Measured())
+    row = search.row(winner, made, H200, "bfloat16", None, None)
+    assert isinstance(row.provenance, dict)
+    assert row.provenance["gbps"] == round(made.bytes(part) / 0.5e-3 / 1e9, 1)
+    command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
+    chosen = tuning.select(kernel, "bfloat16", shape, H200)
+    assert chosen.own and chosen.launch == made.launch(**launch)
+    tuning.forget()
 
 
 def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
@@ -102,6 +175,24 @@ def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
     assert found[0].kernels[0]["kernel"] == "attention_forward" and found[0].kernels[0]["matrix"] > 0
     assert "bytes of shared memory, of 100" in (found[0].problem(100) or "")
     assert "power of 2" in (found[1].failed or "")
+
+
+def test_candidates_around_the_scan_compile_without_a_gpu():
+    tokens = {"tokens": 64, "seq_len": 64}
+    cases = [
+        ("conv1d", {"channels": 64, **tokens}),
+        ("gated_norm", {"group_size": 64, "tokens": 64}),
+        ("rotary", tokens),
+    ]
+    tasks = []
+    for operation, case in cases:
+        made = problem(operation, case, "meta", H200)
+        tasks += [Task(operation, case, part, made.candidates(part, True)[-1]) for part in made.parts]
+    with Compilers(1) as compilers:
+        found = dict(compilers.results(tasks))
+    assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 5
+    kernels = [[kernel["kernel"] for kernel in found[i].kernels] for i in range(len(tasks))]
+    assert kernels == [*[["_forward"], ["_backward", "_column_sums"]] * 2, ["_rotate", "_rotate"]]
 
 
 def test_spills_are_a_problem():
@@ -133,19 +224,39 @@ def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path:
     assert (tmp_path / "kernels.png").stat().st_size > 1000
 
 
+def test_a_form_of_the_forward_is_checked_by_running_it():
+    """One sequence of 80 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
+    made = problem("ssd", {}, "meta", H200)
+    programs = made._programs(made.launch)
+    assert not made.launch.walks(programs)
+    for part in made.parts:
+        launch = made.candidates(part, True)[0]
+        found = made.checked(part, launch)
+        if part.startswith(("walk", "scan")):
+            assert found.walks(made._programs(found)) == part.startswith("walk")
+        assert launch == asdict(getattr(found, part.split("/")[0]))
+    for whole in (made.launch, replace(made.launch, processors=160)):  # 4 sequences: 2.4 waves, and 2
+        found = made.checked("whole", asdict(whole))
+        assert found.walks(programs) == whole.walks(4 * programs) == (whole.processors == 160)
+
+
 def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched_stays():
     """Times: 3 ms for the table's launch, 1 ms with the candidate's scan."""
     made = problem("ssd", {"heads": 4, "head_dim": 32, "d_state": 32, "tokens": 256, "seq_len": 256}, "meta", H200)
     own = made.launch
-    made.error = lambda part, launch: 0.0
-    made._whole = lambda launch: launch
+
+    def measurer(part: str, launch: dict) -> Measured:
+        assert part == "whole"
+        return Measured(1.0 if launch["scan"]["programs"] == 7 else 3.0)
+
     candidate = {"programs": 7, "stages": 1, "options": {"num_warps": 4}}
     best = {f"scan/{own.chunk}": [Attempt("scan", candidate)]}
-    (winner,) = made.winners(best, lambda launch: 1.0 if launch.scan.programs == 7 else 3.0)
+    (winner,) = made.winners(best, measurer)
     assert winner.ms == 1.0 and winner.launch.scan.programs == 7
     assert (winner.launch.passing, winner.launch.pairs, winner.launch.chunk) == (own.passing, own.pairs, own.chunk)
-    (winner,) = made.winners({f"scan/{own.chunk}": []}, lambda launch: 3.0)
+    (winner,) = made.winners({f"scan/{own.chunk}": []}, measurer)
     assert winner.launch == replace(own, processors=1)  # of the device, in no row
+    assert made.winners(best, lambda part, launch: Measured(problem="wrong by 1.0e+00")) == []
 
 
 def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):

@@ -77,7 +77,7 @@ def _function(case: Case, name: str) -> Callable[..., Tensor]:
         return flex(spec, case.seq_len, case.ids(device()))
     kernel: Any = registry.resolve("attention", name, spec, here).build(spec, here)
     if name == "triton":
-        context = kernel.prepare(case.seq_len, where, ids=case.ids(device()))
+        context = kernel.prepare(case.seq_len, where, case.ids(device()))
     else:
         context = kernel.prepare(case.seq_len, where)
     return lambda q, k, v: kernel(q, k, v, context)

@@ -183,7 +183,7 @@ class Problem:
         gradients = torch.autograd.grad(out, leaves, self.dout[-1:, :, :group].double())
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 
-    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+    def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         found = []
         for part, attempts in best.items():
             if attempts:

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from llmtrain.bench.tune import search
-from llmtrain.bench.tune.compiling import default_workers
+from llmtrain.bench.tune.compiling import default_workers, platform_of
+from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
 from llmtrain.kernels import platform, tuning, tuning_files
 from llmtrain.kernels.platform import Platform
@@ -19,7 +20,9 @@ def run(args: argparse.Namespace) -> int:
     """Raises ValueError for a request that makes no sense, or where there is no GPU."""
     case = case_of(args)
     here = platform.detect()
-    rehearsal = problem(args.operation, case, "meta", here)  # says what is wrong with the case before anything else
+    # Says what is wrong with the case before anything else, also where there is no GPU.
+    where = platform_of("sm90") if here.vendor == "cpu" else here
+    rehearsal = problem(args.operation, case, "meta", where)
     parts = chosen_parts(list(rehearsal.parts), args.kernels)
     if here.vendor == "cpu":
         raise ValueError(
@@ -31,13 +34,12 @@ def run(args: argparse.Namespace) -> int:
         args.operation, case, rehearsal, parts, here, args.quick, workers, search.progress
     )
     compiled = time.perf_counter() - began
-    real = problem(args.operation, case, "cuda", here)
-    ranked = search.measure(real, attempts, search.progress)
-    show(attempts, args.top)
-    rows = [
-        search.row(winner, real, here, args.dtype, args.seq_len, getattr(real.case, "variant", None))
-        for winner in real.winners(ranked, search.milliseconds)
-    ]
+    with Measurer(args.operation, case) as measurer:
+        ranked = search.measure(attempts, measurer, search.progress)
+        show(attempts, args.top)
+        winners = rehearsal.winners(ranked, measurer)
+    variant = getattr(rehearsal.case, "variant", None)
+    rows = [search.row(winner, rehearsal, here, args.dtype, args.seq_len, variant) for winner in winners]
     if args.operation == "ssd":
         rows = [Row(**{**vars(r), "shared": search.shared_of("ssd", case, r.launch, here)}) for r in rows]
     total = time.perf_counter() - began

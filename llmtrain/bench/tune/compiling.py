@@ -8,12 +8,10 @@ the GPU finds it. Processes of their own do it (worker.py), because a compiler c
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtrain.bench.tune.processes import Worker
 from llmtrain.kernels.platform import Platform
 
 PROCESSORS = 132  # of the stand-in, where the number matters at all
@@ -70,8 +69,8 @@ class Compilers:
 
     def __init__(self, count: int, timeout_s: float = 180.0):
         self.count, self.timeout_s = count, timeout_s
-        self._idle: dict[tuple[str, tuple], queue.SimpleQueue[_Process]] = {}
-        self._all: list[_Process] = []
+        self._idle: dict[tuple[str, tuple], queue.SimpleQueue[Worker]] = {}
+        self._all: list[Worker] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Compilers:
@@ -98,54 +97,20 @@ class Compilers:
         try:
             process = idle.get_nowait()
         except queue.Empty:
-            process = _Process(task.arch, task.environment)
+            # Without a GPU: what is compiled needs none, and contexts cost memory and time.
+            alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            process = Worker("llmtrain.bench.tune.worker", task.arch, **alone, **task.environment)
             with self._lock:
                 self._all.append(process)
-        found = process.ask(task, self.timeout_s)
+        wanted = {"operation": task.operation, "case": task.case, "part": task.part, "launch": task.launch}
+        found = process.ask(wanted, self.timeout_s)
         if found is None:
             process.kill()
             return Compiled(
                 [], f"the compiler crashed, or took more than {self.timeout_s:.0f} s: {process.last_words()}"
             )
         idle.put(process)
-        return found
-
-
-class _Process:
-    def __init__(self, arch: str, environment: dict[str, str]):
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmtrain.bench.tune.worker", arch],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            # Without a GPU: what is compiled needs none, and contexts cost memory and time.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
-        )
-
-    def ask(self, task: Task, timeout_s: float) -> Compiled | None:
-        timer = threading.Timer(timeout_s, self.kill)
-        timer.start()
-        try:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            wanted = {"operation": task.operation, "case": task.case, "part": task.part, "launch": task.launch}
-            self._process.stdin.write(json.dumps(wanted) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            return Compiled(**json.loads(answer)) if answer.endswith("\n") else None
-        except (OSError, ValueError):
-            return None
-        finally:
-            timer.cancel()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def last_words(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()[-300:]
+        return Compiled(**found)
 
 
 def default_workers() -> int:

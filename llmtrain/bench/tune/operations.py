@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 
-OPERATIONS = ("attention", "ssd")
+OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "rotary")
 
 
 @dataclass
@@ -59,8 +59,10 @@ class Problem(Protocol):
         """Largest relative error of what it gives, against float64."""
         ...
 
-    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
-        """The rows to write, from the attempts of every part, the fastest first. time: milliseconds of a call."""
+    def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
+        """The rows to write, from the attempts of every part, the fastest first. Without memory too: measurer (part,
+        launch -> measuring.Measured) runs what else must be run.
+        """
         ...
 
 

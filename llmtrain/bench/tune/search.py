@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.bench.tune.compiling import Compilers, Task
+from llmtrain.bench.tune.measuring import Measured
 from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
 from llmtrain.kernels.tuning import Row
@@ -35,40 +36,21 @@ def compile_candidates(
 
 
 def measure(
-    problem: Problem,
     attempts: dict[str, list[Attempt]],
+    measurer: Callable[[str, dict[str, Any]], Measured],
     bar: Callable[[str, int], contextlib.AbstractContextManager[Step]],
 ) -> dict[str, list[Attempt]]:
-    """Runs, checks and times what compiled. Returns the attempts that may win, per part, fastest first."""
+    """Measures what compiled. Returns the attempts that may win, per part, fastest first."""
     able = [one for ones in attempts.values() for one in ones if one.problem is None]
     with bar("measuring", len(able)) as step:
         for one in able:
-            _try(problem, one)
+            found = measurer(one.part, one.launch)
+            one.ms, one.error, one.problem = found.ms, found.error, found.problem
             step()
     return {
         part: sorted((one for one in ones if one.problem is None), key=lambda one: one.ms)
         for part, ones in attempts.items()
     }
-
-
-def _try(problem: Problem, one: Attempt) -> None:
-    try:
-        one.error = problem.error(one.part, one.launch)
-        if not one.error < problem.tolerance:
-            one.problem = f"wrong by {one.error:.1e}"
-        else:
-            one.ms = milliseconds(problem.runner(one.part, one.launch))
-    except Exception as error:
-        if "illegal memory access" in str(error):
-            raise  # nothing on this GPU can be trusted any more
-        one.problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-
-
-def milliseconds(run: Callable[[], Any], rep: int = 60) -> float:
-    """The median."""
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=15, rep=rep, return_mode="median"))  # type: ignore[arg-type]
 
 
 def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: int | None, variant: str | None) -> Row:

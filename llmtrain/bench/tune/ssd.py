@@ -184,7 +184,7 @@ class Problem:
     def _every(self, launch: Launch) -> Callable[[], None]:
         """Both at about this device's number of processors: as many as make the forward walk, and as many as do not."""
         case, forms = self.case, []
-        programs = case.batch * case.heads * -(-case.head_dim // launch.walk.columns)
+        programs = case.batch * self._programs(launch)
         for walks in (True, False):
             near = (replace(launch, processors=count) for count in itertools.count(self.where.processors))
             forms.append(self._whole(next(one for one in near if one.walks(programs) == walks)))
@@ -197,17 +197,29 @@ class Problem:
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
         """Of the whole scan with this part in it, on the first sequence."""
+        if not self._exact:
+            self._exact = self._in_float64()
+        found = self._whole(self.checked(part, launch), slices=True)()
+        return max(relative_error(a, b) for a, b in zip(found, self._exact, strict=True))
+
+    def checked(self, part: str, launch: dict[str, Any]) -> Launch:
+        """The whole scan for one sequence, which takes the form of the forward that `part` is of, or that all take."""
         if part == "whole":
-            candidate = decode(Launch, launch, "launch")
+            made = decode(Launch, launch, "launch")
+            walks = made.walks(self.case.batch * self._programs(made))
         else:
             kernel, chunk = part.split("/")[0], int(part.split("/")[1])
             how: Any = _KINDS[kernel](**launch)
             sizes: Any = {"chunk" if kernel in FORWARD else "chunk_backward": chunk, "keep_states": False}
-            candidate = replace(self.launch, **sizes, **{kernel: how})
-        if not self._exact:
-            self._exact = self._in_float64()
-        found = self._whole(candidate, slices=True)()
-        return max(relative_error(a, b) for a, b in zip(found, self._exact, strict=True))
+            made = replace(self.launch, **sizes, **{kernel: how})
+            walks = kernel == "walk" if kernel in FORWARD else made.walks(self._programs(made))
+        if made.walks(self._programs(made)) == walks:
+            return made
+        return replace(made, processors=1 if walks else 2 * self._programs(made))
+
+    def _programs(self, launch: Launch) -> int:
+        """Of a walk over one sequence."""
+        return self.case.heads * -(-self.case.head_dim // launch.walk.columns)
 
     def _in_float64(self) -> tuple[Tensor, ...]:
         pieces = [t[:1] if t.ndim >= 3 else t for t in self.tensors]
@@ -215,7 +227,7 @@ class Problem:
         y, _ = ReferenceSSD(self.spec)(*leaves)
         return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
 
-    def winners(self, best: dict[str, list[Attempt]], time: Callable[[Callable[[], Any]], float]) -> list[Winner]:
+    def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
         tried = [self.launch]
         for chunk, chunk_backward in itertools.product(self.chunks["forward"], self.chunks["backward"]):
@@ -228,9 +240,9 @@ class Problem:
             tried += [replace(self.launch, **sizes, **launches, keep_states=keep) for keep in kept]
         found = []
         for launch in tried:
-            if self.error("whole", asdict(launch)) < self.tolerance:
-                ms = time(self._whole(launch))
-                found.append(Winner("ssd", replace(launch, processors=1), ms, 0, self.case.flops(), "tflops"))
+            measured = measurer("whole", asdict(launch))
+            if measured.problem is None:
+                found.append(Winner("ssd", replace(launch, processors=1), measured.ms, 0, self.case.flops(), "tflops"))
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], kernel: str, chunk: int) -> Any:

@@ -1,26 +1,17 @@
-"""A process that compiles what it reads from standard input, one JSON line per task and answer; see compiling.py.
+"""A process that compiles what it is asked to; see compiling.py.
 
 python -m llmtrain.bench.tune.worker sm90
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from typing import Any
 
 from llmtrain.bench.tune.compiling import compile_only, platform_of
 from llmtrain.bench.tune.operations import problem
-
-
-def main(arch: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # compilers print
-    for line in sys.stdin:
-        answers.write(json.dumps(done(arch, json.loads(line))) + "\n")
-        answers.flush()
+from llmtrain.bench.tune.processes import serve
 
 
 def done(arch: str, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -38,4 +29,4 @@ def done(arch: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(lambda wanted: done(sys.argv[1], wanted))

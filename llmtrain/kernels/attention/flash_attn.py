@@ -20,8 +20,9 @@ class FlashAttn:
 
         self.spec, self.slopes, self.kernel = spec, Slopes(spec), flash_attn_func
 
-    def prepare(self, seq_len: int, device: torch.device) -> Tensor | None:
+    def prepare(self, seq_len: int, device: torch.device, ids: None = None) -> Tensor | None:
         """ALiBi slopes [n_heads] in fp32, or None."""
+        assert ids is None, "refused by the spec"
         return self.slopes.on(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None) -> Tensor:

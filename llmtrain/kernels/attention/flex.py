@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
 
@@ -19,30 +20,33 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> FlexAttentio
 @dataclass
 class FlexContext:
     mask: BlockMask
-    slopes: Tensor
-    """ALiBi slopes [n_heads] in fp32; zeros without ALiBi."""
+    slopes: Tensor | None
+    """ALiBi slopes [n_heads] in fp32; None without ALiBi."""
 
 
 class FlexAttention:
     """Causal attention by a generated Triton kernel. Compiled by itself when the block around it is not."""
 
     def __init__(self, spec: AttentionSpec):
-        self.spec = spec
+        self.spec, self.slopes = spec, Slopes(spec)
         self.kernel = torch.compile(flex_attention, dynamic=False)
         # A Python bool made here: comparing sizes while tracing may give a symbolic one, which flex refuses.
         self.grouped = spec.n_heads != spec.n_kv_heads
 
-    def prepare(self, seq_len: int, device: torch.device) -> FlexContext:
+    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> FlexContext:
+        """ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
+
+        With them a mask of [batch, T, T] bytes exists while this runs.
+        """
         window = self.spec.sliding_window or seq_len
 
         def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (i >= j) & (i - j < window)
+            seen = (i >= j) & (i - j < window)
+            return seen if ids is None else seen & (ids[batch, i] == ids[batch, j])
 
-        slopes = [0.0] * self.spec.n_heads
-        if self.spec.alibi_max_bias is not None:
-            slopes = list(alibi_slopes(self.spec.n_heads, self.spec.alibi_max_bias))
-        mask = create_block_mask(visible, None, None, seq_len, seq_len, device=str(device))
-        return FlexContext(mask, torch.tensor(slopes, device=device))
+        batch = None if ids is None else ids.shape[0]
+        mask = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
+        return FlexContext(mask, self.slopes.on(device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: FlexContext) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
@@ -51,7 +55,7 @@ class FlexAttention:
         def change(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if spec.softcap is not None:
                 score = spec.softcap * torch.tanh(score / spec.softcap)
-            if spec.alibi_max_bias is not None:
+            if slopes is not None:
                 score = score - slopes[head] * (i - j)
             return score
 
@@ -59,7 +63,7 @@ class FlexAttention:
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            score_mod=None if spec.softcap is None and spec.alibi_max_bias is None else change,
+            score_mod=None if spec.softcap is None and slopes is None else change,
             block_mask=context.mask,
             scale=spec.scale,
             enable_gqa=self.grouped,

@@ -19,9 +19,15 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
 
-    def prepare(self, seq_len: int, device: torch.device) -> Tensor:
-        """The additive bias [n_heads or 1, T, T] in fp32: ALiBi, and -inf where a query must not look."""
-        return score_bias(self.spec, seq_len, device)
+    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> Tensor:
+        """The additive bias in fp32: ALiBi, and -inf where a query must not look. [n_heads or 1, T, T], or with batch in front.
+
+        ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
+        """
+        bias = score_bias(self.spec, seq_len, device)
+        if ids is None:
+            return bias
+        return bias.masked_fill((ids[:, :, None] != ids[:, None, :])[:, None], float("-inf"))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""

@@ -34,8 +34,9 @@ class SDPA:
         # The efficient kernel wants as many key as query heads; the others share them without a copy.
         self.repeat = spec.n_heads // spec.n_kv_heads if variant == "efficient" else 1
 
-    def prepare(self, seq_len: int, device: torch.device) -> Tensor | None:
+    def prepare(self, seq_len: int, device: torch.device, ids: None = None) -> Tensor | None:
         """ALiBi and the window as a bias [1, n_heads, T, T], of the inputs' dtype; None for plain attention."""
+        assert ids is None, "refused by the spec"
         if not self.needs_bias:
             return None
         dtype = getattr(torch, self.spec.dtype)

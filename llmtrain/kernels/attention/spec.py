@@ -31,11 +31,14 @@ class AttentionSpec:
     softcap: float | None = None
     dtype: str = "bfloat16"
     """Of queries, keys and values."""
+    documents: bool = False
+    """Sequences may hold several documents, which do not see each other."""
 
     @property
     def plain(self) -> bool:
         """Nothing beyond causal softmax(scale * q k^T)."""
-        return self.alibi_max_bias is None and self.sliding_window is None and self.softcap is None
+        beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
+        return not self.documents and all(value is None for value in beyond)
 
     def pairs(self, seq_len: int, causal: bool) -> int:
         """Query-key pairs of one sequence: all T^2, or with `causal` those that are not masked."""
@@ -77,8 +80,8 @@ def refuse_sdpa_cudnn(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def refuse_sdpa_efficient(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if spec.softcap is not None:
-        return "PyTorch's SDPA has no softcap; use flex or reference"
+    if reason := _refuse_sdpa(spec):
+        return reason
     if platform is not None and platform.vendor == "cpu":
         return "memory-efficient attention needs a GPU; use sdpa"
     if spec.head_dim % 8:
@@ -87,8 +90,8 @@ def refuse_sdpa_efficient(spec: AttentionSpec, platform: Platform | None) -> str
 
 
 def refuse_sdpa_cpu(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if spec.softcap is not None:
-        return "PyTorch's SDPA has no softcap; use flex or reference"
+    if reason := _refuse_sdpa(spec):
+        return reason
     if platform is not None and platform.vendor != "cpu":
         return "runs on CPUs only; use sdpa:flash"
     return None
@@ -119,6 +122,8 @@ def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> st
 
 def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
+    if spec.documents:
+        return "flash_attn is called with whole sequences, which keeps no documents apart; use flex or reference"
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
     if spec.dtype not in ("bfloat16", "float16"):
@@ -131,7 +136,7 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 
     Plain causal attention: cuDNN beats FA2 by 1.3-1.7 x on sm90 and newer (measured on H200: 382 against
     263 TFLOP/s forward at head_dim 64, 486 against 286 at 128, seq_len 2048). FA2 leads on older NVIDIA
-    and on AMD, where cuDNN is untuned or absent. With ALiBi, a window or a softcap, FlexAttention fuses the
+    and on AMD, where cuDNN is untuned or absent. With ALiBi, a window, a softcap or documents, FlexAttention fuses the
     change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
     On CPUs, SDPA's own kernel never stores the T x T scores. Our Triton kernels come last until they are measured.
     """
@@ -149,6 +154,12 @@ def preference_step(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
 
 
+def _refuse_sdpa(spec: AttentionSpec) -> str | None:
+    """What no kernel behind PyTorch's SDPA has, even with a bias."""
+    lacks = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
+    return lacks and f"PyTorch's SDPA has no {lacks}; use flex or reference"
+
+
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
     """What the flash and cuDNN kernels behind PyTorch's SDPA lack on every machine."""
     lacks = [
@@ -157,6 +168,7 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
             ("ALiBi", spec.alibi_max_bias),
             ("sliding_window", spec.sliding_window),
             ("softcap", spec.softcap),
+            ("document mask", spec.documents or None),
         )
         if value is not None
     ]

@@ -16,6 +16,8 @@ class Conv1dSpec:
     width: int
     """Taps per channel: a token sees itself and the width - 1 before it."""
     dtype: str = "bfloat16"
+    documents: bool = False
+    """Sequences may hold several documents; taps do not reach from one into another."""
 
     def flops(self, seq_len: int) -> int:
         """Forward FLOP of one sequence: a multiply and an add per tap."""
@@ -24,6 +26,10 @@ class Conv1dSpec:
 
 def refuse_nothing(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     return None
+
+
+def refuse_aten(spec: Conv1dSpec, platform: Platform | None) -> str | None:
+    return "F.conv1d keeps no documents apart; use reference" if spec.documents else None
 
 
 def refuse_triton_sequence(spec: Conv1dSpec, platform: Platform | None) -> str | None:

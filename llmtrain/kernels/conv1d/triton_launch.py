@@ -1,4 +1,4 @@
-"""Launch parameters of the convolution's kernels, per architecture. Not tuned yet."""
+"""Launch parameters of the convolution's kernels, from the tuning tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import functools
 import json
 from dataclasses import asdict, dataclass, replace
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
+
+PROGRAMS = 4  # per processor, at least, where there are tokens enough
 
 
 @dataclass(frozen=True)
@@ -51,31 +54,24 @@ def parsed(dumped: str) -> Launch:
     return Launch(Walk(**fields["forward"]), Walk(**fields["backward"]), fields["programs"])
 
 
-# A thread of the forward holds 8 neighbouring channels, 16 bytes of two-byte numbers; of the backward, which needs about
-# 30 registers for each, 4.
-LAUNCHES: dict[str, Launch] = {
-    # compiled only
-    "sm80": Launch(Walk(256, 4, 64, 4, 4), Walk(128, 4, 96, 3, 4), 108 * 4),
-    # compiled only; the next to be measured
-    "sm90": Launch(Walk(256, 4, 64, 4, 4), Walk(128, 4, 64, 4, 4), 132 * 4),
-    # compiled only
-    "gfx90a": Launch(Walk(512, 4, 64, 4, 4), Walk(256, 4, 64, 4, 4), 104 * 4),
-    "gfx942": Launch(Walk(512, 4, 64, 4, 4), Walk(256, 4, 64, 4, 4), 304 * 4),
-}
-
-
 def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
-    """Of this architecture, or of the nearest that is in the table; with 4 channels a thread for numbers of 4 bytes."""
-    launch = LAUNCHES.get(platform.arch) or LAUNCHES["gfx942" if platform.vendor == "amd" else "sm80"]
-    if spec.dtype == "float32":
-        launch = replace(launch, forward=replace(launch.forward, channels=launch.forward.channels // 2))
-    return launch
+    """What the tuning table says, no wider than the channels."""
+    rows = (
+        tuning.select(f"conv1d.{kernel}", spec.dtype, {"width": spec.width}, platform)
+        for kernel in ("forward", "backward")
+    )
+    forward, backward = (narrowed(row.launch, spec.channels) for row in rows)
+    return Launch(forward, backward, PROGRAMS * platform.processors)
+
+
+def narrowed(walk: Walk, channels: int) -> Walk:
+    while walk.channels >= 2 * channels and walk.channels > 16:
+        walk = replace(walk, channels=walk.channels // 2)
+    return walk
 
 
 def fitted(walk: Walk, programs: int, batch: int, seq_len: int, channels: int) -> Walk:
-    """The same for a problem of this size: no wider than it, and shorter runs where programs would be too few."""
-    while walk.channels >= 2 * channels and walk.channels > 16:
-        walk = replace(walk, channels=walk.channels // 2)
+    """The same with shorter runs, where programs would be too few, or longer than the sequence."""
 
     def shorter_is_better() -> bool:
         tokens = walk.walkers * walk.run

@@ -1,4 +1,4 @@
-"""Launch parameters of the gated norm's kernels, per architecture and size of a group. Not tuned yet."""
+"""Launch parameters of the gated norm's kernels, from the tuning tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import functools
 import json
 from dataclasses import asdict, dataclass, replace
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
+
+PROGRAMS = 4  # per processor, at least, where there are tokens enough
 
 
 @dataclass(frozen=True)
@@ -45,35 +48,19 @@ def parsed(dumped: str) -> Launch:
     return Launch(Tile(**fields["forward"]), Tile(**fields["backward"]), fields["programs"])
 
 
-def _rows(lanes: int, programs: int) -> list[tuple[int, Launch]]:
-    """(size of a group up to, launch), first match. A thread holds 16 bytes of a part, in two-byte numbers."""
-    return [
-        (size, Launch(Tile(columns, columns // (8 * lanes), 8), Tile(columns, columns // (8 * lanes), 32), programs))
-        for size, columns in ((6144, 1024), (8192, 2048))
-    ]
-
-
-LAUNCHES: dict[str, list[tuple[int, Launch]]] = {
-    "sm80": _rows(32, 108 * 4),  # compiled only
-    "sm90": _rows(32, 132 * 4),  # compiled only; the next to be measured
-    "gfx90a": _rows(64, 104 * 4),  # compiled only
-    "gfx942": _rows(64, 304 * 4),  # compiled only
-}
-
-
 def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
-    """Of this architecture, or of the nearest that is in the table; the most threads for numbers twice as wide."""
-    rows = LAUNCHES.get(platform.arch) or LAUNCHES["gfx942" if platform.vendor == "amd" else "sm80"]
-    launch = next(launch for largest, launch in rows if spec.group_size <= largest)
-    if spec.dtype == "float32":
-        launch = rows[-1][1]
-    forward, backward = (_narrowed(tile, spec.group_size) for tile in (launch.forward, launch.backward))
-    return Launch(forward, backward, launch.programs)
+    """What the tuning table says, no wider than a group."""
+    rows = (
+        tuning.select(f"gated_norm.{kernel}", spec.dtype, {"group_size": spec.group_size}, platform)
+        for kernel in ("forward", "backward")
+    )
+    forward, backward = (narrowed(row.launch, spec.group_size) for row in rows)
+    return Launch(forward, backward, PROGRAMS * platform.processors)
 
 
-def _narrowed(tile: Tile, size: int) -> Tile:
+def narrowed(tile: Tile, group_size: int) -> Tile:
     """No wider than a group; what is free then takes more rows."""
-    while tile.columns >= 2 * size and tile.columns > 16:
+    while tile.columns >= 2 * group_size and tile.columns > 16:
         tile = replace(tile, columns=tile.columns // 2, rows=tile.rows * 2)
     return tile
 

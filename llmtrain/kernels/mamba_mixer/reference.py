@@ -50,15 +50,18 @@ class ReferenceMambaMixer:
         dt_bias: Tensor,
         norm_weight: Tensor,
         initial_state: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """zxbcdt: [batch, T, sum of spec.widths]; conv_weight: [channels, K]; conv_bias: [channels] or None; A (negative),
-        D, dt_bias: [heads]; norm_weight: [d_inner]; initial_state: [batch, heads, head_dim, d_state].
+        D, dt_bias: [heads]; norm_weight: [d_inner]; initial_state: [batch, heads, head_dim, d_state];
+        document_ids: [batch, T], integers that never fall: where they change, a document begins, which sees nothing of the
+        one before; the initial state belongs to the first.
         Returns [batch, T, d_inner], in zxbcdt's dtype.
         """
         return compose(
             self.spec,
             zxbcdt,
-            lambda xBC: causal_conv1d_silu(xBC, conv_weight, conv_bias),
-            lambda x, dt, B, C: self.scan(x, dt, A, B, C, D, dt_bias, initial_state)[0],
+            lambda xBC: causal_conv1d_silu(xBC, conv_weight, conv_bias, document_ids),
+            lambda x, dt, B, C: self.scan(x, dt, A, B, C, D, dt_bias, initial_state, document_ids)[0],
             lambda y, z: self.norm(y, z, norm_weight),
         )

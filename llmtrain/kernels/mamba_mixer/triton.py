@@ -57,7 +57,7 @@ def build(spec: MambaMixerSpec, platform: Platform, variant: str) -> TritonMamba
 
 
 class TritonMambaMixer:
-    """The signature of the reference, and documents in one sequence."""
+    """The signature of the reference. document_ids may also fall."""
 
     def __init__(self, spec: MambaMixerSpec, launch: Launch):
         self.spec, self.options = spec, launch.dump()
@@ -74,9 +74,7 @@ class TritonMambaMixer:
         initial_state: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """As the reference. document_ids: [batch, T], integers: where they change, a document begins, which sees nothing
-        of the one before; the initial state belongs to the first. The output is contiguous.
-        """
+        """As the reference. The output is contiguous."""
         spec, scan, norm = self.spec, self.spec.ssd, self.spec.gated_norm
         assert zxbcdt.shape[2:] == (sum(spec.widths),) and norm_weight.shape == (norm.dim,)
         assert conv_weight.shape == (spec.conv1d.channels, spec.conv1d.width)

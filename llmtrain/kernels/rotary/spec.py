@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_triton
+from llmtrain.kernels.refusals import refuse_triton, refuse_untuned
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ def refuse_nothing(spec: RotarySpec, platform: Platform | None) -> str | None:
 
 
 def refuse_triton_pairs(spec: RotarySpec, platform: Platform | None) -> str | None:
-    return refuse_triton(spec.dtype, platform)
+    sizes = {"head_dim": spec.head_dim}
+    return refuse_triton(spec.dtype, platform) or refuse_untuned(("rotary",), spec.dtype, sizes, platform)
 
 
 def preference(spec: RotarySpec, platform: Platform) -> tuple[str, ...]:

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
-
-_TOKENS = 32  # of a program: with 8 warps and head_dim 128, 16 bytes of a half per thread
-_HEADS = 8  # that a program goes through with its cosines and sines in registers
+from llmtrain.kernels.rotary.triton_launch import Launch, default_launch, parsed
 
 
 def build(spec: RotarySpec, platform: Platform, variant: str) -> TritonRotary:
-    return TritonRotary()
+    return TritonRotary(default_launch(spec, platform))
 
 
 class TritonRotary:
     """The signature of the reference. Computes in fp32; results are contiguous and have the inputs' dtypes."""
 
+    def __init__(self, launch: Launch):
+        self.options = launch.dump()
+
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary(q, k, cos, sin, False)
+        return rotary(q, k, cos, sin, False, self.options)
 
 
-@torch.library.custom_op("llmtrain::rotary", mutates_args=())
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, options: str) -> tuple[Tensor, Tensor]:
     """q, k: [batch, T, heads, head_dim], slices of a projection without a copy if head_dim is contiguous; cos, sin:
     [T, 1, head_dim / 2] or [batch, T, 1, head_dim / 2] in fp32. back: rotates by the negative angles.
     """
@@ -44,32 +44,36 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[
     assert k.shape == (batch, seq_len, n_k, head_dim) and q.dtype == k.dtype
     assert cos.shape == sin.shape and cos.shape[-3:] == (seq_len, 1, half) and cos.dtype == torch.float32
     out_q, out_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    blocks = triton.cdiv(n_q, _HEADS) + triton.cdiv(n_k, _HEADS)
-    _rotate[triton.cdiv(seq_len, _TOKENS), blocks, batch](
+    launch = parsed(options)
+    blocks = triton.cdiv(n_q, launch.heads) + triton.cdiv(n_k, launch.heads)
+    _rotate[triton.cdiv(seq_len, launch.tokens), blocks, batch](
         *(q, k, cos, sin, out_q, out_k),
         *(seq_len, n_q, n_k, seq_len * half if cos.ndim == 4 else 0, *q.stride()[:3], *k.stride()[:3]),
         HALF=half,
         COLUMNS=triton.next_power_of_2(half),
-        TOKENS=_TOKENS,
-        HEADS=_HEADS,
+        TOKENS=launch.tokens,
+        HEADS=launch.heads,
         BACK=back,
-        num_warps=8 if half >= 32 else 4,
+        num_warps=launch.warps,
     )
     return out_q, out_k
 
 
+rotary = torch.library.custom_op("llmtrain::rotary", launch_rotary, mutates_args=())
+
+
 @rotary.register_fake
-def _(q, k, cos, sin, back):
+def _(q, k, cos, sin, back, options):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _keep(ctx, inputs, output) -> None:
-    _, _, cos, sin, ctx.back = inputs
+    _, _, cos, sin, ctx.back, ctx.options = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx, dq, dk):
-    return *rotary(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
+    return *rotary(dq, dk, *ctx.saved_tensors, not ctx.back, ctx.options), None, None, None, None
 
 
 rotary.register_autograd(_differentiate, setup_context=_keep)

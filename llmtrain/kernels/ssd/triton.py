@@ -28,7 +28,7 @@ def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSD:
 
 
 class TritonSSD:
-    """The signature of ReferenceSSD, and documents in one sequence.
+    """The signature of ReferenceSSD. document_ids may also fall.
 
     x, dt, B and C may be slices of a projection, without a copy if the last dim of x, B and C is contiguous.
     """

@@ -20,7 +20,7 @@ from llmtrain.models.specs import attention_spec
 
 @dataclass
 class AttentionContext:
-    """What depends on the sequence length and device alone; attend: reads keys and values on from a cache instead.
+    """What depends on the batch's shape and documents alone; attend: reads keys and values on from a cache instead.
 
     Not a tuple or dict on purpose: FSDP2 casts every tensor that it finds in those to bf16.
     """
@@ -33,7 +33,7 @@ class AttentionContext:
 class Attention(nn.Module):
     """x: [batch, T, d_in] -> [batch, T, d_out].
 
-    residual: the output goes straight to the residual stream (a shared block's does not).
+    residual: the output goes straight to the residual stream (a shared block's does not). documents: as HybridLM's.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Attention(nn.Module):
         *,
         d_in: int | None = None,
         residual: bool = True,
+        documents: bool = False,
     ):
         super().__init__()
         self.block, self.platform = block, platform
-        self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."))
+        self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."), documents)
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
         self.rotary = block.position if block.position.type == "rotary" else None
@@ -69,11 +70,11 @@ class Attention(nn.Module):
         """Mixers with equal keys share one context."""
         return (self.backend.name, self.spec, self.rotary)
 
-    def prepare(self, seq_len: int, device: torch.device) -> AttentionContext:
+    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> AttentionContext:
         rotary = None
         if self.rotary is not None:
             rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
-        return AttentionContext(rotary, self.kernel.prepare(seq_len, device))
+        return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
 
     def cached_context(self, once: Callable, positions: Tensor, attend: Callable) -> AttentionContext:
         """positions: [batch, T] of the tokens being read; see models/cache.py for the others."""

@@ -70,19 +70,26 @@ class CausalConv1d(nn.Module):
         rule = uniform(-bound, bound)
         return {"weight": rule} | ({} if self.bias is None else {"bias": rule})
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.bias)
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        return self.kernel(x, self.weight, self.bias, document_ids)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(convolution=self.spec.flops(seq_len))
 
 
 class Mamba2(nn.Module):
-    """x: [batch, T, d_model] -> [batch, T, d_model]."""
+    """x: [batch, T, d_model] -> [batch, T, d_model]. documents: as HybridLM's."""
 
     context_key = None
 
-    def __init__(self, block: Mamba2Block, config: ModelConfig, platform: Platform, dtype: torch.dtype):
+    def __init__(
+        self,
+        block: Mamba2Block,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        documents: bool = False,
+    ):
         super().__init__()
         dtype_name = str(dtype).removeprefix("torch.")
         self.platform = platform
@@ -91,7 +98,7 @@ class Mamba2(nn.Module):
         self.kernel = self.backend.build(self.spec, platform)
 
         d_inner, d_bc = block.expand * config.d_model, block.n_groups * block.d_state
-        conv = Conv1dSpec(d_inner + 2 * d_bc, block.d_conv, dtype_name)
+        conv = Conv1dSpec(d_inner + 2 * d_bc, block.d_conv, dtype_name, documents)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
         self.whole = MambaMixerSpec(conv, self.spec, gated)
@@ -105,23 +112,25 @@ class Mamba2(nn.Module):
         if all(part.backend.name == "triton" for part in (self, self.conv, self.norm)):
             self.fused = registry.resolve("mamba_mixer", "triton", self.whole, platform).build(self.whole, platform)
 
-    def prepare(self, seq_len: int, device: torch.device) -> None:
-        """Nothing here depends on the sequence length alone."""
+    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> Tensor | None:
+        return document_ids
 
-    def forward(self, x: Tensor, context: CachedMamba2 | None = None) -> Tensor:
-        """context: the layer's memory, when it reads on from a cache."""
+    def forward(self, x: Tensor, context: CachedMamba2 | Tensor | None = None) -> Tensor:
+        """context: the layer's memory, when it reads on from a cache; or the documents of a packed batch, [batch, T]."""
+        cache, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
         zxbcdt, ssm = self.in_proj(x), self.ssm
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
 
         def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            if context is not None:
-                return context.scan(x, dt, A, B, C)
-            return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias)[0]
+            if cache is not None:
+                return cache.scan(x, dt, A, B, C)
+            return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias, document_ids=ids)[0]
 
-        if self.fused is not None and context is None:
-            y = self.fused(zxbcdt, self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
+        if self.fused is not None and cache is None:
+            parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
+            y = self.fused(zxbcdt, *parameters, document_ids=ids)
         else:
-            convolve = self.conv if context is None else context.convolve
+            convolve = (lambda xBC: self.conv(xBC, ids)) if cache is None else cache.convolve
             y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
         return self.out_proj(y)
 

@@ -36,12 +36,20 @@ class QKVAdapter(nn.Module):
 class SharedAttention(nn.Module):
     """mlp(norm(attention(norm(concat(hidden, embedding))))), with no residual inside. [batch, T, d_model]."""
 
-    def __init__(self, block: SharedAttentionBlock, config: ModelConfig, platform: Platform, dtype: torch.dtype):
+    def __init__(
+        self,
+        block: SharedAttentionBlock,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        documents: bool = False,
+    ):
         super().__init__()
         self.block = block
         norm = block.norm or config.norm
         self.norm = Norm(2 * config.d_model, norm)
-        self.mixer = Attention(block, config, platform, dtype, d_in=2 * config.d_model, residual=False)
+        d_in = 2 * config.d_model
+        self.mixer = Attention(block, config, platform, dtype, d_in=d_in, residual=False, documents=documents)
         self.mlp_norm = Norm(config.d_model, norm)
         self.mlp = MLP(config.d_model, block.mlp, residual=False)
 

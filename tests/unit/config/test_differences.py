@@ -62,6 +62,7 @@ def test_same_config_differs_in_nothing():
             'model.blocks.m.norm: null -> {"type": "rmsnorm", "bias": false, "eps": 1e-06}',
         ),
         ("model__blocks__a__position", {"type": "rotary"}, "model.blocks.a.position.type: alibi -> rotary"),
+        ("data__mask_documents", True, "data.mask_documents: false -> true"),
         ("data__train__streams__books__proportion", 2.0, "data.train.streams.books.proportion: 1.0 -> 2.0"),
     ],
 )

@@ -54,6 +54,26 @@ def test_an_mpt_layer_keeps_sixteen_hidden_vectors_per_token():
     assert estimate_memory(config(), SIZES, 1).activations == tokens * (24 * layer + 3 * 2 * d_model)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_mamba_layer_keeps_less_as_one_operator(backend):
+    """in_proj's 10,576 numbers (z and x of 5120, B and C of 128, 80 of dt), y, the norm's output, the block's norm; then the
+    convolution's 5376 with states and C B^T per chunk of 256, or one number of the gated norm.
+    """
+    layer = 2 * (2 * 2560 + 10_576 + 2 * 5120)
+    layer += 4 if backend == "triton" else 2 * 5376 + 4 * (5120 * 128 // 256 + 256)
+    mamba = load_config(
+        MPT_1B,
+        [
+            "model.d_model=2560",
+            f"model.blocks={{m: {{type: mamba2, d_state: 128, backend: {backend}}}}}",
+            "model.layers=m*3",
+            "model.positions=none",
+        ],
+    )
+    tokens = mamba.train.microbatch_size * mamba.data.seq_len
+    assert estimate_memory(mamba, SIZES, 1).activations == tokens * (3 * layer + 3 * 2 * 2560)
+
+
 @pytest.mark.parametrize("between", ["every_k, k: 2", "selective"])
 def test_partial_checkpointing_keeps_more_than_full_and_less_than_none(between):
     def kept(kind: str) -> int:

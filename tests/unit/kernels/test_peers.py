@@ -96,5 +96,20 @@ def test_causal_conv1d_reads_channels_side_by_side(monkeypatch):
     x = torch.randn(2, 5, 64)
     y = causal_conv1d.build(Conv1dSpec(64, 4), H200, "")(x, torch.zeros(64, 4), None)
     (seen, *_), options = calls[0]
-    assert seen.shape == (2, 64, 5) and seen.stride(1) == 1 and options == {"activation": "silu"}
+    assert seen.shape == (2, 64, 5) and seen.stride(1) == 1 and options == {"activation": "silu", "seq_idx": None}
     assert torch.equal(y, x)
+
+
+def test_documents_reach_the_kernels_that_take_them_and_are_refused_by_the_others(monkeypatch):
+    from llmtrain.kernels.conv1d import causal_conv1d
+    from llmtrain.kernels.ssd import mamba_ssm
+
+    ids, t = torch.tensor([[0, 0, 1]]), torch.zeros(1, 3, 8)
+    of_conv = recorded(monkeypatch, "causal_conv1d", "causal_conv1d_fn")
+    causal_conv1d.build(Conv1dSpec(8, 4), H200, "")(t, torch.zeros(8, 4), None, ids)
+    of_scan = recorded(monkeypatch, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    mamba_ssm.build(SSDSpec(4, 64, 64, 1, 128), H200, "")(t, t, t, t, t, t, t, document_ids=ids)
+    for _, options in (*of_conv, *of_scan):
+        assert options["seq_idx"].dtype == torch.int32 and torch.equal(options["seq_idx"], ids)
+    reason = registry.refusal("attention", "flash_attn", AttentionSpec(4, 4, 64, 0.1, documents=True), None)
+    assert reason is not None and "keeps no documents apart; use flex or reference" in reason

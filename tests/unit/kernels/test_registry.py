@@ -43,6 +43,9 @@ def chosen(name: str, wanted: AttentionSpec, where: Platform) -> str:
         (H200, spec(softcap=50.0), "flex"),
         (CPU, spec(softcap=50.0), "reference"),
         (H200, spec(softcap=50.0, head_dim=12), "reference"),
+        (H200, spec(documents=True), "flex"),
+        (MI300X, spec(documents=True), "flex"),
+        (CPU, spec(documents=True), "reference"),
     ],
 )
 def test_auto_takes_the_fastest_that_serves(where, wanted, expected):
@@ -61,6 +64,8 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
         ("sdpa:cudnn", spec(softcap=50.0), None, ["cuDNN", "no softcap"]),
         ("sdpa", spec(softcap=50.0), None, ["softcap", "can serve: auto, reference, flex, triton"]),
         ("sdpa", spec(softcap=50.0), CPU, ["SDPA has no softcap", "can serve: auto, reference)"]),
+        ("sdpa:cudnn", spec(documents=True), None, ["cuDNN", "no document mask; use flex or reference"]),
+        ("sdpa", spec(documents=True), CPU, ["SDPA has no document mask", "can serve: auto, reference)"]),
         ("sdpa:cudnn", PLAIN, MI300X, ["NVIDIA", "use sdpa:flash"]),
         ("sdpa:cudnn", spec(head_dim=160), H200, ["up to 128", "160"]),
         ("sdpa:flash", spec(dtype="float32"), H200, ["bfloat16", "amp_bf16"]),
@@ -141,6 +146,13 @@ def test_every_operation_serves_everywhere(where):
 )
 def test_a_convolution_takes_the_backend_of_the_scan_beside_it_where_it_has_one(name, where, expected):
     assert registry.resolve_beside("conv1d", name, SPECS["conv1d"], where).name == expected
+
+
+def test_a_convolution_over_documents_is_not_that_of_aten():
+    packed = Conv1dSpec(64, 4, documents=True)
+    assert registry.resolve_beside("conv1d", "auto", packed, CPU).name == "reference"
+    reason = registry.refusal("conv1d", "aten", packed, CPU)
+    assert reason is not None and "keeps no documents apart; use reference" in reason
 
 
 @pytest.mark.parametrize("operation", ["ssd", "attention_step", "ssd_step", "conv1d_step"])

@@ -143,6 +143,11 @@ def test_the_shipped_tables_serve_every_size(arch, dtype):
         # A state of 256 in float32 does not fit in AMD's shared memory: the backend refuses it.
         for d_state in (16, 64, 128) if arch.startswith("gfx") and dtype == "float32" else (16, 64, 128, 256):
             assert default_launch(SSDSpec(8, head_dim, d_state, 1, 256, dtype=dtype), where)
+    around = {"conv1d.forward": range(1, 5), "conv1d.backward": range(1, 5), "rotary": range(2, 257, 2)}
+    around |= {f"gated_norm.{part}": range(1, 8193, 37) for part in ("forward", "backward")}
+    for kernel, sizes in around.items():
+        (name,) = tuning.KERNELS[kernel].shape
+        assert all(tuning.select(kernel, dtype, {name: size}, where) for size in (*sizes, max(sizes)))
 
 
 @pytest.mark.parametrize("arch", ["sm86", "sm89", "sm120"])

@@ -1,0 +1,93 @@
+"""Tuning of the convolution with SiLU: forward and backward, each on its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outputs
+from llmtrain.kernels.conv1d import triton_kernels as kernels
+from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.triton_launch import Walk, default_launch, fitted, narrowed
+from llmtrain.kernels.platform import Platform
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: in all sequences together. packed: with documents."""
+
+    channels: int = 5376
+    width: int = 4
+    seq_len: int = 4096
+    dtype: str = "bfloat16"
+    tokens: int = 16384
+    packed: bool = False
+    document: int = 700
+    """Tokens of one."""
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.seq_len)
+
+
+class Problem(MemoryBound):
+    operation, parts, launch = "conv1d", ("forward", "backward"), Walk
+
+    def __init__(self, case: Case, device: str, where: Platform):
+        self.case, self.where = case, where
+        self.shape = {"width": case.width}
+        self.tolerance = TOLERANCE[case.dtype]
+        self.table = default_launch(Conv1dSpec(case.channels, case.width, case.dtype), where)
+        draw, size = Draw(device, case.dtype), (case.batch, case.seq_len, case.channels)
+        self.x, self.weight, self.bias = draw.slice(*size), draw(case.channels, case.width), draw(case.channels)
+        self.dy = draw(*size)
+        self.ids: Tensor | None = None
+        if case.packed:
+            numbers = torch.arange(case.seq_len, dtype=torch.int32, device=device) // case.document
+            self.ids = numbers.expand(case.batch, -1).contiguous()
+
+    def launches(self, part: str, quick: bool) -> Iterator[Walk]:
+        """What a thread holds of a token's channels: 4 or 8 numbers forward; backward, which needs about 30 registers for
+        each, 2 to 8.
+        """
+        yield self._fitted(getattr(self.table, part))
+        forward, lanes = part == "forward", 64 if self.where.vendor == "amd" else 32
+        held = (4, 8) if forward else (2, 4, 8)
+        widths = (128, 256, 512) if forward else (64, 128, 256)
+        runs = ((32, 4), (64, 4), (16, 4), (128, 4), (32, 8), (64, 8), (48, 3), (96, 3))
+        for channels, walkers, warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
+            if channels * walkers // (lanes * warps) not in held:
+                continue
+            for run, group in runs[:2] if quick else runs:
+                if group >= self.case.width - 1 and (walkers == 4 or (group == 4 and run in (32, 64))):
+                    yield self._fitted(Walk(channels, walkers, run, group, warps))
+            if walkers == 4 and not quick:
+                yield self._fitted(Walk(channels, walkers, 64, 4, warps, stages=2))
+
+    def _fitted(self, walk: Walk) -> Walk:
+        case = self.case
+        walk = narrowed(walk, case.channels)
+        return fitted(walk, self.table.programs, case.batch, case.seq_len, case.channels)
+
+    def run(self, part: str, launch: Walk | None) -> Outputs:
+        walk = self._fitted(getattr(self.table, part)) if launch is None else narrowed(launch, self.case.channels)
+        if part == "forward":
+            return (kernels.forward(self.x, self.weight, self.bias, self.ids, walk),)
+        found = kernels.backward(self.dy, self.x, self.weight, self.bias, self.ids, walk)
+        return tuple(t for t in found if t is not None)
+
+    def in_float64(self) -> dict[str, Outputs]:
+        leaves = [t.detach().double().requires_grad_() for t in (self.x, self.weight, self.bias)]
+        x, weight, bias = leaves
+        pieces = x.split(self.case.document, 1) if self.case.packed else (x,)
+        y = torch.cat([causal_conv1d_silu(piece, weight, bias) for piece in pieces], 1)
+        return {"forward": (y.detach(),), "backward": torch.autograd.grad(y, leaves, self.dy.double())}
+
+    def bytes(self, part: str) -> int:
+        """x and y; dy, x and dx."""
+        return (2 if part == "forward" else 3) * self.dy.numel() * self.dy.element_size()

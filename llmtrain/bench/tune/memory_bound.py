@@ -1,0 +1,81 @@
+"""What the problems around the scan share: kernels that move bytes, each searched on its own and compared as a whole."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+
+Outputs = tuple[Tensor, ...]
+TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
+
+
+class MemoryBound(abc.ABC):
+    """See operations.Problem. parts: kernels of `operation`; its rows are OPERATION.PART, or OPERATION if it has one part."""
+
+    operation: str
+    parts: Sequence[str]
+    launch: type
+    """Of one part: the dataclass of its parameters."""
+    shape: dict[str, int]
+    tolerance: float
+    _exact: dict[str, Outputs] | None = None
+
+    @abc.abstractmethod
+    def launches(self, part: str, quick: bool) -> Iterator[Any]:
+        """The table's, then what may be better; as they would run here, so some may come twice."""
+
+    @abc.abstractmethod
+    def run(self, part: str, launch: Any) -> Outputs:
+        """launch: None: the table's."""
+
+    @abc.abstractmethod
+    def in_float64(self) -> dict[str, Outputs]:
+        """What every part must give."""
+
+    @abc.abstractmethod
+    def bytes(self, part: str) -> int:
+        """Of what it must read and write, once."""
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        return [asdict(launch) for launch in dict.fromkeys(self.launches(part, quick))]
+
+    def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Outputs]:
+        chosen = None if launch is None else self.launch(**launch)
+        return lambda: self.run(part, chosen)
+
+    def error(self, part: str, launch: dict[str, Any]) -> float:
+        if self._exact is None:
+            self._exact = self.in_float64()
+        found = self.runner(part, launch)()
+        return max(relative_error(a, b) for a, b in zip(found, self._exact[part], strict=True))
+
+    def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
+        found = []
+        for part, attempts in best.items():
+            if attempts:
+                one, kernel = attempts[0], self.operation if len(self.parts) == 1 else f"{self.operation}.{part}"
+                found.append(Winner(kernel, self.launch(**one.launch), one.ms, one.shared, self.bytes(part), "gbps"))
+        return found
+
+
+class Draw:
+    """Random tensors, the same every time; without memory on the device `meta`."""
+
+    def __init__(self, device: str, dtype: str):
+        self.device, self.dtype = device, getattr(torch, dtype)
+        self._generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype)
+
+    def slice(self, *shape: int) -> Tensor:
+        """Of a projection more than twice as wide, as a mixer's parts are; rows begin at multiples of 16 bytes."""
+        *leading, width = shape
+        return self(*leading, 2 * width + 128)[..., width - width % 8 : -128 - width % 8]

@@ -1,0 +1,54 @@
+"""Which token ends a document of the shards, as the folders they came with record it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.config.base import Problem
+from llmtrain.config.data import DataConfig, StreamConfig
+from llmtrain.data.prepared import MANIFEST, read_manifest
+from llmtrain.data.shards import ShardError
+
+
+def check_documents(data: DataConfig) -> Iterator[Problem]:
+    """Why the documents cannot be kept apart, if that is asked for; nothing before data.prepare has run."""
+    if data.prepare is not None and not Path(data.prepare.out).expanduser().exists():
+        return
+    try:
+        end_of_document(data)
+    except ValueError as error:
+        yield Problem("data.mask_documents", True, str(error))
+
+
+def end_of_document(data: DataConfig) -> int | None:
+    """The id of the token that closes documents, which all streams must share; None unless documents are kept apart.
+
+    Raises ShardError for a stream that does not say, and for streams that differ; PrepareError or TokenizerError for
+    what cannot be read.
+    """
+    if not data.mask_documents:
+        return None
+    found: dict[int, str] = {}
+    for stream in (*data.train_streams().values(), *data.validation_streams().values()):
+        found.setdefault(_recorded(stream), stream.local)
+    if len(found) > 1:
+        which = ", ".join(f"{id} in {local}" for id, local in found.items())
+        raise ShardError(f"the streams' documents end with different tokens ({which}); use shards of one tokenizer")
+    return next(iter(found))
+
+
+def _recorded(stream: StreamConfig) -> int:
+    local = Path(stream.local).expanduser()
+    for folder in (local,) if stream.split else (local, local.parent):
+        manifest = read_manifest(folder)
+        if manifest is not None and isinstance(manifest.get("tokenizer"), dict):
+            return manifest["tokenizer"]["eod_id"]
+        if (folder / "tokenizer").is_dir():
+            from llmtrain.data.tokenizer import load_tokenizer
+
+            return load_tokenizer(str(folder / "tokenizer")).eod_id
+    raise ShardError(
+        f"neither {local / MANIFEST} nor {local / 'tokenizer'} says which token ends a document; put the tokenizer that the "
+        "shards were made with there, or make them with `llmtrain prepare`"
+    )

@@ -1,0 +1,29 @@
+"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+from typing import Any
+
+import pytest
+
+from llmtrain.kernels import platform
+from llmtrain.kernels.platform import Platform
+from tests.support.models import build
+from tests.support.packing import apart, assert_same, packed_batch, together
+
+GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
+LAYERS = {  # as few as show it: the interpreter is slow
+    "mpt with alibi": "a",
+    "mpt with learned positions and clipping": "a*2",
+    "llama with grouped queries": "a",
+    "mamba2 with groups": "m",
+    "zamba2 as the 1.2B": "s+m",
+}
+
+
+@pytest.mark.parametrize("name, layers", LAYERS.items())
+def test_a_packed_batch_equals_its_documents_apart(name, layers):
+    """The documents one by one through the reference."""
+    batch = packed_batch()
+    expected = apart(build(name, platform.cpu(), backend="reference", layers=layers), batch)
+    ours: Any = build(name, GPU, device="cpu", backend="triton", layers=layers, documents=True)
+    assert all(block.mixer.backend.name == "triton" for block in ours.blocks)
+    assert_same(together(ours, batch), expected, 1e-4)

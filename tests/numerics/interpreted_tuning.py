@@ -1,0 +1,40 @@
+"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself.
+
+What `bench tune` checks before it times: a launch is right, and a kernel that computes something else is found out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llmtrain.bench.tune.operations import problem
+from llmtrain.kernels.platform import Platform
+
+WHERE = Platform("nvidia", "sm90", "", 1 << 36, 1)
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("conv1d", {"channels": 24, "seq_len": 20, "tokens": 40}, "bias"),
+    ("conv1d", {"channels": 24, "width": 3, "seq_len": 20, "tokens": 40, "packed": True, "document": 7}, "weight"),
+    ("gated_norm", {"group_size": 24, "groups": 2, "tokens": 10}, "z"),
+    ("gated_norm", {"group_size": 24, "norm_first": 1, "tokens": 10}, "weight"),
+    ("rotary", {"head_dim": 16, "heads": 4, "kv_heads": 2, "seq_len": 5, "tokens": 10}, "sin"),
+]
+
+
+@pytest.mark.parametrize("operation, case, tensor", CASES)
+def test_a_right_launch_passes_and_a_wrong_result_does_not(operation, case, tensor):
+    made = problem(operation, {**case, "dtype": "float32"}, "cpu", WHERE)
+    for part in made.parts:
+        first, *_, last = made.candidates(part, False)
+        assert made.error(part, first) < made.tolerance
+        assert made.error(part, last) < made.tolerance
+    kept = getattr(made, tensor)
+    setattr(made, tensor, kept + 1)
+    assert all(made.error(part, made.candidates(part, True)[0]) > made.tolerance for part in made.parts)
+
+
+def test_what_is_not_given_a_launch_takes_the_tables():
+    made = problem("conv1d", {"channels": 24, "seq_len": 20, "tokens": 40}, "cpu", WHERE)
+    run: Callable[[], Any] = made.runner("forward", None)
+    (y,) = run()
+    assert y.shape == (2, 20, 24)

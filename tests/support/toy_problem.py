@@ -1,0 +1,72 @@
+"""A problem of `bench tune` whose launches fail in every way; for a process of its own, without a GPU.
+
+Launches are numbers: 1 is slow, 2 is fast, 3 is wrong, 4 does not fit, 5 gives NaN, 6 ends the process, 7 reads where it must
+not, after which the GPU answers nothing, 8 never ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.testing
+
+from llmtrain.bench.tune.measuring import Measured
+from llmtrain.bench.tune.operations import Attempt, Winner
+from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.platform import Platform
+
+triton.testing.do_bench = lambda run, **_: run()
+BROKEN = "CUDA error: an illegal memory access was encountered"
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError(BROKEN)
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: str = "bfloat16"
+
+
+class Problem:
+    parts, shape, tolerance = ("forward",), {"head_dim": 64}, 0.01
+
+    def __init__(self, case: Case, device: str, where: Platform):
+        self.case, self.device = case, device
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        return [{"n": n} for n in range(1, 4 if quick else 8)]
+
+    def error(self, part: str, launch: dict[str, Any]) -> float:
+        torch.cuda.synchronize()
+        match launch["n"]:
+            case 4:
+                raise RuntimeError("out of resource")
+            case 6:
+                os._exit(3)
+            case 7:
+                torch.cuda.is_available, torch.cuda.synchronize = lambda: True, _refuse
+                raise RuntimeError(BROKEN)
+            case 8:
+                time.sleep(600)
+        return {3: 0.5, 5: math.nan}.get(launch["n"], 1e-3)
+
+    def runner(self, part: str, launch: dict[str, Any]) -> Callable[[], float]:
+        return lambda: 2.0 if launch["n"] == 1 else 1.0
+
+    def winners(
+        self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Measured]
+    ) -> list[Winner]:
+        """The fastest as a row for attention, measured once more."""
+        (one, *_) = best["forward"]
+        ms = measurer("forward", one.launch).ms
+        return [Winner("attention.forward", Launch(64, 16 * one.launch["n"], 4, 1), ms, 100, 1e12, "tflops")]
+
+
+torch.cuda.synchronize = lambda *_: None
