@@ -70,6 +70,13 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         made.close()
 
 
+def pytest_configure(config) -> None:
+    """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
+    they come first, and no worker is left with one at the end."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(config, items) -> None:
     """Tests marked slow or compile run only when asked for: pytest -m slow."""
     for mark in ("slow", "compile"):
