@@ -18,6 +18,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform, shared_limit
+from tests.support.interpreter import run_interpreted
 
 HERE = Path(__file__)
 ARCHES = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -61,24 +62,7 @@ ALL = [
 
 @pytest.mark.parametrize("operation", ["conv1d", "gated_norm", "mixer", "rotary"])
 def test_the_interpreted_kernels_agree_with_the_reference(operation):
-    cases = f"interpreted_{operation}.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", cases],
-        cwd=HERE.parent,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_ADDOPTS": "",
-            "PYTHONPATH": str(HERE.parents[2]),
-        },
-        timeout=900,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted(operation)
 
 
 @pytest.mark.parametrize("name", ["sm90", *(pytest.param(a, marks=pytest.mark.compile) for a in ARCHES if a != "sm90")])

@@ -1,8 +1,34 @@
-"""Triton's interpreter, faster: what it does over and over and our tests do not need."""
+"""Triton's interpreter: tests of kernels in a process in which it serves, faster than it comes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_interpreted(operation: str, cases: str = "not slow", timeout: float = 900) -> None:
+    """Runs tests/numerics/interpreted_OPERATION.py, in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+
+    cases: as for pytest's -m. timeout: in seconds. Raises AssertionError with what was printed if a case fails or is skipped.
+    """
+    file = ROOT / "tests" / "numerics" / f"interpreted_{operation}.py"
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
 
 
 def speed_up() -> None:
