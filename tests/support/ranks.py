@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -47,13 +48,13 @@ class Ranks:
         """What job(*args) returns on each rank. Raises RankFailed if it raised on any, or a rank hung or died."""
         self.jobs += 1
         for pipe in self.pipes:
-            pipe.send((job, args))
+            pipe.send_bytes(pickle.dumps((job, args)))
         deadline = time.monotonic() + timeout
         answers = []
         for rank, pipe in enumerate(self.pipes):
             try:
                 heard = pipe.poll(max(deadline - time.monotonic(), 0))
-                answers.append(pipe.recv() if heard else (False, f"rank {rank} hung"))
+                answers.append(pickle.loads(pipe.recv_bytes()) if heard else (False, f"rank {rank} hung"))
             except EOFError:
                 heard, _ = False, answers.append((False, f"rank {rank} died"))
             if not heard:
@@ -78,7 +79,7 @@ class Ranks:
         if not self.alive:
             return
         for pipe in self.pipes:
-            pipe.send(None)
+            pipe.send_bytes(pickle.dumps(None))
         for process in self.processes:
             process.join(10)
         self.kill()
@@ -96,14 +97,14 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     initialize()
     segments = _Exits()
     memory.atexit = segments
-    while (work := pipe.recv()) is not None:
+    while (work := pickle.loads(pipe.recv_bytes())) is not None:
         job, args = work
         try:
             answer = (True, job(*args))
         except BaseException:
             answer = (False, f"rank {rank}: {traceback.format_exc()}")
         segments.run()  # before the answer: no rank begins the next job while another still holds a segment
-        pipe.send(answer)
+        pipe.send_bytes(pickle.dumps(answer))  # by value: pipe.send passes an open file for each tensor
     torch.distributed.destroy_process_group()
 
 
