@@ -3,6 +3,7 @@
 # docker run --gpus all --ipc=host -v "$PWD:/workspace" llmtrain:cuda train yamls/pretrain/mpt-1b.yaml
 # docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render --ipc=host \
 #     -v "$PWD:/workspace" llmtrain:rocm train yamls/pretrain/mpt-1b.yaml
+# UV_COMPILE_BYTECODE: the image's user may not write any, and each rank would compile all it imports at every start.
 # --ipc=host: StreamingDataset and NCCL share memory between the ranks. The shipped YAMLs lie in /opt/llmtrain/yamls.
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -19,6 +20,7 @@ RUN apt-get update \
 ENV PIP_NO_CACHE_DIR=1 \
     UV_NO_CACHE=1 \
     UV_LINK_MODE=copy \
+    UV_COMPILE_BYTECODE=1 \
     UV_PYTHON_DOWNLOADS=never \
     PYTHONUNBUFFERED=1
 RUN pip install 'uv==0.13.*'
@@ -60,6 +62,7 @@ ENV HSA_ENABLE_SDMA=1 \
 ENV PIP_NO_CACHE_DIR=1 \
     UV_NO_CACHE=1 \
     UV_LINK_MODE=copy \
+    UV_COMPILE_BYTECODE=1 \
     UV_PYTHON_DOWNLOADS=never \
     PYTHONUNBUFFERED=1
 

@@ -7,7 +7,13 @@ Started plainly, it does what `llmtrain train` does.
 """
 
 import argparse
+import signal
 import sys
+
+if (
+    signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+):  # scripts/slurm: inherited from torchrun, which leaves it to the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 from llmtrain.train.commands import add_run_arguments, run_train
 

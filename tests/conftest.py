@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
 # Before torch is imported: workers and ranks share the cores, and threads beyond those wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where Python is told to keep no bytecode, each of the many processes of the tests compiles the thousands of files that
+# Composer imports, for some ten seconds. So it is kept, but apart.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
 
@@ -60,6 +68,13 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield group
     for made in groups.values():
         made.close()
+
+
+def pytest_configure(config) -> None:
+    """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
+    they come first, and no worker is left with one at the end."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config, items) -> None:

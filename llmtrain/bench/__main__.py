@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from llmtrain.bench.commands import add_benches
+from llmtrain.bench.entry import end_with
 from llmtrain.doctor.commands import add_doctor
 
 
@@ -15,12 +15,8 @@ def main() -> int:
     add_benches(commands)
     add_doctor(commands)
     args = root.parse_args()
-    try:
-        return args.func(args)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return args.func(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

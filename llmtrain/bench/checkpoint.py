@@ -6,7 +6,8 @@ FILE's model takes training steps on random tokens (one microbatch each), sharde
 checkpoints go. Measured: how long a step is held up by a save in the background, and the steps beside it; a synchronous
 save, and torch's dcp.save to a FileSystemWriter with as many threads, in turn (both flush every file to the disk; ours
 hashes it too); and a resume, part by part, from the disk as far as the kernel forgets its cached pages when told.
-Prints a Markdown table, and everything as one line of JSON. Add train.compile=off: compiling says nothing here.
+Prints each part's figures when it is done, then a Markdown table, and everything as one line of JSON. Add
+train.compile=off: compiling says nothing here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from llmtrain.bench.entry import end_with
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
 from llmtrain.checkpoint.newest import newest
@@ -89,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     training.model.init_weights(config.seed)
     about = About(1, 0, config.model_dump(mode="json"), {}, {})
     found: dict[str, Any] = {"model": config.name, "ranks": dist.get_world_size(), "device": _name(device)}
-    found |= _in_background(training, ours, about, args.saves, args.seconds)
-    found |= _synchronous(training, ours, theirs, about, args.repeat)
+    found |= _told(_in_background(training, ours, about, args.saves, args.seconds))
+    found |= _told(_synchronous(training, ours, theirs, about, args.repeat))
     shutil.rmtree(theirs, ignore_errors=True)
     del training
     gc.collect()
@@ -268,6 +270,12 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
+def _told(part: dict[str, Any]) -> dict[str, Any]:
+    """Figures that are known, for when a time limit ends the rest."""
+    _say(json.dumps({name: _rounded(value) for name, value in part.items()}))
+    return part
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
@@ -280,4 +288,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_with(main)

@@ -80,6 +80,9 @@ def _add_kernels(commands) -> None:
     sub.add_argument(
         "--workers", type=int, metavar="N", help="processes that compile (default: one per core, at most 14)"
     )
+    sub.add_argument(
+        "--compile-seconds", type=float, default=300.0, metavar="S", help="for compiling beforehand (default 300)"
+    )
     sub.set_defaults(func=kernels)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from llmtrain.bench.entry import end_with
 from llmtrain.config.load import load_config
 from llmtrain.generate.decoding import Step, decode
 from llmtrain.generate.sampling import Sampling
@@ -45,8 +46,10 @@ def main() -> None:
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--curve", metavar="PNG")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
+    if args.curve:
+        Path(args.curve).parent.mkdir(parents=True, exist_ok=True)
     model = build(config.model)
     device = model.embed.weight.device
     print(
@@ -146,7 +149,9 @@ def measure(request: Request, prompts: list[list[int]], new: int, repeats: int) 
             found.append(clock() - began)
         return statistics.median(found)
 
-    return Speed(len(prompts) * new, new, seconds(new), seconds(1), group=None if size == len(prompts) else size)
+    whole = seconds(new)
+    print(f"    {whole:.3f} s for {new} new tokens each", flush=True)  # what is known when a time limit ends the rest
+    return Speed(len(prompts) * new, new, whole, seconds(1), group=None if size == len(prompts) else size)
 
 
 def ours_of(model: HybridLM) -> Request:
@@ -233,4 +238,4 @@ def clock() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

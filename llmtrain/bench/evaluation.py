@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import WARM_UP, PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
@@ -80,9 +81,13 @@ def main() -> None:
     parser.add_argument("--peer-seconds", type=float, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--vocab", type=int, default=16_000, help="of the tokenizer")
-    parser.add_argument("--out", metavar="JSON")
+    parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
+    if args.out and args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +106,7 @@ def main() -> None:
         def keep(rows: list[Measured]) -> None:
             if args.out:
                 content = {"model": config.name, "device": name, "rows": [asdict(row) for row in rows]}
-                Path(args.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
         rows, answers = [], []
         for task, shots in chosen:
@@ -188,4 +193,4 @@ def _peer(folder: str, max_length: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

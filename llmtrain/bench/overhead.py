@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from llmtrain.bench.entry import end_with
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.train.loggers import read_metrics
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
     if args.plain:
         print(json.dumps(plain_loop(config)))
@@ -122,4 +123,4 @@ def mfu(config: Config, tokens_per_second: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

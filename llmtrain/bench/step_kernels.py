@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.bench.entry import end_with
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -121,4 +122,4 @@ def _seconds(step: Callable[..., Tensor], inputs: Sequence[tuple[Any, ...]]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -10,7 +10,7 @@ trains; then three columns are scored on the same documents, in fp32 without TF3
     harness      the same folder by lm-evaluation-harness's `hf` model, which gets prompts as text and tokenises them
 
 What log-likelihoods amount to is one function for all three (tests/numerics compares it with the harness's own metrics).
-FOLDER gets three_columns.md and .json. Exit status 1 when an accuracy differs.
+FOLDER gets three_columns.md and .json, anew after each column. Exit status 1 when an accuracy differs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import ask, instances, load_peer
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -45,7 +46,6 @@ TASKS = (
     *("hellaswag", "mmlu", "jeopardy", "arc_challenge:5"),
 )
 """Those without generated answers, with their numbers of examples if not 0; what the data folder lacks is left out."""
-COLUMNS = ("checkpoint", "exported", "harness")
 PROBE_STEPS = 30
 TOKENIZER_SIZE = 16_384
 """At most: the standard library has too little text for more."""
@@ -80,15 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     run, exported = args.out / "run", args.out / "exported"
-    try:
-        if run.exists() or exported.exists():
-            raise EvalError(f"--out {args.out} holds an earlier run; name another folder, or remove it")
-        if find_spec("lm_eval") is None:
-            raise EvalError("lm-evaluation-harness is not here: pip install lm_eval==0.4.13")
-        documents = dict(_read(args.tasks, args.data_dir, args.limit))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if run.exists() or exported.exists():
+        raise EvalError(f"--out {args.out} holds an earlier run; name another folder, or remove it")
+    if find_spec("lm_eval") is None:
+        raise EvalError("lm-evaluation-harness is not here: pip install lm_eval==0.4.13")
+    documents = dict(_read(args.tasks, args.data_dir, args.limit))
     if status := _train_and_export(args, run, exported):
         return status
 
@@ -98,17 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, (task, shots, some) in documents.items():
         requests = task.requests(some, tokenizer, shots, pmi=False)
         tasks.append(Asked(title, task, shots, some, [one for one in requests if isinstance(one, Score)]))
-    answers = {
-        "checkpoint": _timed("checkpoint", lambda: _ours(run, "llmtrain", tasks)),
-        "exported": _timed("exported", lambda: _ours(exported, "transformers", tasks)),
-        "harness": _timed("harness", lambda: _theirs(exported, window, tasks, args.batch)),
+    columns = {
+        "checkpoint": lambda: _ours(run, "llmtrain", tasks),
+        "exported": lambda: _ours(exported, "transformers", tasks),
+        "harness": lambda: _theirs(exported, window, tasks, args.batch),
     }
-    rows = [compare(asked, {name: answers[name][asked.title] for name in COLUMNS}) for asked in tasks]
-    title = _about(found.folder, run)
-    table = as_markdown(rows)
-    (args.out / "three_columns.md").write_text(f"{title}\n\n{table}", encoding="utf-8")
-    content = json.dumps({"about": title, "device": _device(), "rows": rows}, indent=1) + "\n"
-    (args.out / "three_columns.json").write_text(content, encoding="utf-8")
+    answers: dict[str, dict[str, list[Scored]]] = {}
+    title, rows, table = _about(args.file, found.folder, run), [], ""
+    for name, score in columns.items():
+        answers[name] = _timed(name, score)
+        # After each column: the last one takes longest, and a time limit must not cost the others.
+        rows = [compare(asked, {name: some[asked.title] for name, some in answers.items()}) for asked in tasks]
+        table = as_markdown(rows)
+        (args.out / "three_columns.md").write_text(f"{title}\n\n{table}", encoding="utf-8")
+        content = json.dumps({"about": title, "device": _device(), "rows": rows}, indent=1) + "\n"
+        (args.out / "three_columns.json").write_text(content, encoding="utf-8")
     print(f"\n{title}\n\n{table}", flush=True)
     different = [row["task"] for row in rows if not row["same"]]
     print(f"accuracies differ: {', '.join(different)}" if different else "all accuracies are the same", flush=True)
@@ -208,16 +208,16 @@ def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> di
 
 
 def compare(asked: Asked, answers: dict[str, list[Scored]]) -> dict[str, Any]:
-    """A task's row: every metric of every column, whether all accuracies are the same, and for each two columns the largest
-    difference of a log-likelihood (nats)."""
+    """A task's row: every metric of every column there is, whether all accuracies are the same, and for each two columns the
+    largest difference of a log-likelihood (nats)."""
     metrics = {name: asked.metrics(some) for name, some in answers.items()}
-    first = metrics[COLUMNS[0]]
+    first = next(iter(metrics.values()))
     accuracies = [name for name in first.values if name.startswith("acc")]
     values = {name: {metric: one.values[metric].value for metric in one.values} for name, one in metrics.items()}
-    same = all(values[name][metric] == values[COLUMNS[0]][metric] for name in COLUMNS for metric in accuracies)
+    same = all(one[metric] == first.values[metric].value for one in values.values() for metric in accuracies)
     differences = {
         f"{a} - {b}": max(abs(x.log_likelihood - y.log_likelihood) for x, y in zip(answers[a], answers[b], strict=True))
-        for a, b in combinations(COLUMNS, 2)
+        for a, b in combinations(answers, 2)
     }
     return {
         "task": asked.title,
@@ -233,21 +233,22 @@ def compare(asked: Asked, answers: dict[str, list[Scored]]) -> dict[str, Any]:
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A row per task: the headline metric in each column; then the largest differences of a log-likelihood, in nats."""
     pairs = list(rows[0]["differences"])
-    heads = ["task", "documents", "metric", *COLUMNS, "same", *pairs]
+    columns = list(rows[0]["values"])
+    heads = ["task", "documents", "metric", *columns, "same", *pairs]
     lines = [heads, ["---"] * len(heads)]
     for row in rows:
-        numbers = [f"{row['values'][name][row['metric']]:.4f}" for name in COLUMNS]
+        numbers = [f"{row['values'][name][row['metric']]:.4f}" for name in columns]
         gaps = [f"{row['differences'][pair]:.1e}" for pair in pairs]
         cells = [row["task"], str(row["documents"]), row["metric"], *numbers]
         lines.append([*cells, "yes" if row["same"] else "**no**", *gaps])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _about(checkpoint: Path, run: Path) -> str:
+def _about(file: str, checkpoint: Path, run: Path) -> str:
     names = ("loss/train/total", "metrics/validation/cross_entropy")
     losses = {name: read_metrics(run / "metrics.jsonl", name)[1] for name in names}
     said = [f"{name} {values[0]:.3f} → {values[-1]:.3f}" for name, values in losses.items() if values]
-    return "; ".join([f"{checkpoint.name}, fp32, {_device()}", *said])
+    return "; ".join([f"{Path(file).stem}, {checkpoint.name}, fp32, {_device()}", *said])
 
 
 def _device() -> str:
@@ -255,4 +256,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

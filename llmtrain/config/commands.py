@@ -13,7 +13,9 @@ from llmtrain.config.schema import Config
 def add_check(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("check", help="say everything that is wrong with a config, without running it")
     parser.add_argument("file", help="the YAML")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="check the batch and the sharding for N ranks (GPUs) too"
     )

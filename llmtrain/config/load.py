@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def load_config(
 
     overrides: `a.b=c`, applied in order; c is YAML and takes the place of what the file says.
     world_size: ranks of the run, where known; adds `check_for_world`.
-    check_data: look at the data folders too, and at the weights of init_from where the run will read them.
+    check_data: look at the data folders and the run's too, and at the weights of init_from where the run will read them.
     fresh: the run will not continue an earlier one in its folder.
 
     Raises ConfigError, which holds every problem and prints as the whole report.
@@ -48,6 +49,8 @@ def load_config(
             problems += readable(check_for_world(config, world_size))
         if check_data and not any(path.startswith("data") for path in wrong):
             problems += readable(_data_problems(config))
+        if check_data:
+            problems += readable(_folder_problems(config))
         if check_data and not any(path.startswith("eval") for path in wrong):
             problems += readable(_icl_problems(config))
         if check_data and not any(path.startswith(("model", "init_from", "run_dir", "name")) for path in wrong):
@@ -91,10 +94,21 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
 
 def _data_problems(config: Config) -> Iterator[Problem]:
     from llmtrain.data.documents import check_documents
-    from llmtrain.data.shards import check_streams
+    from llmtrain.data.shards import check_streams, check_vocabulary
 
-    problems = check_streams(config.data, config.train.global_batch_size)
+    problems = [*check_streams(config.data, config.train.global_batch_size)]
+    problems += check_vocabulary(config.data, config.model.vocab_size)
     yield from problems or check_documents(config.data)
+
+
+def _folder_problems(config: Config) -> Iterator[Problem]:
+    """What keeps a run from writing to its folder."""
+    folder = Path(config.run_dir).expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        yield Problem("run_dir", config.run_dir, f"{there} is a file, not a folder; choose another")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem("run_dir", config.run_dir, f"{there} may not be written to; choose another")
 
 
 def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:

@@ -103,6 +103,22 @@ def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
     return problems
 
 
+def check_vocabulary(data: DataConfig, vocab_size: int) -> list[Problem]:
+    """Whether the model has a row for every token of the shards, as far as `llmtrain prepare` has left word beside them."""
+    problems = []
+    folders = {stream.local for stream in [*data.train_streams().values(), *data.validation_streams().values()]}
+    for folder in sorted(folders):
+        try:
+            manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text(encoding="utf-8"))
+            size = int(manifest["tokenizer"]["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not ours, or in a remote: samples are looked at while training
+        if size > vocab_size:
+            message = f"the tokenizer of {folder} has {size} tokens; set model.vocab_size to {size} or more"
+            problems.append(Problem("model.vocab_size", vocab_size, message))
+    return problems
+
+
 def _check_stream(stream: StreamConfig, path: str, seq_len: int, explicit: bool) -> tuple[Index | None, list[Problem]]:
     folder = stream_folder(stream)
     local = f"{path}.local" if explicit else f"{path}.out"

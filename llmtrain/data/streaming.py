@@ -32,9 +32,10 @@ class TokenDataset(StreamingDataset):
     order of the config; it is the same in every epoch and on every rank.
     """
 
-    def __init__(self, *, seq_len: int, **kwargs: Any) -> None:
+    def __init__(self, *, seq_len: int, vocab_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.seq_len = seq_len
+        self.vocab_size = vocab_size
         self._failure: BaseException | None = None
         self.epoch_finished = False
         """Set by TrainLoader once it has handed out an epoch's last batch."""
@@ -95,6 +96,12 @@ class TokenDataset(StreamingDataset):
             tokens = np.frombuffer(tokens, np.int64)  # LLM Foundry's older shards
         if tokens.shape != (self.seq_len,):
             raise ShardError(f"sample {sample_id} has {tokens.size} tokens, data.seq_len is {self.seq_len}")
+        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            wrong = int(tokens.max() if tokens.min() >= 0 else tokens.min())
+            raise ShardError(
+                f"sample {sample_id} has token {wrong}, but model.vocab_size is {self.vocab_size}: the shards were made "
+                "with a larger tokenizer, or are no tokens"
+            )
         return {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
@@ -160,15 +167,17 @@ def _loader_options(data: DataConfig) -> dict[str, Any]:
     }
 
 
-def build_train_loader(data: DataConfig, *, global_batch_size: int) -> TrainLoader:
+def build_train_loader(data: DataConfig, *, global_batch_size: int, vocab_size: int | None = None) -> TrainLoader:
     """This rank's part of the training data: batches of global_batch_size / WORLD_SIZE samples.
 
-    Raises ValueError if the ranks do not divide the batch, ShardError if the data has less than one global batch.
+    Raises ValueError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
+    iterator, when a token is not below vocab_size.
     """
     batch_size = _rank_batch_size(global_batch_size)
     streams = list(data.train_streams().values())
     options: dict[str, Any] = {
         "seq_len": data.seq_len,
+        "vocab_size": vocab_size,
         "batch_size": batch_size,
         "shuffle": data.shuffle,
         "shuffle_seed": data.shuffle_seed,
@@ -222,7 +231,7 @@ class ValidationDataset(IterableDataset):
 
 
 def build_validation_loader(
-    data: DataConfig, *, global_batch_size: int, max_samples: int | None = None
+    data: DataConfig, *, global_batch_size: int, max_samples: int | None = None, vocab_size: int | None = None
 ) -> DataLoader | None:
     """This rank's part of the validation data, or None if the config names none.
 
@@ -235,6 +244,8 @@ def build_validation_loader(
         return None
     batch_size = _rank_batch_size(global_batch_size)
     with one_at_a_time():
-        samples = TokenDataset(seq_len=data.seq_len, streams=[_stream(stream) for stream in streams])
+        samples = TokenDataset(
+            seq_len=data.seq_len, vocab_size=vocab_size, streams=[_stream(stream) for stream in streams]
+        )
     dataset = ValidationDataset(samples, global_batch_size, max_samples)
     return DataLoader(dataset, batch_size=batch_size, **_loader_options(data))

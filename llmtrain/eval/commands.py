@@ -66,7 +66,11 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """What `llmtrain eval` and scripts/eval.py share."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
     parser.add_argument(
-        "overrides", nargs="*", metavar="a.b=c", help="settings that replace the file's; model=PATH says what to score"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="a.b=c",
+        help="settings that replace the file's; model=PATH says what to score",
     )
     for name, (metavar, kind, help) in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)

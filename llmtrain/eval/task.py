@@ -10,7 +10,7 @@ The model in between is not this package's business: nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.eval.rolling import rolling_requests
 from llmtrain.eval.scoring import Style, judge
 from llmtrain.eval.sections import LmEvalPrompting, Source
-from llmtrain.eval.sources import read_records
+from llmtrain.eval.sources import Record, read_records
 from llmtrain.eval.tokens import PromptTokenizer
 
 
@@ -93,17 +93,20 @@ class Task:
         Raises EvalError with file and line for a record of which the task's templates cannot make a document.
         """
         recipe = Recipe(self.config, self.source, self.convention)
-        everything = [
-            recipe.document(record, index) for index, record in enumerate(read_records(self.source, self.base))
-        ]
+        everything = [recipe.document(record, index) for index, record in enumerate(self._records())]
         if not everything:
             raise EvalError(f"task {self.name}: its source holds no documents")
         examples = None
         if self._examples_apart():
-            records = read_records(self.source, self.base, few_shot=True)
-            examples = [recipe.document(record, index) for index, record in enumerate(records)]
+            examples = [recipe.document(record, index) for index, record in enumerate(self._records(few_shot=True))]
         evaluated = [one for group in by_category(everything).values() for one in group[:limit]]
         return Documents(evaluated, everything, examples)
+
+    def _records(self, few_shot: bool = False) -> Iterator[Record]:
+        try:
+            yield from read_records(self.source, self.base, few_shot=few_shot)
+        except EvalError as error:
+            raise EvalError(f"task {self.name}: {error}") from None
 
     def _examples_apart(self) -> bool:
         wanted = self.style.few_shot_from or ("documents" if self.convention == "foundry" else "few_shot")

@@ -17,7 +17,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
         description="Says what a config amounts to, in seconds and without a GPU, however large the model is.",
     )
     parser.add_argument("file", metavar="FILE", help="a training YAML")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those in FILE")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those in FILE")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="GPUs of the run (default 1)")
     parser.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: adds expected tokens/s and days")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")

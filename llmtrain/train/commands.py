@@ -22,7 +22,8 @@ def add_train(commands) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What `llmtrain train` and scripts/train.py share."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the file's")
+    # With a default, argparse does not ask for them when FILE is missing.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
     parser.add_argument(
         "--fresh", action="store_true", help="start anew; earlier checkpoints and logs of the run are moved aside"
     )

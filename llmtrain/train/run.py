@@ -77,7 +77,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     parallelize(model, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
-    loader = build_train_loader(config.data, global_batch_size=config.train.global_batch_size)
+    loader = build_train_loader(
+        config.data, global_batch_size=config.train.global_batch_size, vocab_size=config.model.vocab_size
+    )
     if resumed:
         # The worker asked before, but remote data is known only now.
         refuse_another_meaning(config, resumed.folder, resumed.manifest)
@@ -185,7 +187,10 @@ def final_metric(state: State, name: str) -> float | None:
 def evaluators(config: Config) -> list[Evaluator]:
     size = config.eval.microbatch_size or config.train.microbatch_size
     loader = build_validation_loader(
-        config.data, global_batch_size=size * dist.get_world_size(), max_samples=config.eval.max_samples
+        config.data,
+        global_batch_size=size * dist.get_world_size(),
+        max_samples=config.eval.max_samples,
+        vocab_size=config.model.vocab_size,
     )
     if loader is None:
         return []

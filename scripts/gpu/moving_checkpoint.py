@@ -6,7 +6,9 @@ Trains yamls/bench/moving-25m.yaml twice: `whole` on all the GPUs that `--whole`
 that continues from the checkpoint of the one before. Then draws OUT/moving.png (both losses, and their difference), writes
 OUT/moving.json, and prints the largest difference and whether every step saw the same samples.
 
-Each part goes on where it was cut short, so the parts may run in several calls, or all in one. A leg is written
+Each part goes on where it was cut short, so the parts may run in several calls, or all in one. SIGTERM, as `timeout` sends
+it, or a leg that fails ends the training early; what there is by then is reported all the same. Exit status 0 says that both
+runs are whole and saw the same samples. A leg is written
 `2a` (2 GPUs, kernel set a), `1b` or `cpu` (reference kernels); `--legs` is repeated to the
 end. Without GPUs every leg runs on CPU processes, which is good for a try: add model.d_model=64 and the like.
 """
@@ -18,11 +20,13 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
 
+from llmtrain.bench.entry import end_with
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -35,23 +39,42 @@ BLOCKS = {"attention": "a", "ssd": "m"}
 """Which block of the YAML has the backend of an operation."""
 
 
+class Ended(Exception):
+    """Training stops here, for a reason that the text says."""
+
+
 def main() -> int:
     args = _arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rank:
         return _rank(args)
+    config = _config(args, args.out / "whole")  # what is wrong with the overrides is said first
+    signal.signal(signal.SIGTERM, _terminated)
+    status = 0
+    try:
+        _parts(args, config)
+    except Ended as error:
+        print(f"ended early: {error}", file=sys.stderr, flush=True)
+        status = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a report takes seconds
+    return max(status, _report(args, config)) if "report" in args.part else status
+
+
+def _terminated(*_: object) -> None:
+    raise Ended("SIGTERM")
+
+
+def _parts(args: argparse.Namespace, config: Config) -> None:
     sets = {name: dict(pair.split("=") for pair in getattr(args, name).split(",")) for name in "ab"}
     if "prepare" in args.part:
         from llmtrain.data.prepare import prepare
 
-        config = _config(args, args.out / "whole")
         assert config.data.prepare is not None
         print(prepare(config.data.prepare, progress=False).summary(), flush=True)
     if "whole" in args.part:
         _train(args, "whole", [args.whole], sets, every=None)
     if "moving" in args.part:
         _train(args, "moving", args.legs.split(","), sets, every=args.every)
-    return _report(args) if "report" in args.part else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -89,7 +112,7 @@ def _train(
     every = every or total
     interval = int(config.checkpoint.interval.value)
     if every % interval:
-        raise SystemExit(f"--every {every}: must be a multiple of checkpoint.interval ({interval} steps)")
+        raise ValueError(f"--every {every}: must be a multiple of checkpoint.interval ({interval} steps)")
     for number, leg in zip(range(-(-total // every)), itertools.cycle(legs), strict=False):
         stop = min((number + 1) * every, total)
         at = _step(run_dir)
@@ -110,12 +133,13 @@ def _train(
         command = [sys.executable, __file__, str(args.out), *args.overrides, *changes, "--rank", run, str(stop)]
         with patch.dict("os.environ", variables):
             status = launch(command, size, str(run_dir))
-        if status or _step(run_dir) != stop:
-            raise SystemExit(f"{run} on {leg} ended with status {status} at step {_step(run_dir)}; see {run_dir}/logs")
-        seconds = time.perf_counter() - began
-        with (args.out / "legs.jsonl").open("a") as file:
-            entry = {"run": run, "leg": leg, "from": at, "to": stop, "seconds": round(seconds, 1), "kernels": kernels}
-            file.write(json.dumps(entry) + "\n")
+        seconds, reached = time.perf_counter() - began, _step(run_dir)
+        if reached > at:
+            with (args.out / "legs.jsonl").open("a") as file:
+                entry = {"run": run, "leg": leg, "from": at, "to": reached, "seconds": round(seconds, 1)}
+                file.write(json.dumps(entry | {"kernels": kernels}) + "\n")
+        if status or reached != stop:
+            raise Ended(f"{run} on {leg}: exit status {status} at step {reached} of {stop}; see {run_dir}/logs")
         print(f"{run}: {leg} took {seconds:.1f} s", flush=True)
 
 
@@ -135,6 +159,7 @@ def _rank(args: argparse.Namespace) -> int:
 
     from llmtrain.train import composer_fixes
     from llmtrain.train import run as training
+    from llmtrain.train.preemption import STATUS, Preempted
 
     class Interrupted(Exception):
         pass
@@ -152,16 +177,21 @@ def _rank(args: argparse.Namespace) -> int:
                     file.write(json.dumps({"step": step + 1, "ids": ids}) + "\n")
 
     composer_fixes.quiet()
-    build = training.build_loggers
+    build, status = training.build_loggers, 0
     with patch.object(training, "build_loggers", lambda *a: [*build(*a), Recorder()]), contextlib.suppress(Interrupted):
-        training.train(config)
+        try:
+            training.train(config)
+        except Preempted as error:
+            print(error)
+            status = STATUS
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # with the group of an interrupted run
+    os._exit(status)  # with the group of an interrupted run
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace, config: Config) -> int:
+    """Of the steps that both runs have taken. 0 when those are all, and saw the same samples."""
     import matplotlib
 
     from llmtrain.train.loggers import read_metrics
@@ -169,20 +199,28 @@ def _report(args: argparse.Namespace) -> int:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    runs, total = ("whole", "moving"), int(config.train.duration.value)
+    files = [args.out / name for run in runs for name in (f"{run}/metrics.jsonl", f"{run}-samples.jsonl")]
+    if absent := [str(file) for file in files if not file.exists()]:
+        print(f"nothing to compare yet: there is no {', '.join(absent)}", file=sys.stderr)
+        return 1
     losses = {
-        run: dict(zip(*read_metrics(args.out / run / "metrics.jsonl", "loss/train/total"), strict=True))
-        for run in ("whole", "moving")
+        run: dict(zip(*read_metrics(args.out / run / "metrics.jsonl", "loss/train/total"), strict=True)) for run in runs
     }
     steps = sorted(losses["whole"].keys() & losses["moving"].keys())
+    if not steps:
+        print("nothing to compare yet: no step was taken by both runs", file=sys.stderr)
+        return 1
     difference = {step: abs(losses["whole"][step] - losses["moving"][step]) for step in steps}
     worst = max(steps, key=difference.__getitem__)
-    seen = {run: _samples(args.out / f"{run}-samples.jsonl") for run in ("whole", "moving")}
-    same = seen["whole"] == seen["moving"] and sorted(seen["whole"]) == steps
-    legs = [
-        leg for leg in map(json.loads, (args.out / "legs.jsonl").read_text().splitlines()) if leg["run"] == "moving"
-    ]
+    seen = {run: _samples(args.out / f"{run}-samples.jsonl") for run in runs}
+    same = all(seen["whole"].get(step, "?") == seen["moving"].get(step) for step in steps)
+    legs_file = args.out / "legs.jsonl"
+    legs = list(map(json.loads, legs_file.read_text().splitlines())) if legs_file.exists() else []
+    legs = [leg for leg in legs if leg["run"] == "moving"]
     result = {
         "steps": len(steps),
+        "of": total,
         "largest_difference": difference[worst],
         "relative": difference[worst] / losses["whole"][worst],
         "at_step": worst,
@@ -219,15 +257,16 @@ def _report(args: argparse.Namespace) -> int:
     top.legend(loc="lower left")
     bottom.set(xlabel="step", ylabel="|difference|")
     figure.suptitle(
-        f"largest difference {difference[worst]:.2e} at step {worst}; sample ids {'identical' if same else 'DIFFER'}",
+        f"{len(steps)} of {total} steps; largest difference {difference[worst]:.2e} at step {worst}; "
+        f"sample ids {'identical' if same else 'DIFFER'}",
         fontsize=10,
     )
     figure.savefig(args.out / "moving.png", dpi=130)
     print(
-        f"{len(steps)} steps, {len(legs)} legs: largest difference of the loss {difference[worst]:.3e} "
+        f"{len(steps)} of {total} steps, {len(legs)} legs: largest difference of the loss {difference[worst]:.3e} "
         f"({result['relative']:.1e} relative) at step {worst}; sample ids {'identical in every step' if same else 'DIFFER'}"
     )
-    return 0 if same else 1
+    return 0 if same and steps == list(range(1, total + 1)) else 1
 
 
 def _samples(file: Path) -> dict[int, list[int]]:
@@ -235,9 +274,9 @@ def _samples(file: Path) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         if found.setdefault(line["step"], line["ids"]) != line["ids"]:
-            raise SystemExit(f"{file}: step {line['step']} saw other samples the second time")
+            raise ValueError(f"{file}: step {line['step']} saw other samples the second time")
     return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

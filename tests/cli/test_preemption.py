@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.test_train import LAUNCHERS, command, wait_for
 from tests.support.project import LLMTRAIN, Project, living, stop
+from tests.support.slurm import ROOT, Cluster
 
 ENDLESS = {"train.duration": "100000 steps", "checkpoint.interval": "50000 steps", "schedule.type": "constant"}
 
@@ -65,6 +66,32 @@ def test_one_ranks_signal_is_every_ranks(project):
     assert process.returncode == 143
     [name] = project.checkpoints()
     assert f"saved step {int(name[5:])}" in text and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_slurm_job_saves_before_its_time_limit_and_goes_on_when_it_is_started_again(project):
+    project.write(ENDLESS | {"train.microbatch_size": 4})
+    cluster = Cluster(project.folder, real_torchrun=True)
+    (project.folder / "scripts").symlink_to(ROOT / "scripts")
+    process = cluster.start("run.yaml")
+    try:
+        wait_for(lambda: steps(project) > 3)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)
+        assert living(project.folder) == []
+    finally:
+        stop(process, project.folder)
+    [name] = project.checkpoints()
+    step = int(name[5:])
+    assert f"SIGTERM: saved step {step}" in text, text
+    assert cluster.calls.splitlines()[-2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
+    process = cluster.start("run.yaml", f"train.duration={step + 3} steps", SLURM_RESTART_COUNT="1")
+    try:
+        text, _ = process.communicate(timeout=110)
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 0, text
+    assert f"(step {step} of {step + 3})" in text
 
 
 def environment(pid: int) -> bytes:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain.bench.three_columns import COLUMNS, Asked, compare, main
+from llmtrain.bench.entry import status_of
+from llmtrain.bench.three_columns import Asked, as_markdown, compare, main
 from llmtrain.eval.request import Score, Scored
 from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
@@ -43,7 +44,7 @@ def test_a_different_choice_is_found(data):
     rights = {one.index: getattr(one.content, "gold", -1) for one in documents.evaluated}
     right = [Scored(-2.0 + (one.option == rights[one.document]), False, 1) for one in requests]
     wrong = [replace(one, log_likelihood=-9.0) if i == rights[0] else one for i, one in enumerate(right)]
-    row = compare(asked, dict.fromkeys(COLUMNS, right))
+    row = compare(asked, dict.fromkeys(("checkpoint", "exported", "harness"), right))
     assert row["same"] and row["values"]["harness"]["acc_sum"] == 1.0 and set(row["differences"].values()) == {0.0}
     row = compare(asked, {"checkpoint": right, "exported": right, "harness": wrong})
     assert not row["same"] and row["values"]["harness"]["acc_sum"] == pytest.approx(2 / 3)
@@ -54,15 +55,29 @@ def test_a_different_choice_is_found(data):
     }
 
 
+def test_the_columns_that_there_are_make_a_table(data):
+    """Each is written when it is done."""
+    task = load_task("arc_easy", "lm-eval", data)
+    documents = task.documents(3)
+    requests = [one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, Score)]
+    asked = Asked("arc_easy", task, 0, documents, requests)
+    answers = [Scored(-1.0, False, 1) for _ in requests]
+    alone, two = (
+        compare(asked, dict.fromkeys(names, answers)) for names in (("checkpoint",), ("checkpoint", "exported"))
+    )
+    assert alone["same"] and alone["differences"] == {} and two["differences"] == {"checkpoint - exported": 0.0}
+    assert as_markdown([alone]).startswith("| task | documents | metric | checkpoint | same |\n")
+
+
 def test_what_cannot_be_compared_is_refused_before_training(data, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     common = ["no.yaml", "--data-dir", str(data), "--out", str(tmp_path)]
-    assert main([*common, "--tasks", "gsm8k"]) == 2
+    assert status_of(lambda: main([*common, "--tasks", "gsm8k"])) == 2
     assert "only tasks of choices" in capsys.readouterr().err
-    assert main([*common, "--tasks", "copa"]) == 2
+    assert status_of(lambda: main([*common, "--tasks", "copa"])) == 2
     assert "holds no file of copa" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    assert main(common) == 2
+    assert status_of(lambda: main(common)) == 2
     assert "holds an earlier run" in capsys.readouterr().err
 
 

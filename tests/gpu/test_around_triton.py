@@ -1,6 +1,7 @@
-"""The Triton kernels around the scan on a GPU: as exact as PyTorch's, the same every time, and compiled."""
+"""The Triton kernels around the scan and attention on a GPU: as exact as PyTorch's, the same every time, and compiled."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from tests.support import around
+from llmtrain.kernels.rotary.spec import RotarySpec
+from tests.support import around, rotations
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +38,14 @@ NORMS = {
 }
 
 
-def kernels(operation: registry.Operation, spec: registry.Spec) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+ROTATIONS = {
+    "llama": (2, 2048, 32, 8, 64),
+    "odd": (1, 333, 11, 9, 80),
+    "one token": (3, 1, 2, 2, 128),
+}
+
+
+def kernels(operation: registry.Operation, spec: registry.Spec) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Ours and the reference."""
     here = platform.detect()
     ours, reference = (
@@ -54,16 +64,30 @@ def assert_as_exact(ours: Callable[..., Tensor], reference: Callable[..., Tensor
     assert all(a <= 1.1 * max(b, 1e-4) for a, b in zip(found, theirs, strict=True)), (found, theirs)
 
 
-@pytest.mark.parametrize("batch, seq_len, channels, width, biased", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+@pytest.mark.parametrize("batch, seq_len, channels, width, biased", cases(CONVOLUTIONS, "mamba", "odd", "one token"))
 def test_the_convolution_is_as_exact_as_pytorch(batch, seq_len, channels, width, biased):
     tensors = around.conv_inputs(batch, seq_len, channels, width, biased, BF16, "cuda")
     assert_as_exact(*kernels("conv1d", Conv1dSpec(channels, width)), tensors)
 
 
-@pytest.mark.parametrize("leading, dim, groups, first", NORMS.values(), ids=NORMS.keys())
+@pytest.mark.parametrize("leading, dim, groups, first", cases(NORMS, "mamba", "norm first", "groups", "odd"))
 def test_the_norm_is_as_exact_as_pytorch(leading, dim, groups, first):
     tensors = around.norm_inputs(leading, dim, BF16, "cuda")
     assert_as_exact(*kernels("gated_norm", GatedNormSpec(dim, groups, 1e-5, first)), tensors)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("batch, seq_len, heads, kv_heads, head_dim", ROTATIONS.values(), ids=ROTATIONS.keys())
+def test_the_rotation_is_as_exact_as_pytorch(batch, seq_len, heads, kv_heads, head_dim, per_row):
+    tensors = rotations.inputs(batch, seq_len, heads, kv_heads, head_dim, BF16, "cuda")
+    assert_as_exact(*rotated(head_dim, *[batch] * per_row, seq_len), tensors)
+
+
+def rotated(head_dim: int, *leading: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Ours and the reference with tables [*leading, 1, head_dim / 2]."""
+    tables = rotations.tables(*leading, 1, head_dim // 2, device="cuda")
+    ours, reference = kernels("rotary", RotarySpec(head_dim))
+    return rotations.both(ours, *tables), rotations.both(reference, *tables)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
@@ -94,21 +118,22 @@ def test_packed_documents_equal_the_documents_apart():
     assert max(around.errors(found, exact)) < 1e-5
 
 
-def cases() -> list[tuple[Callable[..., Tensor], list]]:
+def one_of_each() -> list[tuple[Callable[..., Tensor], list]]:
     return [
         (kernels("conv1d", Conv1dSpec(5376, 4))[0], around.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
         (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], around.norm_inputs((4, 512), 5120, BF16, "cuda")),
+        (rotated(64, 333)[0], rotations.inputs(2, 333, 8, 2, 64, BF16, "cuda")),
     ]
 
 
 def test_two_runs_are_equal_bit_by_bit():
-    for kernel, tensors in cases():
+    for kernel, tensors in one_of_each():
         runs = [around.outcome(kernel, tensors) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_compiled_without_a_graph_break():
-    for kernel, tensors in cases():
+    for kernel, tensors in one_of_each():
         torch._dynamo.reset()
         compiled = around.outcome(torch.compile(kernel, fullgraph=True), tensors)
         assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(kernel, tensors), strict=True))

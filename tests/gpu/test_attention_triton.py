@@ -1,4 +1,7 @@
-"""The Triton attention kernels on a GPU, against the definition in float64, and beside the best public kernel."""
+"""The Triton attention kernels on a GPU, against the definition in float64, and beside the best public kernel.
+
+Every option and some widths run by default, each at one length; `-m "slow or not slow"` runs the whole grid.
+"""
 
 import pytest
 import torch
@@ -9,11 +12,51 @@ from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.triton import attend
 from tests.support import attention
 from tests.support.attention import CASES, Case
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCES = {BF16: 0.01, FP16: 0.002, FP32: 2e-5}
+LENGTHS = (1, 63, 65, 333)
+WIDTHS = ("64", "128", "160", "224")  # by default: of one part, padded parts, two and three
+WHOLE = ("causal", "everything")  # every length and dtype
+
+
+def by_default(at: int, name: str, dtype: torch.dtype, seq_len: int) -> bool:
+    if name in WHOLE and (dtype == BF16 or seq_len == 65):
+        return True
+    return dtype == BF16 and seq_len == LENGTHS[1 + at % 3] and (not name.isdigit() or name in WIDTHS)
+
+
+GRID = [
+    pytest.param(
+        case,
+        dtype,
+        seq_len,
+        id=f"{name}-{str(dtype).removeprefix('torch.')}-{seq_len}",
+        marks=() if by_default(at, name, dtype, seq_len) else pytest.mark.slow,
+    )
+    for at, (name, case) in enumerate(CASES.items())
+    for dtype in TOLERANCES
+    for seq_len in LENGTHS
+]
+LONG = {
+    f"{label}, {seq_len}": (case, seq_len)
+    for label, case in {
+        "64": Case(64),
+        "128": Case(128),
+        "160": Case(160),
+        "64, gqa, alibi": Case(64, 8, 2, alibi=True),
+        "128, window": Case(128, window=1024),
+        "64, packed": Case(64, packed=(1500, 9)),
+    }.items()
+    for seq_len in (4096, 4097)
+}
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
@@ -24,27 +67,20 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], relative: f
         assert error <= relative * exact[seen].norm() + 1e-12, (name, float(error / exact[seen].norm()))
 
 
-@pytest.mark.parametrize("seq_len", [1, 63, 65, 333])
-@pytest.mark.parametrize("dtype, relative", [(torch.bfloat16, 0.01), (torch.float16, 0.002), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_all_agrees_with_the_definition(case, dtype, relative, seq_len):
+@pytest.mark.parametrize("case, dtype, seq_len", GRID)
+def test_all_agrees_with_the_definition(case, dtype, seq_len):
     tensors = attention.inputs(case, 2, seq_len, dtype, "cuda")
-    assert_near(attention.ours(case, tensors), attention.exact(case, tensors), relative)
+    assert_near(attention.ours(case, tensors), attention.exact(case, tensors), TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(64), Case(128), Case(160), Case(64, 8, 2, alibi=True), Case(128, window=1024), Case(64, packed=(1500, 9))],
-    ids=lambda c: f"{c.head_dim}-{c.n_kv_heads}-{c.window}-{c.alibi}-{c.packed}",
-)
-@pytest.mark.parametrize("seq_len", [4096, 4097])
+@pytest.mark.parametrize("case, seq_len", cases(LONG, "128, 4097", "64, gqa, alibi, 4097", "64, packed, 4097"))
 def test_long_sequences(case, seq_len):
     tensors = attention.inputs(case, 1, seq_len, torch.bfloat16, "cuda")
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("seq_len", [512, 2048])
+@pytest.mark.parametrize("seq_len", cases({"512": 512, "2048": 2048}, "2048"))
 def test_as_exact_as_the_best_public_kernel(head_dim, seq_len):
     """Errors of output and gradients at most 1.1 x those of FlashAttention-2 and of cuDNN, whichever is smaller."""
     case = Case(head_dim, 4, 4, scale=head_dim**-0.5)
@@ -84,7 +120,7 @@ def _errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa", "everything", "160"])
+@pytest.mark.parametrize("name", cases({name: name for name in ("causal", "gqa", "everything", "160")}, *WHOLE))
 def test_two_runs_are_equal_bit_by_bit(name):
     tensors = attention.inputs(CASES[name], 4, 1000, torch.bfloat16, "cuda")
     runs = [attention.ours(CASES[name], tensors) for _ in range(2)]
@@ -101,7 +137,7 @@ def test_a_packed_batch_equals_its_documents_apart():
         assert (part - alone).float().norm() <= 0.005 * alone.float().norm()
 
 
-@pytest.mark.parametrize("name", ["causal", "everything", "160"])
+@pytest.mark.parametrize("name", cases({name: name for name in ("causal", "everything", "160")}, "everything"))
 def test_compiled_without_a_graph_break(name):
     torch._dynamo.reset()
     tensors = attention.inputs(CASES[name], 2, 333, torch.bfloat16, "cuda")

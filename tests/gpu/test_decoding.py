@@ -10,15 +10,17 @@ from llmtrain.generate.sampling import Sampling
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
 from tests.support.models import MODELS, VOCAB, build
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
 NEW = 200
+FEW = ("a window and soft caps", "zamba2 as the 1.2B")
 
 
-@pytest.fixture(params=MODELS, scope="module")
+@pytest.fixture(params=cases({name: name for name in MODELS}, *FEW), scope="module")
 def model(request) -> HybridLM:
     return build(request.param, platform.detect())
 
@@ -55,7 +57,7 @@ def test_a_recorded_graph_changes_nothing(model, monkeypatch):
     assert rows(model, options) == recorded
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases({name: name for name in MODELS}, FEW[1]))
 def test_bf16_stays_close(name):
     """Not token by token: one rounding may turn a choice. The first logits after a long prompt, and 40 steps on."""
     model = build(name, platform.detect(), torch.bfloat16).cast(torch.bfloat16)

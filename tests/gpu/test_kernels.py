@@ -11,6 +11,7 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import ChunkedLoss, PlainLoss
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,9 +68,9 @@ def assert_close(ours: list[Tensor], exact: list[Tensor], relative: float) -> No
         assert (a - b).norm() < relative * b.norm()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", cases({"eager": False, "compiled": True}, "compiled"))
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("spec", cases(SPECS, "mha-128", "everything"))
 def test_attention_backends_agree_with_the_reference(spec, name, compiled):
     here = platform.detect()
     if reason := registry.refusal("attention", name, spec, here):

@@ -11,6 +11,7 @@ from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer, compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.mamba_mixer.triton import TritonMambaMixer, default_launch
 from tests.support import around, mixers
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +63,9 @@ def test_as_exact_as_the_composition_in_the_same_dtype(spec, batch, seq_len, bia
     assert all(a <= 1.1 * max(b, 7e-4) for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
-@pytest.mark.parametrize("spec, batch, seq_len, biased, with_state", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    "spec, batch, seq_len, biased, with_state", cases(SHAPES, "ragged, groups, norm first, no bias")
+)
 def test_equal_to_its_parts_bit_by_bit(spec, batch, seq_len, biased, with_state):
     """In every run, and whether the scan's output is kept or not."""
     tensors = mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda")

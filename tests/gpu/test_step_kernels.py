@@ -8,13 +8,17 @@ from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from tests.support import steps
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
 
-DTYPES = [(torch.bfloat16, 0.01), (torch.float32, 2e-5)]
+DTYPES = {"bf16": (torch.bfloat16, 0.01), "fp32": (torch.float32, 2e-5)}
+OPTIONS = ("mha", "gqa", "mqa-40-heads", "alibi", "window-gqa", "softcap", "everything", "everything-gqa", "gqa-256")
+"""Of attention, by default; in a graph, those of GRAPHS."""
+GRAPHS = ("mha", "gqa", "everything", "everything-gqa")
 LARGE = {
     "batch 64": (AttentionSpec(16, 16, 128, 128**-0.5), 64),
     "batch 64, gqa": (AttentionSpec(32, 8, 128, 128**-0.5), 64),
@@ -34,8 +38,8 @@ def assert_close(ours: Tensor, exact: Tensor, relative: float) -> None:
     assert (ours.double() - exact).norm() <= relative * exact.norm()
 
 
-@pytest.mark.parametrize("dtype, relative", DTYPES)
-@pytest.mark.parametrize("spec", steps.ATTENTION.values(), ids=steps.ATTENTION.keys())
+@pytest.mark.parametrize("dtype, relative", cases(DTYPES, "bf16"))
+@pytest.mark.parametrize("spec", cases(steps.ATTENTION, *OPTIONS))
 def test_attention(spec, dtype, relative):
     first = [0, 31, 700, 999]
     inputs = steps.attention_inputs(spec, 1100, 999, first, dtype, "cuda")
@@ -46,7 +50,7 @@ def test_attention(spec, dtype, relative):
         assert_close(ours[row], exact[row], relative)
 
 
-@pytest.mark.parametrize("spec, batch", LARGE.values(), ids=LARGE.keys())
+@pytest.mark.parametrize("spec, batch", cases(LARGE, "batch 64, gqa", "batch 600, no splits"))
 def test_attention_of_large_batches(spec, batch):
     first = [row % 50 for row in range(batch)]
     inputs = steps.attention_inputs(spec, 300, 290, first, torch.bfloat16, "cuda")
@@ -54,7 +58,7 @@ def test_attention_of_large_batches(spec, batch):
     assert_close(built("attention_step", spec, torch.bfloat16)(*inputs), exact, 0.01)
 
 
-@pytest.mark.parametrize("name", ["mha", "gqa"])
+@pytest.mark.parametrize("name", cases({"mha": "mha", "gqa": "gqa"}, "gqa"))
 def test_attention_of_a_row_without_slots_is_zero(name):
     spec = steps.ATTENTION[name]
     out = built("attention_step", spec, torch.bfloat16)(
@@ -63,8 +67,8 @@ def test_attention_of_a_row_without_slots_is_zero(name):
     assert out[0].isfinite().all() and (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype, relative", DTYPES)
-@pytest.mark.parametrize("spec", steps.SSD.values(), ids=steps.SSD.keys())
+@pytest.mark.parametrize("dtype, relative", cases(DTYPES, "bf16"))
+@pytest.mark.parametrize("spec", cases(steps.SSD, "odd sizes", "usual sizes", "limited dt"))
 def test_ssd(spec, dtype, relative):
     inputs = steps.ssd_inputs(spec, 5, dtype, "cuda")
     exact = steps.widened(inputs)
@@ -75,9 +79,9 @@ def test_ssd(spec, dtype, relative):
     assert_close(inputs[-1], exact[-1], 1e-5)
 
 
-@pytest.mark.parametrize("dtype, relative", DTYPES)
-@pytest.mark.parametrize("spec", steps.CONV.values(), ids=steps.CONV.keys())
-@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("dtype, relative", cases(DTYPES, "bf16"))
+@pytest.mark.parametrize("spec", cases(steps.CONV, "40 x 4", "300 x 3"))
+@pytest.mark.parametrize("channels_last", cases({"channels last": True, "channels first": False}, "channels last"))
 def test_conv1d(spec, dtype, relative, channels_last):
     inputs = steps.conv_inputs(spec, 5, True, dtype, channels_last, "cuda")
     exact = steps.widened(inputs)
@@ -103,8 +107,8 @@ def captured(step, *inputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("name", ["mha", "gqa", "everything", "everything-gqa"])
+@pytest.mark.parametrize("backend", cases({"triton": "triton", "reference": "reference"}, "triton"))
+@pytest.mark.parametrize("name", cases({name: name for name in GRAPHS}, "everything-gqa"))
 def test_attention_in_a_graph_follows_the_position(name, backend):
     spec, dtype = steps.ATTENTION[name], torch.bfloat16
     q, k, v, position, first = steps.attention_inputs(spec, 1100, 1099, [0, 0], dtype, "cuda")
@@ -119,7 +123,7 @@ def test_attention_in_a_graph_follows_the_position(name, backend):
         assert_close(out, reference(*steps.widened((q, k, v, position, first))), 0.01 if backend == "triton" else 0.03)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", cases({"triton": "triton", "reference": "reference"}, "triton"))
 def test_ssd_in_a_graph_carries_its_state(backend):
     spec, dtype = steps.SSD["usual sizes"], torch.bfloat16
     inputs = steps.ssd_inputs(spec, 3, dtype, "cuda")
@@ -132,7 +136,7 @@ def test_ssd_in_a_graph_carries_its_state(backend):
     assert_close(inputs[-1], exact[-1], 1e-5)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", cases({"triton": "triton", "reference": "reference"}, "triton"))
 def test_conv1d_in_a_graph_shifts_its_window(backend):
     spec, dtype = Conv1dSpec(300, 4), torch.bfloat16
     inputs = steps.conv_inputs(spec, 3, True, dtype, device="cuda")

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from llmtrain.config.load import load_config
+from tests.support.selection import cases
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("training"),  # they share a run that is trained first
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
 
+KINDS = ("none", "full", "every_k", "selective")
 CONFIG = """
 name: gpu-test
 seed: 1
@@ -76,7 +79,7 @@ def test_the_loss_falls(plain: list[float]):
     assert plain[-1] < plain[0] - 0.5
 
 
-@pytest.mark.parametrize("kind", ["none", "full", "every_k", "selective"])
+@pytest.mark.parametrize("kind", cases({kind: kind for kind in KINDS}, "none", "selective"))
 def test_compiled_and_checkpointed_training_follows_eager(config_file: Path, plain: list[float], kind: str):
     setting = f"train.activation_checkpointing={{type: {kind}{', k: 2' if kind == 'every_k' else ''}}}"
     compiled = losses(config_file, kind, "train.compile=on", setting)

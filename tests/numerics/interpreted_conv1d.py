@@ -1,7 +1,5 @@
 """Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -89,7 +87,7 @@ def test_the_operator_is_whole():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     kernel = made(20, 4)
     ids = torch.zeros(2, 9, dtype=torch.int32)
-    for biased, documents in itertools.product((True, False), (None, ids)):
+    for biased, documents in ((True, None), (False, ids)):
         tensors = around.conv_inputs(2, 9, 20, 4, biased, torch.float32)
         leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
         torch.library.opcheck(conv1d_forward, (*leaves, documents, kernel.options), test_utils=checks)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from llmtrain.kernels.rotary.reference import ReferenceRotary
 from llmtrain.kernels.rotary.triton import TritonRotary, rotary
 from llmtrain.kernels.rotary.triton_launch import Launch
 from tests.support import around
+from tests.support.rotations import both, inputs, tables
 
 ROTARY = TritonRotary(Launch(tokens=32, heads=8, warps=4))
 CASES = {
@@ -16,30 +16,6 @@ CASES = {
     "a width that is no power of two": (1, 33, 2, 1, 20),
     "one token": (3, 1, 2, 2, 16),
 }
-
-
-def tables(*shape: int) -> tuple[Tensor, Tensor]:
-    angle = around.draw(*shape, seed=5, dtype=torch.float32)
-    return angle.cos(), angle.sin()
-
-
-def inputs(batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> list[Tensor]:
-    """Slices of one projection."""
-    fused = around.draw(batch, seq_len, (heads + kv_heads) * head_dim + 8, seed=seq_len, dtype=dtype)
-    q, k, _ = fused.split((heads * head_dim, kv_heads * head_dim, 8), dim=-1)
-    return [q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (kv_heads, head_dim))]
-
-
-def both(kernel, cos: Tensor, sin: Tensor):
-    """q and k as one output, for around.outcome; in float64 with tables as wide."""
-
-    def run(q: Tensor, k: Tensor) -> Tensor:
-        turned = kernel(
-            q, k, cos.to(torch.promote_types(q.dtype, cos.dtype)), sin.to(torch.promote_types(q.dtype, sin.dtype))
-        )
-        return torch.cat([t.flatten() for t in turned])
-
-    return run
 
 
 @pytest.mark.parametrize("per_row", [False, True])

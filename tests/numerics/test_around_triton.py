@@ -5,9 +5,6 @@ interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_
 `bench tune`, in interpreted_tuning.py.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +18,14 @@ from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
+from tests.support.interpreter import run_interpreted
 
 HERE = Path(__file__)
 
 
 @pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary", "tuning"])
 def test_the_interpreted_kernels_agree_with_the_reference(operation):
-    cases = f"interpreted_{operation}.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", cases],
-        cwd=HERE.parent,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_ADDOPTS": "",
-            "PYTHONPATH": str(HERE.parents[2]),
-        },
-        timeout=900,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted(operation)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])

@@ -4,33 +4,17 @@ In one process of its own: Triton reads TRITON_INTERPRET when it is imported. Th
 interpreted_attention.py.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.triton_tiles import parts_of
+from tests.support.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_agree_with_the_definition(cases):
-    file = Path(__file__).with_name("interpreted_attention.py")
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
-        timeout=3000 if cases == "slow" else 600,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted("attention", cases, timeout=3000 if cases == "slow" else 900)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

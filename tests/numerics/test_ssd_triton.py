@@ -3,34 +3,18 @@
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_ssd.py.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch, parsed
+from tests.support.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_agree_with_the_reference(cases):
-    file = Path(__file__).with_name("interpreted_ssd.py")
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
-        timeout=7200 if cases == "slow" else 600,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted("ssd", cases, timeout=7200 if cases == "slow" else 900)
 
 
 def test_the_forward_walks_where_that_fills_the_device():

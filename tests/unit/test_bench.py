@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import multiprocessing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from llmtrain.bench.commands import add_benches
+from llmtrain.bench.kernels import command as kernels_command
 from llmtrain.bench.kernels import report
-from llmtrain.bench.kernels.cell import Bar, Cell, Work
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work
 from llmtrain.bench.kernels.measure import Result
 from llmtrain.bench.tune import command, search
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
@@ -216,6 +218,7 @@ def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path:
     cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1))
     results = [result("triton", 1.0, 2.0), result("mamba_ssm 128", 0.0, 0.0, failed="OutOfMemory | x")]
     report.write(tmp_path, ["head"], {}, [(cell, results)])
+    report.plot(tmp_path / "kernels.png", [(cell, results)])
     text = (tmp_path / "kernels.md").read_text(encoding="utf-8")
     assert text.startswith("head\n\n| cell |") and "OutOfMemory" in text
     assert (tmp_path / "kernels.png").stat().st_size > 1000
@@ -254,3 +257,12 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
     (winner,) = made.winners({f"scan/{own.chunk}": []}, measurer)
     assert winner.launch == replace(own, processors=1)  # of the device, in no row
     assert made.winners(best, lambda part, launch: Measured(problem="wrong by 1.0e+00")) == []
+
+
+def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
+                lambda a, b: [], Work(1, 1), Work(1, 1))  # fmt: skip
+    kernels_command.warm([cell], argparse.Namespace(workers=1, quick=True, peer_path=None, compile_seconds=0.0))
+    assert "compiled 0 of 1 parts in 0 s" in capsys.readouterr().out
+    assert not multiprocessing.active_children()

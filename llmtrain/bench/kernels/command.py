@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,6 @@ def run(args: argparse.Namespace) -> int:
         "backend, forward + backward.",
     ]
     print("\n".join(head), flush=True)
-    done: list[tuple[Cell, list[Result]]] = []
-    with progress("measuring", len(cells)) as step:
-        for cell in cells:
-            done.append((cell, measure(cell, cell.contenders(), most)))
-            step()
-            if not tiny:
-                torch.cuda.empty_cache()
-    show(done)
     facts: dict[str, Any] = {
         "device": here.device_name,
         "arch": here.arch,
@@ -70,7 +62,16 @@ def run(args: argparse.Namespace) -> int:
         "copy_bytes_s": most.bytes_s,
         "matmul_flops_s": most.flops_s,
     }
-    report.write(args.out, head, facts, done)
+    done: list[tuple[Cell, list[Result]]] = []
+    with progress("measuring", len(cells)) as step:
+        for cell in cells:
+            done.append((cell, measure(cell, cell.contenders(), most)))
+            report.write(args.out, head, facts, done)  # a time limit or a broken GPU must not cost what is measured
+            step()
+            if not tiny:
+                torch.cuda.empty_cache()
+    show(done)
+    report.plot(args.out / "kernels.png", done)
     print(
         f"{args.out}/kernels.md, .json, .png; {time.perf_counter() - began:.0f} s, of which {compiled:.0f} s compiling"
     )
@@ -101,7 +102,10 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
 
 
 def warm(cells: list[Cell], args: argparse.Namespace) -> None:
-    """Compiles what the measurement will run, in processes side by side: it finds the code in the caches on disk."""
+    """Compiles what the measurement will run, in processes side by side: it finds the code in the caches on disk.
+
+    After --compile-seconds it stops: what is left is compiled when it is measured.
+    """
     tasks: list[tuple[str, str, int]] = []
     public: set[tuple[str, str]] = set()
     for cell in cells:
@@ -115,14 +119,21 @@ def warm(cells: list[Cell], args: argparse.Namespace) -> None:
     count = args.workers or min(14, len(os.sched_getaffinity(0)))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     os.environ.update(environment)
-    with (
-        ProcessPoolExecutor(count, get_context("spawn"), _begin, (args.quick, args.peer_path)) as pool,
-        progress("compiling", len(tasks)) as step,
-    ):
-        for future in as_completed([pool.submit(_warm, *task) for task in tasks]):
-            with contextlib.suppress(Exception):  # whatever fails here fails again, and says so, when it is measured
-                future.result()
-            step()
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _begin, (args.quick, args.peer_path))
+    futures = [pool.submit(_warm, *task) for task in tasks]
+    try:
+        with progress("compiling", len(tasks)) as step:
+            for future in as_completed(futures, args.compile_seconds):
+                # Whatever fails here fails again, and says so, when it is measured.
+                with contextlib.suppress(Exception):
+                    future.result()
+                step()
+    except TimeoutError:
+        done = sum(future.done() for future in futures)
+        print(f"compiled {done} of {len(tasks)} parts in {args.compile_seconds:g} s; the rest when it is measured")
+        for process in active_children():
+            process.terminate()
+    pool.shutdown(cancel_futures=True)
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
 

@@ -83,7 +83,7 @@ def markdown(head: list[str], cells: list[tuple[Cell, list[Result]]]) -> str:
 
 
 def write(folder: Path, head: list[str], facts: dict[str, Any], cells: list[tuple[Cell, list[Result]]]) -> None:
-    """kernels.md, kernels.json and kernels.png."""
+    """kernels.md and kernels.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kernels.md").write_text(markdown(head, cells), encoding="utf-8")
     entries = [
@@ -92,7 +92,6 @@ def write(folder: Path, head: list[str], facts: dict[str, Any], cells: list[tupl
         for one in results
     ]
     (folder / "kernels.json").write_text(json.dumps({**facts, "results": entries}, indent=1) + "\n", encoding="utf-8")
-    plot(folder / "kernels.png", cells)
 
 
 def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:

@@ -64,6 +64,8 @@ def is_remote(address: str) -> bool:
 def address_problem(address: str) -> str | None:
     """What is wrong with an address of a store, as a sentence fragment; None if nothing is."""
     scheme, separator, rest = address.partition("://")
+    if not separator and re.match(r"(s3|gs|file):", address):
+        return "must have two slashes behind the colon: s3://bucket/prefix"
     if separator and scheme not in ("s3", "file"):
         return "must be s3://bucket/prefix, file:///folder or a folder"
     if scheme == "s3" and separator and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*/[^/].*", rest):

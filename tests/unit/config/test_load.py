@@ -217,3 +217,14 @@ def test_data_folders_are_looked_at_only_when_asked(load, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert load().data.train_streams()["books"].local == "books"
     assert "does not exist" in problems(load, check_data=True)["data.train.streams.books.local"]
+
+
+def test_a_run_dir_that_cannot_be_one_is_told_before_anything_starts(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    found = problems(load, GOOD, "run_dir=taken/run", check_data=True)["run_dir"]
+    assert found == f"{tmp_path}/taken is a file, not a folder; choose another"
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
+    assert "locked may not be written to" in problems(load, GOOD, "run_dir=locked/run", check_data=True)["run_dir"]
+    assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", check_data=True)

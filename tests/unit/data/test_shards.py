@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llmtrain.config.data import DataConfig
-from llmtrain.data.shards import ShardError, check_streams, data_fingerprint, epoch_samples
+from llmtrain.data.shards import ShardError, check_streams, check_vocabulary, data_fingerprint, epoch_samples
 
 
 def config(streams: dict, **options) -> DataConfig:
@@ -48,6 +48,17 @@ def test_another_sample_length_says_what_to_set(tmp_path, write_shards):
     [(path, message)] = said(config({"a": {"local": str(write_shards(tmp_path / "a", 20, seq_len=16))}}))
     assert path == "data.train.streams.a.local"
     assert "samples of 16 tokens but data.seq_len is 8" in message and "data.seq_len: 16" in message
+
+
+def test_a_larger_tokenizer_than_the_model_is_told(tmp_path, write_shards):
+    local = write_shards(tmp_path / "a" / "train", 20).parent
+    data = config({"a": {"local": str(local), "split": "train"}})
+    assert check_vocabulary(data, 10) == []  # shards of others: nothing is known
+    (local / "manifest.json").write_text(json.dumps({"tokenizer": {"vocab_size": 300}}))
+    assert check_vocabulary(data, 300) == []
+    [problem] = check_vocabulary(data, 200)
+    assert (problem.path, problem.found) == ("model.vocab_size", 200)
+    assert f"{local} has 300 tokens; set model.vocab_size to 300 or more" in problem.message
 
 
 def test_shards_without_tokens_and_twice_the_same_folder(tmp_path, write_shards):

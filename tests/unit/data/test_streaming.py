@@ -221,6 +221,13 @@ def test_samples_of_another_length_are_an_error(data):
         next(iter(loader))
 
 
+def test_a_token_beyond_the_vocabulary_is_an_error(data):
+    """In the embedding it would be an IndexError, or on a GPU an assertion that names nothing."""
+    assert len(list(build_train_loader(data({"a": 16}), global_batch_size=4, vocab_size=16))) == 4
+    with pytest.raises(ShardError, match=r"sample \d+ has token 15, but model.vocab_size is 15"):
+        list(build_train_loader(data({"a": 16}), global_batch_size=4, vocab_size=15))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_flipped_bit_in_a_shard_stops_the_run(data, tmp_path, workers):
     config = data({"a": 64}, num_workers=workers)

@@ -205,7 +205,7 @@ def test_compressed_files_stand_for_plain_ones(make, tmp_path, suffix):
 def test_missing_files_and_names(make, tmp_path):
     task = make([GOOD])
     (tmp_path / "x.jsonl").rename(tmp_path / "xx.jsonl")
-    with pytest.raises(EvalError, match=r"x.jsonl: no such file; did you mean xx.jsonl\?"):
+    with pytest.raises(EvalError, match=rf"task {task.name}: .*x.jsonl: no such file; did you mean xx.jsonl\?"):
         task.documents()
     with pytest.raises(EvalError, match="did you mean arc_easy"):
         load_task("arc_eazy", "foundry")

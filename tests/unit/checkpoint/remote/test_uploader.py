@@ -244,6 +244,7 @@ def test_a_copy_of_what_a_user_names_is_made_once(s3: S3, prefix, root, tmp_path
         ("s3://bucket/", False),
         ("s3:///run", False),
         ("file://mnt/run", False),
+        ("s3:/bucket/run", False),
     ],
 )
 def test_addresses(address, fine):

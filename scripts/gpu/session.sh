@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# One part of a session on a rented GPU machine, with a time limit on every program and its results in few, small files.
+#
+#     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
+#
+# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | kernels | decoding
+# OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
+# PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
+# LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
+# eval wants the tasks' JSONL files in icl/, kernels the public packages in peers/. Wheels in .whl/ are installed first.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit
+
+part=${1:-}
+case $part in
+checkpoint-x2 | tests | eval | three-columns | evaluation | kernels | decoding) ;;
+*)
+    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, kernels, decoding" >&2
+    exit 2
+    ;;
+esac
+out=${2:-${OUT:-session}}
+shift $(($# < 2 ? $# : 2))
+limit=${LIMIT:-570}
+work=runs/session/$part
+mkdir -p "$out" "$work"
+log=$out/$part.log summary=$out/$part.txt
+
+if compgen -G '.whl/*.whl' >/dev/null; then
+    # shellcheck disable=SC1091
+    source scripts/gpu/setup.sh
+else
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+fi
+python=${PYTHON:-python3}
+
+say() { echo "$*" | tee -a "$summary"; }
+
+step() { # step NAME SECONDS COMMAND...: runs it, in a time limit; reports; packs what there is
+    local name=$1 seconds=$2 began=$SECONDS status=0 left=$((limit - SECONDS)) from
+    shift 2
+    if ((left < 60)); then
+        say "$name: left out, no time left"
+        return
+    fi
+    printf '\n== %s: %s\n' "$name" "$*" >>"$log"
+    from=$(wc -c <"$log")
+    timeout -k 40 $((seconds < left - 45 ? seconds : left - 45)) "$@" >>"$log" 2>&1 </dev/null || status=$?
+    tail -c "+$from" "$log" | tail -n 25
+    case $status in
+    124 | 137) say "$name: status $status (time limit), $((SECONDS - began)) s" ;;
+    *) say "$name: status $status, $((SECONDS - began)) s" ;;
+    esac
+    pack
+}
+
+pack() { # weights and shards are large and say nothing
+    tar -C runs/session -czf "$out/$part.tar.gz.new" --exclude=checkpoints --exclude='*.safetensors' --exclude=exported \
+        --exclude=data "$part" && mv "$out/$part.tar.gz.new" "$out/$part.tar.gz"
+}
+
+checkpoint_x2() { # goes on where an earlier call on the same machine ended
+    step moving 500 "$python" scripts/gpu/moving_checkpoint.py "$work/moving" "$@"
+}
+
+tests() {
+    # Each worker would start compiler processes of its own, more than there are cores.
+    TORCHINDUCTOR_COMPILE_THREADS=1 step gpu-tests 300 "$python" -m pytest tests/gpu -m "not slow" -q -n "${WORKERS:-12}" \
+        --dist loadgroup -p no:cacheprovider --durations=15 --junitxml="$work/gpu-tests.xml"
+    step bench-checkpoint 200 "$python" -m llmtrain.bench.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
+        train.compile=off train.microbatch_size=4 --saves 2 "$@" # 16 without compiling may not fit
+    rm -rf "$work/saved"
+    step doctor 60 "$python" -m llmtrain.bench doctor
+}
+
+three_columns() {
+    rm -rf "$work/three-columns"
+    step three-columns 330 "$python" -m llmtrain.bench.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
+        --minutes 2 --out "$work/three-columns" "$@"
+}
+
+evaluation() {
+    # Both write after every task, ours first: half of the time for each loses the harness's last tasks at most.
+    local common=(--data-dir icl --peer-seconds 20) each=$(((limit - SECONDS) / 2))
+    step evaluation-zamba2 $each "$python" -m llmtrain.bench.evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \
+        --out "$work/evaluation-zamba2.json" "$@"
+    step evaluation-mpt $each "$python" -m llmtrain.bench.evaluation yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" "${common[@]}" \
+        --out "$work/evaluation-mpt.json" "$@"
+}
+
+kernels() {
+    local peers=()
+    [[ -d peers ]] && peers=(--peer-path peers)
+    # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
+    step kernels-attention 220 "$python" -m llmtrain.bench kernels "${peers[@]}" --only attention rotary \
+        --compile-seconds 100 --out "$work/attention" "$@"
+    step kernels-scan 400 "$python" -m llmtrain.bench kernels "${peers[@]}" --only ssd conv1d gated_norm mixer \
+        --compile-seconds 150 --out "$work/scan" "$@"
+}
+
+decoding() {
+    step decoding-zamba2 300 "$python" -m llmtrain.bench.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
+    step decoding-mpt 200 "$python" -m llmtrain.bench.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
+}
+
+# MPT-1B as MptForCausalLM can express it: ALiBi, no biases.
+mpt_hf=('model.positions=none' 'model.norm.bias=false' 'model.blocks.attn.qkv_bias=false' 'model.blocks.attn.out_bias=false'
+    'model.blocks.attn.mlp.bias=false' 'model.blocks.attn.position={type: alibi}')
+
+: >"$log"
+say "$part, $(git rev-parse --short HEAD 2>/dev/null || echo 'no git'), $(date -u +%FT%TZ), $(nvidia-smi -L 2>/dev/null | wc -l) GPU(s)"
+case $part in
+checkpoint-x2) checkpoint_x2 "$@" ;;
+three-columns) three_columns "$@" ;;
+eval)
+    three_columns "$@"
+    evaluation "$@"
+    ;;
+*) "$part" "$@" ;;
+esac
+say "$SECONDS s in all"
+du -h "$out/$part".*

@@ -1,0 +1,94 @@
+"""A SLURM of one node, made of stand-ins for its commands."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
+
+# The step is a task of its own, as under SLURM: signals to the job's script do not reach it.
+SRUN = """\
+shift
+setsid env SLURM_NODEID=1 "$@" &
+echo $! > step
+wait $!"""
+# Signals the task only, as proctrack/cgroup does.
+SCANCEL = """\
+echo "scancel $*" >> calls
+kill -TERM $(cat step)"""
+TORCHRUN = f"""\
+echo "NODE_RANK=$NODE_RANK torchrun $*" >> calls
+[[ -n ${{RANKS_RUN:-}} ]] || exit "${{EXIT:-0}}"
+{sys.executable} rank.py &
+wait $! || exit 1"""
+RANK = """\
+import pathlib, signal, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+pathlib.Path("ranks-run").touch()
+while not heard:
+    time.sleep(0.02)
+time.sleep(1)  # it saves
+with open("calls", "a") as calls:
+    print(*heard, "saved", file=calls)
+raise SystemExit(143)
+"""
+
+
+class Cluster:
+    """`calls` is what was called, and what the ranks heard. With real_torchrun, scripts/train.py runs on two ranks."""
+
+    def __init__(self, folder: Path, real_torchrun: bool = False):
+        self.folder = folder
+        bin_folder = folder / "bin"
+        bin_folder.mkdir()
+        nodes = ["localhost"] if real_torchrun else ["n1", "n2"]
+        scontrol = f'echo "scontrol $*" >> calls; [[ $1 != show ]] || printf "%s\\n" {" ".join(nodes)}'
+        stubs = {"scontrol": scontrol, "srun": SRUN, "scancel": SCANCEL, "torchrun": TORCHRUN}
+        if real_torchrun:
+            stubs["torchrun"] = f'exec {sys.executable} -m torch.distributed.run "$@"'
+        stubs["squeue"] = 'echo "${STATE:-RUNNING}"'
+        (folder / "rank.py").write_text(RANK)
+        for name, body in stubs.items():
+            path = bin_folder / name
+            path.write_text(f"#!/bin/bash\n{body}\n")
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NUM_NODES": str(len(nodes)),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_GPUS_ON_NODE": "2" if real_torchrun else "8",
+        }
+
+    def start(self, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", SCRIPT, *arguments],
+            env=self.environment | extra,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def submit(self, *arguments: str, **extra: str) -> int:
+        process = self.start(*arguments, **extra)
+        process.communicate(timeout=30)
+        return process.returncode
+
+    @property
+    def calls(self) -> str:
+        file = self.folder / "calls"
+        return file.read_text() if file.exists() else ""
+
+    def wait_for_ranks(self) -> None:
+        deadline = time.monotonic() + 30
+        while not (self.folder / "ranks-run").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
