@@ -5,7 +5,6 @@ interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_
 `bench tune`, in interpreted_tuning.py.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
 from tests.support.interpreter import run_interpreted
-
-HERE = Path(__file__)
 
 
 @pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary", "tuning"])
