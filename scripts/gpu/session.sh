@@ -3,19 +3,20 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | kernels | decoding
+# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | decoding
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
+# tune writes rows to runs/session/rows.yaml, which kernels then launches by on the same machine.
 # eval wants the tasks' JSONL files in icl/, kernels the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | tests | eval | three-columns | evaluation | kernels | decoding) ;;
+checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | decoding) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, kernels, decoding" >&2
+    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, decoding" >&2
     exit 2
     ;;
 esac
@@ -24,7 +25,7 @@ shift $(($# < 2 ? $# : 2))
 limit=${LIMIT:-570}
 work=runs/session/$part
 mkdir -p "$out" "$work"
-log=$out/$part.log summary=$out/$part.txt
+log=$out/$part.log summary=$out/$part.txt rows=$PWD/runs/session/rows.yaml
 
 if compgen -G '.whl/*.whl' >/dev/null; then
     # shellcheck disable=SC1091
@@ -88,8 +89,27 @@ evaluation() {
         --out "$work/evaluation-mpt.json" "$@"
 }
 
+tune() { # [attention | ssd ...]
+    local operation head_dim d_state
+    for operation in "${@:-attention}"; do
+        case $operation in
+        attention) for head_dim in 128 64; do
+            step "tune-attention-$head_dim" 270 "$python" -m llmtrain.bench tune --operation attention --quick \
+                --shape "head_dim=$head_dim" --variant plain --out "$rows"
+        done ;;
+        ssd) for d_state in 128 64; do
+            step "tune-ssd-$d_state" 270 "$python" -m llmtrain.bench tune --operation ssd --quick \
+                --shape head_dim=64 "d_state=$d_state" --out "$rows"
+        done ;;
+        *) step "tune-$operation" 200 "$python" -m llmtrain.bench tune --operation "$operation" --quick --out "$rows" ;;
+        esac
+        cp "$rows" "$work/"
+    done
+}
+
 kernels() {
     local peers=()
+    [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
     [[ -d peers ]] && peers=(--peer-path peers)
     # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
     step kernels-attention 220 "$python" -m llmtrain.bench kernels "${peers[@]}" --only attention rotary \

@@ -159,6 +159,8 @@ class Problem:
         found = [choose(like, head_dim, self.case.dtype, self.where, seq_len, variant)]
         queries: tuple[int, ...] = (64, 128) if like != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
         keys: tuple[int, ...] = (32, 64, 128) if like != "dkdv" else (64, 128)
+        if part == "fused" or (quick and like == "dkdv"):  # Hopper's product takes 64 rows: of dq, queries
+            queries = tuple(m for m in queries if m >= (64 if part == "fused" else 32))
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
         stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
@@ -168,7 +170,7 @@ class Problem:
                 continue
             both = (True, False) if hopper and one_part and not single else (False,)
             # Without descriptors only for comparison; other forms only where their registers pay.
-            plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or depth == 2]
+            plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
             found += plain
             if not single and depth == min(2, max(stages)):
                 found += [replace(plain[0], **form) for form in _forms(part, head_dim)]
