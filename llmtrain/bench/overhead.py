@@ -60,21 +60,24 @@ def _llmtrain(args: argparse.Namespace, config: Config) -> float:
     return statistics.median(seconds[WARMUP - 1 :])  # the first step is never logged
 
 
-def plain_loop(config: Config) -> list[float]:
-    """Seconds of every step after the warmup."""
+def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | None = None) -> list[float]:
+    """Seconds of every step after the warmup. fullgraph: whether layers may not be cut. losses: takes those of all steps."""
     import torch
 
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.optim import LearningRate, build_optimizer
     from llmtrain.train.parallel import compile_layers
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model, weights = (HybridLM(config.model, config.train.loss) for _ in range(2))
-    weights.to_empty(device="cuda")
+    weights.to_empty(device=device)
     weights.init_weights(config.seed)
-    model.to_empty(device="cuda")
-    compile_layers(model)
+    model.to_empty(device=device)
+    if config.train.compile != "off":
+        compile_layers(model, fullgraph)
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     copies = [p.data for p in model.parameters()]
@@ -85,28 +88,35 @@ def plain_loop(config: Config) -> list[float]:
     optimizer = build_optimizer(weights, config.optimizer)
     rate = LearningRate(config, int(config.train.duration.value), None)
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
-    ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device="cuda")
+    ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device=device)
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
     seconds = []
     for step in range(int(config.train.duration.value)):
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         with torch.no_grad():
             torch._foreach_copy_(copies, masters)
             torch._foreach_zero_(gradients)
+        total = torch.zeros((), device=device)
         for at in range(0, per_step, size):
             loss = model(ids[at : at + size], labels[at : at + size]).loss
             (loss * size / per_step).backward()
-            torch._foreach_add_(gradients, [p.grad for p in model.parameters() if p.grad is not None])
+            total += loss.detach() * size / per_step
+            reached = [
+                (sum_, p.grad) for sum_, p in zip(gradients, model.parameters(), strict=True) if p.grad is not None
+            ]
+            torch._foreach_add_(*(list(ones) for ones in zip(*reached, strict=True)))
             model.zero_grad(set_to_none=True)
         torch.nn.utils.clip_grad_norm_(masters, config.train.clip_grad_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
-        torch.cuda.synchronize()
+        synchronize()
         if step >= WARMUP:
             seconds.append(time.perf_counter() - began)
+        if losses is not None:
+            losses.append(float(total))
     return seconds
 
 
@@ -118,7 +128,8 @@ def mfu(config: Config, tokens_per_second: float) -> float:
 
     with torch.device("meta"):
         model = HybridLM(config.model, config.train.loss)
-    cost = token_cost(model, config.train, config.data.seq_len, torch.device("cuda", 0))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cost = token_cost(model, config.train, config.data.seq_len, device)
     return tokens_per_second * cost.foundry / cost.peak if cost.peak else float("nan")
 
 

@@ -71,8 +71,8 @@ def _selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def compile_layers(model: HybridLM) -> None:
-    """Compiles each layer's forward without graph breaks; equal layers share one compilation.
+def compile_layers(model: HybridLM, fullgraph: bool = True) -> None:
+    """Compiles each layer's forward, by default without graph breaks; equal layers share one compilation.
 
     Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
     """
@@ -82,7 +82,7 @@ def compile_layers(model: HybridLM) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, kinds)
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=False)
 
 
 def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMesh:

@@ -3,20 +3,20 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | decoding
+# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
-# tune writes rows to runs/session/rows.yaml, which kernels then launches by on the same machine.
-# eval wants the tasks' JSONL files in icl/, kernels the public packages in peers/. Wheels in .whl/ are installed first.
+# tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
+# eval wants the tasks' JSONL files in icl/, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | decoding) ;;
+checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, decoding" >&2
+    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding" >&2
     exit 2
     ;;
 esac
@@ -103,7 +103,7 @@ tune() { # [attention | ssd ...]
         done ;;
         *) step "tune-$operation" 200 "$python" -m llmtrain.bench tune --operation "$operation" --quick --out "$rows" ;;
         esac
-        cp "$rows" "$work/"
+        [[ -f $rows ]] && cp "$rows" "$work/"
     done
 }
 
@@ -116,6 +116,16 @@ kernels() {
         --compile-seconds 100 --out "$work/attention" "$@"
     step kernels-scan 400 "$python" -m llmtrain.bench kernels "${peers[@]}" --only ssd conv1d gated_norm mixer \
         --compile-seconds 150 --out "$work/scan" "$@"
+}
+
+steps() {
+    [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
+    [[ -d peers ]] && export PYTHONPATH=$PYTHONPATH:$PWD/peers
+    local short=('train.duration=10 steps' 'schedule.warmup=2 steps' --kernels ours public)
+    step steps-mpt 260 "$python" -m llmtrain.bench.steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
+        --out "$work/steps-mpt.json" "$@"
+    step steps-zamba2 400 "$python" -m llmtrain.bench.steps yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
+        train.microbatch_size=2 "${short[@]}" --out "$work/steps-zamba2.json" "$@"
 }
 
 decoding() {

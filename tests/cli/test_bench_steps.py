@@ -1,0 +1,41 @@
+"""`python -m llmtrain.bench.steps`: the same training steps by different kernels."""
+
+import json
+
+import pytest
+
+from llmtrain.bench import steps
+from llmtrain.config.report import ConfigError
+
+TINY = [
+    "model.d_model=32", "model.blocks.m.head_dim=16", "model.blocks.m.d_state=8", "model.blocks.m.chunk_size=16",
+    "model.blocks.s.n_heads=2", "model.blocks.s.n_shared=1", "model.blocks.s.mlp.d_ff=32", "model.blocks.s.adapter_rank=2",
+    "model.layers=m s+m", "model.vocab_size=64", "data.seq_len=32", "train.global_batch_size=4", "train.microbatch_size=2",
+    "train.duration=5 steps", "schedule.warmup=1 steps", "train.compile=off", "train.precision=fp32",
+]  # fmt: skip
+FILE = "yamls/pretrain/zamba2-2.7b.yaml"
+
+
+def test_every_block_takes_the_kernels_of_its_kind():
+    blocks = steps.with_kernels(FILE, TINY, "public").model.blocks
+    assert {name: block.backend for name, block in blocks.items()} == {"m": "mamba_ssm", "s": "sdpa:flash"}
+
+
+def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(monkeypatch, capfd, tmp_path):
+    out = tmp_path / "figures" / "steps.json"
+    kernels = ["auto", "reference", "public"]
+    monkeypatch.setattr("sys.argv", ["steps", FILE, *TINY, "--kernels", *kernels, "--out", str(out)])
+    assert steps.main() == 1
+    auto, reference, public, again = json.loads(out.read_text())["steps"]
+    assert [one["kernels"] for one in (auto, reference, public, again)] == [*kernels, "auto"]
+    assert auto["losses"] == pytest.approx(reference["losses"], abs=1e-5) and auto["losses"] == again["losses"]
+    assert len(auto["losses"]) == 5 and auto["losses"][-1] < auto["losses"][0] - 0.01
+    printed = capfd.readouterr()
+    assert public["failed"] == 2 and "needs a GPU" in printed.err
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["kernels", *kernels, "auto"]
+
+
+def test_a_bad_override_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["steps", FILE, "model.layerz=1"])
+    with pytest.raises(ConfigError, match="layerz"):
+        steps.main()
