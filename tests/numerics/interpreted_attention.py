@@ -68,7 +68,6 @@ def test_tiles_through_descriptors(case, tiles, monkeypatch):
 
 
 FORMS = {
-    "delayed": {"delayed": True},
     "dv first": {"dv_first": True},
     "merged": {"merged": True},
     "parts": {"part": 16},
@@ -81,6 +80,13 @@ FORMS = {
 def test_every_form_of_a_kernel(form, name, monkeypatch):
     monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))
     assert_agree(CASES[name], 1, 61)
+
+
+@pytest.mark.parametrize("name, seq_len", [("gqa", 61), ("alibi", 64), ("softcap", 5), ("104", 33)])
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 32)])
+def test_delayed_products_of_causal_attention(tiles, name, seq_len, monkeypatch):
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(*tiles, 4, 1, delayed=True))
+    assert_agree(CASES[name], 1, seq_len)
 
 
 @pytest.mark.parametrize(

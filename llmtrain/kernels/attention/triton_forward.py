@@ -44,13 +44,16 @@ def attention_forward(
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
     lse: [batch, n_heads, T] in fp32. DESCRIBED: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
-    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N. DELAYED: where no mask is needed, the product of
-    a tile's weights and values waits for the next tile, so that it runs beside that one's softmax; the first is of zeros.
+    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N. DELAYED, of causal
+    attention and no more, for BLOCK_M <= BLOCK_N: the product of a tile's weights and values waits for the next tile's keys, so
+    that it runs beside that tile's softmax.
     """
     BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
     AHEAD: tl.constexpr = 0 if CAUSAL else BACK
     LOWER: tl.constexpr = BACK is not None or starts is not None
     UPPER: tl.constexpr = AHEAD is not None or starts is not None or RAGGED
+    # The one tile of keys that needs a mask then goes first, so that every product has a softmax to run beside.
+    LAST_FIRST: tl.constexpr = DELAYED and CAUSAL and not LOWER and BLOCK_M <= BLOCK_N
     tiles = tl.cdiv(seq_len, BLOCK_M)
     tile, pair = place(tiles, pairs, together)
     if CAUSAL:  # the late queries see the most keys: they begin, lest one of them run on alone at the end
@@ -82,21 +85,25 @@ def attention_forward(
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
             )  # fmt: skip
-    if DELAYED:
-        weight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        shrink = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if LAST_FIRST:
+        keys = load_rows(k, batch, kv_head, c, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
+        score = inner(queries, keys, PARTS, PRECISION)
+        weight, shrink, top, total = _softmax(
+            score, top, total, i, c + tl.arange(0, BLOCK_N), begin, first, last,
+            scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER,
+        )  # fmt: skip
         for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
             start = tl.multiple_of(start, BLOCK_N)
             keys = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, False, DESCRIBED)
             score = inner(queries, keys, PARTS, PRECISION)
-            late = tl.maximum(start - BLOCK_N, 0)
-            values = load_rows(v, batch, kv_head, late, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, False, DESCRIBED)
+            late = tl.where(start == b, c, start - BLOCK_N)
+            values = load_rows(v, batch, kv_head, late, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
             acc = outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION)
             weight, shrink, top, total = _softmax(
                 score, top, total, i, start + tl.arange(0, BLOCK_N), begin, first, last,
                 scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER,
             )  # fmt: skip
-        late = tl.maximum(c - BLOCK_N, 0)
+        late = tl.where(b == c, c, c - BLOCK_N)
         values = load_rows(v, batch, kv_head, late, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
         acc = outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION)
     else:
@@ -106,7 +113,7 @@ def attention_forward(
                 scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
             )  # fmt: skip
-    if UPPER:
+    if UPPER and not LAST_FIRST:
         for start in tl.range(c, end, BLOCK_N, num_stages=STAGES):
             acc, top, total = _attend(
                 acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,

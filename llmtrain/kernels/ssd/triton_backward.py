@@ -307,6 +307,12 @@ def _through_states(
         count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
 
     d_b, d_c = tl.zeros((CHUNK, ROWS), tl.float32), tl.zeros((CHUNK, ROWS), tl.float32)
+    # Each block of heads here takes the pairs of as many blocks there.
+    for other in range(block, pair_blocks, BLOCKS):
+        of_pairs = d_pairs + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (CHUNK * CHUNK)
+        d_bc = tl.load(of_pairs + q[:, None] * CHUNK + q[None, :])
+        d_b += tl.dot(d_bc, c, input_precision=PRECISION)
+        d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
@@ -339,12 +345,6 @@ def _through_states(
         tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1))
         d_c += carried
 
-    # Each block of heads here takes the pairs of as many blocks there.
-    for other in range(block, pair_blocks, BLOCKS):
-        of_pairs = d_pairs + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (CHUNK * CHUNK)
-        d_bc = tl.load(of_pairs + q[:, None] * CHUNK + q[None, :])
-        d_b += tl.dot(d_bc, c, input_precision=PRECISION)
-        d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
     to = of_block + q[:, None] * TOKEN + n[None, :]
     inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)
