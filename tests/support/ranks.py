@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from llmtrain.train.distributed import free_port, rank_environment
+from tests.support.segments import released_segments
 
 
 class RankFailed(Exception):
@@ -89,37 +90,17 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(rank_environment(rank, size, port))
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
     import torch
-    from streaming.base.shared import memory
 
     from llmtrain.train.distributed import initialize
 
     torch.set_num_threads(1)
     initialize()
-    segments = _Exits()
-    memory.atexit = segments
     while (work := pickle.loads(pipe.recv_bytes())) is not None:
         job, args = work
-        try:
-            answer = (True, job(*args))
-        except BaseException:
-            answer = (False, f"rank {rank}: {traceback.format_exc()}")
-        segments.run()  # before the answer: no rank begins the next job while another still holds a segment
+        with released_segments():  # before the answer: no rank begins the next job while another still holds a segment
+            try:
+                answer = (True, job(*args))
+            except BaseException:
+                answer = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send_bytes(pickle.dumps(answer))  # by value: pipe.send passes an open file for each tensor
     torch.distributed.destroy_process_group()
-
-
-class _Exits:
-    """Stands in for `atexit` where streaming registers the release of its shared memory, and does it after each job.
-
-    A rank's process outlives its jobs: their segments would stay, and each later dataset opens every one of them.
-    """
-
-    def __init__(self) -> None:
-        self.registered: list[Callable[[], None]] = []
-
-    def register(self, function: Callable[[], None]) -> None:
-        self.registered.append(function)
-
-    def run(self) -> None:
-        while self.registered:
-            self.registered.pop()()

@@ -23,7 +23,8 @@ class SequentialSSD:
     spec: SSDSpec
     calls = 0
 
-    def __call__(self, x, dt, A, B, C, D, dt_bias, initial_state=None) -> tuple[Tensor, Tensor]:
+    def __call__(self, x, dt, A, B, C, D, dt_bias, initial_state=None, document_ids=None) -> tuple[Tensor, Tensor]:
+        assert document_ids is None
         type(self).calls += 1
         dt = F.softplus(dt + dt_bias)
         if self.spec.dt_limit is not None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,15 @@ from torch import distributed as dist
 from llmtrain.config.data import DataConfig
 from llmtrain.data.shards import ShardError
 from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from tests.support.segments import released_segments
 
 Order = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def segments() -> Iterator[None]:
+    with released_segments():
+        yield
 
 
 @pytest.fixture
