@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import multiprocessing
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -280,6 +281,12 @@ def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
                 lambda a, b: [], Work(1, 1), Work(1, 1))  # fmt: skip
-    kernels_command.warm([cell], argparse.Namespace(workers=1, quick=True, peer_path=None, compile_seconds=0.0))
-    assert "compiled 0 of 1 parts in 0 s" in capsys.readouterr().out
-    assert not multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    other.start()
+    try:
+        kernels_command.warm([cell], argparse.Namespace(workers=1, quick=True, peer_path=None, compile_seconds=0.0))
+        assert "compiled 0 of 1 parts in 0 s" in capsys.readouterr().out
+        assert other.is_alive() and set(multiprocessing.active_children()) == before | {other}
+    finally:
+        other.kill()

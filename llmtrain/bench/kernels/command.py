@@ -119,6 +119,7 @@ def warm(cells: list[Cell], args: argparse.Namespace) -> None:
     count = args.workers or min(14, len(os.sched_getaffinity(0)))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     os.environ.update(environment)
+    others = active_children()
     pool = ProcessPoolExecutor(count, get_context("spawn"), _begin, (args.quick, args.peer_path))
     futures = [pool.submit(_warm, *task) for task in tasks]
     try:
@@ -132,7 +133,8 @@ def warm(cells: list[Cell], args: argparse.Namespace) -> None:
         done = sum(future.done() for future in futures)
         print(f"compiled {done} of {len(tasks)} parts in {args.compile_seconds:g} s; the rest when it is measured")
         for process in active_children():
-            process.terminate()
+            if process not in others:
+                process.terminate()
     pool.shutdown(cancel_futures=True)
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
