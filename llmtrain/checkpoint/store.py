@@ -94,8 +94,10 @@ def write(
     main = dist.get_rank(group) == 0
     save_id = _agreed_id(group)
     writer = ShardWriter(partial, save_id)
+    published = False
 
     def publish() -> None:
+        nonlocal published
         written = Manifest(
             save_id=save_id,
             step=about.step,
@@ -108,6 +110,7 @@ def write(
         )
         manifests.write(partial, written)
         replace(partial, final)
+        published = True
         prune(root, keep)
 
     try:
@@ -124,6 +127,9 @@ def write(
             with contextlib.suppress(OSError):
                 clear(partial)
         raise
+    except RuntimeError:  # of the group: a rank is gone, and training will say so; what is published is complete
+        if not published:
+            raise
     return final
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from llmtrain.cli import main
+from tests.support.project import seconds_of_children
 
 GOOD = """\
 name: tiny
@@ -312,9 +312,9 @@ def test_missing_file_names_the_nearest_one(check, tmp_path, capsys):
 
 
 def run_cli(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess, float]:
-    start = time.perf_counter()
+    start = seconds_of_children()
     done = subprocess.run([sys.executable, "-m", "llmtrain.cli", *arguments], cwd=cwd, capture_output=True, text=True)
-    return done, time.perf_counter() - start
+    return done, seconds_of_children() - start
 
 
 def test_command_reports_a_bad_file_and_exits_with_2(tmp_path):

@@ -183,6 +183,38 @@ def test_a_failed_save_is_told_and_training_goes_on(ranks, config, tmp_path, bac
         manifests.verify(folder, manifests.read(folder))
 
 
+def lose_a_rank(config: Config, root: Path, answers: int) -> list[str]:
+    """A job: a save whose group breaks after so many answers of the ranks (its folder is made, its tensors are written,
+    it is published); the warnings."""
+    session = Session(config, root)
+    gather, left = dist.all_gather_object, answers
+
+    def breaking(*arguments: Any, **options: Any) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("Connection closed by peer")
+        left -= 1
+        gather(*arguments, **options)
+
+    with session.saver as saver, patch.object(store.dist, "all_gather_object", breaking):
+        saver.save(about(1))
+        saver._thread.join()  # pyright: ignore[reportOptionalMemberAccess]
+        saver.poll()
+    return session.warnings
+
+
+def test_a_rank_lost_in_the_middle_of_a_save_is_told(ranks, config, tmp_path):
+    [[warning]] = ranks(1).run(lose_a_rank, config, tmp_path, 1)
+    assert warning.startswith("WARNING: the checkpoint of step 1 was not saved") and "closed by peer" in warning
+    assert manifests.folders(tmp_path) == []
+
+
+def test_a_rank_lost_after_it_leaves_a_checkpoint_and_no_false_warning(ranks, config, tmp_path):
+    assert ranks(1).run(lose_a_rank, config, tmp_path, 2) == [[]]
+    [folder] = manifests.folders(tmp_path)
+    manifests.verify(folder, manifests.read(folder))
+
+
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 4 MB."""

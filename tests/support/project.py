@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -58,6 +59,12 @@ class Project:
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
+
+
+def seconds_of_children() -> float:
+    """Processor seconds of all processes that this one has started and waited for: what else runs does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def stop(process: subprocess.Popen, folder: Path) -> None:
