@@ -107,20 +107,27 @@ tune() { # [attention | ssd ...]
     done
 }
 
+public_packages() { # the folder of peers, in which causal-conv1d's sources are built once for a machine
+    local built=$PWD/runs/session/built
+    [[ -d peers ]] || return
+    [[ -d peers/causal-conv1d && ! -d $built/causal_conv1d ]] &&
+        step build-causal-conv1d 120 "$python" scripts/gpu/build_causal_conv1d.py peers/causal-conv1d "$built"
+    export PYTHONPATH=$PYTHONPATH:$built:$PWD/peers
+}
+
 kernels() {
-    local peers=()
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
-    [[ -d peers ]] && peers=(--peer-path peers)
+    public_packages
     # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
-    step kernels-attention 220 "$python" -m llmtrain.bench kernels "${peers[@]}" --only attention rotary \
+    step kernels-attention 220 "$python" -m llmtrain.bench kernels --only attention rotary \
         --compile-seconds 100 --out "$work/attention" "$@"
-    step kernels-scan 400 "$python" -m llmtrain.bench kernels "${peers[@]}" --only ssd conv1d gated_norm mixer \
+    step kernels-scan 400 "$python" -m llmtrain.bench kernels --only ssd conv1d gated_norm mixer \
         --compile-seconds 150 --out "$work/scan" "$@"
 }
 
 steps() {
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
-    [[ -d peers ]] && export PYTHONPATH=$PYTHONPATH:$PWD/peers
+    public_packages
     local short=('train.duration=10 steps' 'schedule.warmup=2 steps' --kernels ours public)
     step steps-mpt 260 "$python" -m llmtrain.bench.steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
         --out "$work/steps-mpt.json" "$@"

@@ -12,16 +12,18 @@ import torch
 
 from llmtrain.bench.commands import add_benches
 from llmtrain.bench.kernels import command as kernels_command
-from llmtrain.bench.kernels import report
-from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work
+from llmtrain.bench.kernels import report, scan
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, leaf, run_both
 from llmtrain.bench.kernels.measure import Result
 from llmtrain.bench.tune import command, search
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
 from llmtrain.bench.tune.operations import Attempt, Winner, problem
+from llmtrain.bench.tune.ssd import Case as SSDCase
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.reference import ReferenceSSD
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
 
@@ -215,14 +217,34 @@ def test_bars_compare_with_the_best_of_a_peer():
     assert "not measured" in report.verdict(failed, Bar("mamba_ssm", "sum", 2.0))
 
 
+def test_no_tensor_of_ours_is_less_exact_than_the_best_public_one():
+    ours = result("triton", 1.0, 2.0, errors={"y": 2e-3, "dB": 3e-3})
+    public = [
+        result("mamba_ssm 128", 3.0, 4.0, errors={"y": 1.9e-3, "dB": 6e-3}),
+        result("mamba_ssm 256", 3.0, 4.0, errors={"y": 4e-3, "dB": 2e-3}),
+    ]
+    assert report.numerics([ours, *public]) == "error 1.50 × the best public in dB (asked at most 1.1): NOT MET"
+    assert report.numerics([ours, public[0]]) == "error 1.05 × the best public in y (asked at most 1.1): met"
+    assert report.numerics([ours]) is None
+
+
 def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path: Path):
-    cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1))
+    cell = Cell("ssd", "c", 2048, ("y",), lambda: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1))
     results = [result("triton", 1.0, 2.0), result("mamba_ssm 128", 0.0, 0.0, failed="OutOfMemory | x")]
     report.write(tmp_path, ["head"], {}, [(cell, results)])
     report.plot(tmp_path / "kernels.png", [(cell, results)])
     text = (tmp_path / "kernels.md").read_text(encoding="utf-8")
     assert text.startswith("head\n\n| cell |") and "OutOfMemory" in text
     assert (tmp_path / "kernels.png").stat().st_size > 1000
+
+
+def test_exact_gradients_are_those_of_all_sequences_together():
+    case = SSDCase(heads=2, head_dim=8, d_state=8, seq_len=32, dtype="float32", tokens=96)
+    *tensors, dy = case.tensors("cpu")
+    leaves = [leaf(t) for t in tensors]
+    reference = ReferenceSSD(case.spec)
+    whole = run_both(lambda *t: reference(*t)[0], [leaf(t.double()) for t in tensors], dy.double())
+    torch.testing.assert_close(scan.by_sequence(lambda *t: reference(*t)[0], leaves, dy), scan.last_sequence(whole))
 
 
 def test_a_kernel_for_all_gradients_becomes_a_row_only_if_it_beats_the_two_that_it_stands_for(capsys):
@@ -279,7 +301,7 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
 
 def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    cell = Cell("ssd", "c", 2048, lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
+    cell = Cell("ssd", "c", 2048, ("y",), lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
                 lambda a, b: [], Work(1, 1), Work(1, 1))  # fmt: skip
     before = set(multiprocessing.active_children())
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))

@@ -91,8 +91,8 @@ def _conv(sizes: Sizes, seq_len: int) -> Cell:
     flops = 2.0 * sizes.tokens * channels * WIDTH
     moved = channels * sizes.bytes
     return Cell(
-        "conv1d", f"{channels} channels", seq_len, inputs, lambda: _conv_contenders(sizes), exact,
-        Work(flops, 2 * moved), Work(3 * flops, 3 * moved),
+        "conv1d", f"{channels} channels", seq_len, ("y", "dx", "dweight", "dbias"), inputs,
+        lambda: _conv_contenders(sizes), exact, Work(flops, 2 * moved), Work(3 * flops, 3 * moved),
     )  # fmt: skip
 
 
@@ -144,8 +144,8 @@ def _norm(sizes: Sizes, seq_len: int) -> Cell:
 
     moved, flops = sizes.d_inner * sizes.bytes, 8.0 * sizes.tokens * sizes.d_inner
     return Cell(
-        "gated_norm", f"{sizes.d_inner} channels", seq_len, inputs, lambda: _norm_contenders(sizes), exact,
-        Work(flops, 3 * moved), Work(2 * flops, 5 * moved),
+        "gated_norm", f"{sizes.d_inner} channels", seq_len, ("y", "dx", "dz", "dweight"), inputs,
+        lambda: _norm_contenders(sizes), exact, Work(flops, 3 * moved), Work(2 * flops, 5 * moved),
     )  # fmt: skip
 
 
@@ -191,21 +191,21 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
         return [leaf(t) for t in (fused, *vectors, draw(g, sizes.d_inner))], up
 
     def exact(leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
-        pieces = wide(leaves, lambda t: t[-1:] if t.ndim == 3 else t)
         reference = ReferenceSSD(case.spec)
         run = mixer(_mixer_spec(sizes, case), causal_conv1d_silu, lambda *t: reference(*t)[0], gated_norm)
-        return [t for t in run_both(run, pieces, dy[-1:].double()) if t.ndim == 3]
+        return scan.by_sequence(run, leaves, dy)
 
     forward, backward = scan.work(case)
     conv, norm = sizes.channels * sizes.bytes, sizes.d_inner * sizes.bytes
     return Cell(
-        "mixer", f"{sizes.heads}x{sizes.head_dim}, d_state {sizes.d_state}", seq_len, inputs,
+        "mixer", f"{sizes.heads}x{sizes.head_dim}, d_state {sizes.d_state}", seq_len,
+        ("y", "dprojection", "dconv_weight", "dconv_bias", "dA", "dD", "ddt_bias", "dnorm_weight"), inputs,
         lambda: _mixer_contenders(sizes, case, chunks), exact,
         # What its three parts move; fused, it would be less.
         Work(forward.flops, forward.bytes + 2 * conv + 3 * norm),
         Work(backward.flops, backward.bytes + 3 * conv + 5 * norm),
         (Bar("public", "sum", 2.0), Bar("public", "memory", 1.0)),
-        lambda found: [t[-1:] for t in found if t.ndim == 3],
+        scan.last_sequence,
     )  # fmt: skip
 
 

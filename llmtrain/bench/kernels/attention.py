@@ -48,6 +48,7 @@ def _cell(case: Case, bars: tuple[Bar, ...]) -> Cell:
         "attention",
         f"head_dim {case.head_dim}" + f" {case.variant}" * (case.variant != "plain"),
         case.seq_len,
+        ("out", "dq", "dk", "dv"),
         inputs,
         lambda: _contenders(case),
         lambda leaves, dout: _exact(case, leaves, dout),

@@ -50,12 +50,13 @@ class Cell:
     """inputs: leaves and the gradient of the output, made when it is this cell's turn.
 
     exact: (leaves, gradient) -> output and gradients of the leaves in float64, or pieces of them; pieces: those of a
-    contender's outcome, in the same order.
+    contender's outcome, in the same order; names: theirs.
     """
 
     operation: str
     name: str
     seq_len: int
+    names: tuple[str, ...]
     inputs: Callable[[], tuple[list[Tensor], Tensor]]
     contenders: Callable[[], list[Contender]]
     exact: Callable[[list[Tensor], Tensor], Sequence[Tensor]]

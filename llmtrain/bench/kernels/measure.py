@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ REP_MS, WARMUP_MS = 100, 15
 class Result:
     """ms: medians. memory_mib: peak of forward and backward above the inputs, None where it is not measured.
     share_*: the time that the copy and the matmul of this run say it needs at least, over the time it took.
-    error: the largest relative error of output and gradients against float64.
+    errors: relative, of the output and of every gradient, against float64.
     """
 
     operation: str
@@ -34,15 +34,19 @@ class Result:
     memory_mib: float | None = None
     share_forward: float = 0.0
     share_backward: float = 0.0
-    error: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
     failed: str | None = None
 
     @property
     def sum_ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
+    @property
+    def error(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
     def dump(self) -> dict[str, Any]:
-        return {**asdict(self), "sum_ms": self.sum_ms}
+        return {**asdict(self), "sum_ms": self.sum_ms, "error": self.error}
 
 
 @dataclass
@@ -105,7 +109,7 @@ def _measure(
 ) -> None:
     function = one.make()
     found = cell.pieces(run_both(function, leaves, up))
-    result.error = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
+    result.errors = {name: relative_error(a, b) for name, a, b in zip(cell.names, found, exact, strict=True)}
     del found
     if device() == "cuda":
         torch.cuda.synchronize()

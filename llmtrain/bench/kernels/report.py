@@ -12,6 +12,7 @@ from llmtrain.bench.kernels.measure import Result
 COLUMNS = (
     "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "peak MiB", "roofline fwd / bwd", "error", "ratio", "bar",
 )  # fmt: skip
+MOST_ERROR = 1.1  # of the best public one's, tensor by tensor
 
 
 def value(result: Result, what: str) -> float | None:
@@ -48,6 +49,22 @@ def verdict(results: list[Result], bar: Bar) -> str:
     return asked.format(f"{found:.2f}") + ("met" if found >= bar.at_least else "NOT MET")
 
 
+def numerics(results: list[Result]) -> str | None:
+    """`error 1.02 x the best public in dB, ...`: the tensor in which ours stands worst beside the most exact public one."""
+    ours = next((r for r in results if r.backend == OURS and not r.failed), None)
+    public = [r for r in results if r.public and not r.failed]
+    if ours is None or not public:
+        return None
+    beside = {name: error / max(min(r.errors[name] for r in public), 1e-30) for name, error in ours.errors.items()}
+    name = max(beside, key=lambda name: beside[name])
+    met = "met" if beside[name] <= MOST_ERROR else "NOT MET"
+    return f"error {beside[name]:.2f} × the best public in {name} (asked at most {MOST_ERROR:g}): {met}"
+
+
+def verdicts(cell: Cell, results: list[Result]) -> list[str]:
+    return list(filter(None, [*(verdict(results, bar) for bar in cell.bars), numerics(results)]))
+
+
 def table(cells: list[tuple[Cell, list[Result]]]) -> list[tuple[str, ...]]:
     rows = []
     for cell, results in cells:
@@ -57,7 +74,7 @@ def table(cells: list[tuple[Cell, list[Result]]]) -> list[tuple[str, ...]]:
                 rows.append((name, str(cell.seq_len), one.backend, one.failed, *[""] * (len(COLUMNS) - 4)))
                 continue
             faster = ratio(results, one)
-            bars = "; ".join(verdict(results, bar) for bar in cell.bars) if one.backend == OURS else ""
+            bars = "; ".join(verdicts(cell, results)) if one.backend == OURS else ""
             rows.append(
                 (
                     name,
@@ -87,7 +104,7 @@ def write(folder: Path, head: list[str], facts: dict[str, Any], cells: list[tupl
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kernels.md").write_text(markdown(head, cells), encoding="utf-8")
     entries = [
-        {**one.dump(), "ratio": ratio(results, one), "bars": [verdict(results, bar) for bar in cell.bars]}
+        {**one.dump(), "ratio": ratio(results, one), "bars": verdicts(cell, results)}
         for cell, results in cells
         for one in results
     ]

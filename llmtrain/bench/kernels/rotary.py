@@ -52,4 +52,4 @@ def _cell(head_dim: int, seq_len: int, heads: int, tokens: int) -> Cell:
     numbers = 2 * tokens * heads * head_dim
     # The joined output is written and read once more.
     work = Work(3.0 * numbers, 4 * numbers * dtype.itemsize)
-    return Cell("rotary", f"{heads}x{head_dim}", seq_len, inputs, contenders, exact, work, work)
+    return Cell("rotary", f"{heads}x{head_dim}", seq_len, ("out", "dq", "dk"), inputs, contenders, exact, work, work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,14 @@ def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
         "ssd",
         f"{case.heads}x{case.head_dim}, d_state {case.d_state}",
         case.seq_len,
+        ("y", *(f"d{name}" for name in ("x", "dt", "A", "B", "C", "D", "dt_bias"))),
         inputs,
         lambda: _contenders(case, chunks),
         lambda leaves, dy: _exact(case, leaves, dy),
         forward,
         backward,
         bars,
-        # The last sequence's output and gradients; those of A, D and dt_bias are sums over all sequences.
-        lambda found: [t[-1:] for t in found if t.ndim >= 3],
+        last_sequence,
     )
 
 
@@ -105,8 +105,21 @@ def public(chunk: int) -> Callable[..., Tensor]:
     return run
 
 
+def last_sequence(found: Sequence[Tensor]) -> list[Tensor]:
+    """Of what is per token; vectors (A, D, dt_bias, ...) whole: their gradients are sums over all sequences."""
+    return [t[-1:] if t.ndim >= 3 else t for t in found]
+
+
+def by_sequence(function: Callable[..., Tensor], leaves: list[Tensor], up: Tensor) -> list[Tensor]:
+    """`last_sequence` of the output and gradients in float64, one sequence after the other, for they take much memory."""
+    found: list[Tensor] = []
+    for i in range(len(up)):
+        pieces = wide(leaves, lambda t, i=i: t[i : i + 1] if t.ndim >= 3 else t)
+        new = run_both(function, pieces, up[i : i + 1].double())
+        found = [b if b.ndim >= 3 else a + b for a, b in zip(found or map(torch.zeros_like, new), new, strict=True)]
+    return found
+
+
 def _exact(case: Case, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
-    pieces = wide(leaves, lambda t: t[-1:] if t.ndim >= 3 else t)
-    y, _ = ReferenceSSD(case.spec)(*pieces)
-    found = torch.autograd.grad(y, pieces, dy[-1:].double())
-    return [t for t in (y.detach(), *found) if t.ndim >= 3]
+    reference = ReferenceSSD(case.spec)
+    return by_sequence(lambda *pieces: reference(*pieces)[0], leaves, dy)
