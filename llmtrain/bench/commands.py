@@ -83,6 +83,9 @@ def _add_kernels(commands) -> None:
     sub.add_argument(
         "--compile-seconds", type=float, default=300.0, metavar="S", help="for compiling beforehand (default 300)"
     )
+    sub.add_argument(
+        "--compile-only", action="store_true", help="fill the caches for a later call, which then only measures"
+    )
     sub.set_defaults(func=kernels)
 
 

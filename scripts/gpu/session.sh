@@ -56,8 +56,8 @@ step() { # step NAME SECONDS COMMAND...: runs it, in a time limit; reports; pack
 }
 
 pack() { # weights and shards are large and say nothing
-    tar -C runs/session -czf "$out/$part.tar.gz.new" --exclude=checkpoints --exclude='*.safetensors' --exclude=exported \
-        --exclude=data "$part" && mv "$out/$part.tar.gz.new" "$out/$part.tar.gz"
+    tar -C runs/session -czf "$out/$part.tar.gz.$BASHPID" --exclude=checkpoints --exclude='*.safetensors' --exclude=exported \
+        --exclude=data "$part" && mv "$out/$part.tar.gz.$BASHPID" "$out/$part.tar.gz"
 }
 
 checkpoint_x2() { # goes on where an earlier call on the same machine ended
@@ -75,9 +75,15 @@ tests() {
 }
 
 three_columns() {
+    # Meanwhile the cores that have nothing to do compile for the part kernels: nothing is timed here.
+    (
+        public_packages
+        nice "$python" -m llmtrain.bench kernels --compile-only --compile-seconds 300 --workers 8
+    ) >"$out/compiling.txt" 2>&1 </dev/null &
     rm -rf "$work/three-columns"
     step three-columns 330 "$python" -m llmtrain.bench.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
         --minutes 2 --out "$work/three-columns" "$@"
+    wait
 }
 
 evaluation() {
