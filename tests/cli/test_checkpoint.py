@@ -183,5 +183,5 @@ def test_nothing_but_convert_needs_torch(place, finished, tmp_path):
         "    assert main(['checkpoint', *words]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

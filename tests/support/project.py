@@ -45,7 +45,7 @@ class Project:
             **options,
         )
 
-    def run(self, *command: str, timeout: float = 240) -> tuple[int, str]:
+    def run(self, *command: str, timeout: float = 600) -> tuple[int, str]:
         """(exit status, everything printed)."""
         process = self.start(list(command))
         try:

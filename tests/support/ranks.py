@@ -45,7 +45,7 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
         """What job(*args) returns on each rank. Raises RankFailed if it raised on any, or a rank hung or died."""
         self.jobs += 1
         for pipe in self.pipes:

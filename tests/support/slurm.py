@@ -79,7 +79,7 @@ class Cluster:
 
     def submit(self, *arguments: str, **extra: str) -> int:
         process = self.start(*arguments, **extra)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         return process.returncode
 
     @property
@@ -88,7 +88,7 @@ class Cluster:
         return file.read_text() if file.exists() else ""
 
     def wait_for_ranks(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (self.folder / "ranks-run").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -37,7 +37,7 @@ def test_near_the_time_limit_the_ranks_save_and_the_job_goes_back_into_the_queue
     process = cluster.start("run.yaml", RANKS_RUN="yes")
     cluster.wait_for_ranks()
     process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@180 says: to the script alone
-    text, _ = process.communicate(timeout=30)
+    text, _ = process.communicate(timeout=120)
     assert cluster.calls.splitlines()[2:] == [
         "scancel --signal=TERM 4711",
         "SIGTERM saved",  # heard once: a second one would end a rank before it has saved
@@ -52,7 +52,7 @@ def test_a_preemption_that_only_the_nodes_hear_puts_the_job_back_too(cluster):
     process = cluster.start("run.yaml", RANKS_RUN="yes")
     cluster.wait_for_ranks()
     os.kill(int((cluster.folder / "step").read_text()), signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert cluster.calls.splitlines()[2:] == ["SIGTERM saved", "scontrol requeue 4711"]
 
 
@@ -60,7 +60,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster):
     process = cluster.start("run.yaml", RANKS_RUN="yes", STATE="COMPLETING")
     cluster.wait_for_ranks()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert "saved" in cluster.calls and "requeue" not in cluster.calls
 
 

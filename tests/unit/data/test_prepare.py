@@ -294,6 +294,6 @@ def test_two_processes_preparing_the_same_folder_share_the_work(corpus, settings
     processes = [context.Process(target=lambda: said.put(prepare(config, progress=False).reused)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert sorted(said.get(timeout=60) for _ in processes) == [False, True]
+    assert sorted(said.get(timeout=300) for _ in processes) == [False, True]
     for process in processes:
         process.join(timeout=10)

@@ -71,7 +71,7 @@ def on_ranks(tmp_path) -> Callable[..., list[Any]]:
         for process in ranks:
             process.start()
         try:
-            found = dict(results.get(timeout=60) for _ in ranks)
+            found = dict(results.get(timeout=300) for _ in ranks)
         except queue.Empty:
             pytest.fail("a rank hung or died")
         finally:
