@@ -7,6 +7,7 @@
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
+# three-columns, which times nothing, also compiles for kernels on the same machine (compiling.txt).
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
 # eval wants the tasks' JSONL files in icl/, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
