@@ -82,7 +82,7 @@ three_columns() {
         nice "$python" -m llmtrain.bench kernels --compile-only --compile-seconds 300 --workers 8
     ) >"$out/compiling.txt" 2>&1 </dev/null &
     rm -rf "$work/three-columns"
-    step three-columns 330 "$python" -m llmtrain.bench.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
+    step three-columns 420 "$python" -m llmtrain.bench.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
         --minutes 2 --out "$work/three-columns" "$@"
     wait
 }

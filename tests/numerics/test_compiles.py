@@ -85,6 +85,7 @@ def test_a_row_that_spills_or_does_not_fit_is_a_fault(checks):
 
     assert said() == []
     assert "spills 8" in said(spilled=8)[0]
+    assert "eight columns at a time" in said(narrow=1)[0]
     conv = next(c for c in checks if c.key == "sm90 | conv1d.forward bfloat16 width=4 | plain")
     decoding = next(c for c in checks if c.key == "sm90 | ssd_step | 64 x 64")
     assert said(conv, wide=1) == said(decoding, wide=0) == []

@@ -98,7 +98,7 @@ def _environments(arch: str, both: bool) -> list[tuple[str, dict[str, str]]]:
 def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """What a row must be able to do: its own shape, the other shapes that come to it, and every option.
 
-    In float32, its own shape alone.
+    In float32, its own shape alone; and of attention one in parts, the last of which is narrow.
     """
     if row.kernel == "ssd":
         head_dim, d_state = row.shape
@@ -132,6 +132,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         return
     yield "plain", base, True
     if row.dtype == "float32":
+        yield f"head_dim {head_dim * 3 // 4}", {**base, "head_dim": head_dim * 3 // 4}, False
         return
     for other in _others(arch, row, (None,)):
         yield f"head_dim {other}", {**base, "head_dim": other}, False
@@ -216,7 +217,7 @@ def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
         for name in columns:
             best = min if name in ("occupancy", "matrix", "wide") else max
             known[name] = best(known[name], kernel[name])
-        known.update({"serialized": 1} if kernel.get("serialized") else {})
+        known.update({flag: 1 for flag in ("serialized", "narrow") if kernel.get(flag)})
     return {"hash": check.hash, "failed": compiled.failed, "kernels": kernels}
 
 
@@ -234,6 +235,8 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
             wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes of shared memory, of {limit}")
         if taken.get("serialized") and not may_serialize(check):
             wrong.append(f"{check.key}: {name} waits for every product in turn, which was not measured to be better")
+        if taken.get("narrow"):
+            wrong.append(f"{check.key}: {name} multiplies in TF32 eight columns at a time, which gives wrong results")
         if not taken.get("wide", 1) and must_be_wide(check, name):
             wrong.append(f"{check.key}: {name} loads and stores no 16 bytes at a time")
         if not taken.get("matrix", 1) and name not in WITHOUT_PRODUCTS:

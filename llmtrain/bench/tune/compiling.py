@@ -44,7 +44,7 @@ class Task:
 @dataclass
 class Compiled:
     """kernels: name, registers, shared bytes, what spills, matrix instructions, occupancy, and on NVIDIA whether the
-    compiler waits for each of Hopper's products in turn. failed: why not, or None.
+    compiler waits for each of Hopper's products in turn, and whether products are too narrow. failed: why not, or None.
     """
 
     kernels: list[dict[str, Any]]
@@ -61,6 +61,8 @@ class Compiled:
             return self.failed
         if spilled := [kernel["kernel"] for kernel in self.kernels if kernel["spilled"]]:
             return f"{', '.join(spilled)} spills registers"
+        if narrow := [kernel["kernel"] for kernel in self.kernels if kernel.get("narrow")]:
+            return f"{', '.join(narrow)} multiplies in TF32 eight columns at a time, which gives wrong results"
         if limit is not None and self.shared > limit:
             return f"takes {self.shared} bytes of shared memory, of {limit}"
         return None
@@ -178,6 +180,8 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
 
     Serialized: ptxas may find no registers for products in flight, or meet other writers of their sums (C7511, C7515 of
     its -v). It then waits after every instruction of a product (gsb0), where Triton wanted that once per product.
+    Narrow: wgmma of 8 columns in TF32, which read beside their tile on an H200 (Triton 3.6; its issue 10629): wrong sums, or
+    an illegal address. Triton makes them where several groups of four warps share 16 columns.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -195,6 +199,7 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         "spilled": _number(r"STACK:(\d+)", usage),
         "occupancy": programs * warps,
         "serialized": int(waits > products * 3 // 2),
+        "narrow": int(".m64n8k8.f32.tf32" in compiled.asm["ptx"]),
     }
 
 
