@@ -4,7 +4,8 @@
 
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
 temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
-documents and timed from prompts as text to log-likelihoods. The harness runs with each batch size of --peer-batch, and
+documents and timed from prompts as text to log-likelihoods, ours the second time (the first compiles kernels, once for a
+machine). The harness runs with each batch size of --peer-batch, and
 its best counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is
 then that of the documents it did answer, spread evenly over the task. Without the harness (lm_eval), or with --no-peer,
 only our side is measured. --out is written anew after every task of either side.
@@ -23,14 +24,13 @@ import torch
 from safetensors.torch import save_file
 
 from llmtrain.bench.entry import end_with
-from llmtrain.bench.eval_peer import WARM_UP, PeerMeasured, clock, instances, load_peer, measure_peer
+from llmtrain.bench.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
 from llmtrain.eval.task import Documents, Task, document_text, load_task
-from llmtrain.eval.together import by_document
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for
 from llmtrain.models.hybrid import HybridLM
@@ -172,8 +172,7 @@ def _ours(
         requests = [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
         return requests, [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
 
-    few = [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
-    scorer.score([few[index] for group in list(by_document(few).values())[:WARM_UP] for index in group])
+    ask()  # Triton's kernels are compiled for the sizes that come
     began = clock()
     requests, answers = ask()
     seconds = clock() - began

@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """Rows of one document that begin alike. head: what they share, before the first token that decides a score; for a
     single row all of that. whole: they share all that is read of them, and score one token each. longest: of the rows."""
 
@@ -105,22 +105,29 @@ def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True) ->
     if not share:
         plan.families.append(Family((), list(_whole(plan, range(len(rows.rows)), 0, limits))))
         return plan
-    units = sorted(_units(rows), key=lambda unit: unit.head)
-    common = [max(_common(a.head, b.head) - _PRICE_OF_A_TRUNK, 0) for a, b in pairwise(units)]
-    rest: list[_Unit] = []
-    at = 0
-    for start, stop, shared in best_runs(common, 2 * limits.patience):
-        rest += units[at:start]
-        at = stop
-        trunk = units[start].head[: shared + _PRICE_OF_A_TRUNK]
-        batches = list(_after_trunk(plan, units[start:stop], len(trunk), limits))
-        plan.families.append(Family(trunk, batches))
-    rest += units[at:]
-    plan.families.append(Family((), list(_without_trunk(plan, rest, limits, window))))
+    units = sorted(units_of(rows), key=lambda unit: unit.head)
+    for trunk, some in shared_starts(units, 2 * limits.patience):
+        batches = _after_trunk(plan, some, len(trunk), limits) if trunk else _without_trunk(plan, some, limits, window)
+        plan.families.append(Family(trunk, list(batches)))
     return plan
 
 
-def _units(rows: Rows) -> Iterator[_Unit]:
+def shared_starts(units: Sequence[Unit], price: int) -> Iterator[tuple[tuple[int, ...], list[Unit]]]:
+    """Units that begin with the same tokens (a trunk), and at last those that share none. units: by their heads, in order.
+
+    price: what a trunk costs, in tokens.
+    """
+    common = [max(_common(a.head, b.head) - _PRICE_OF_A_TRUNK, 0) for a, b in pairwise(units)]
+    rest: list[Unit] = []
+    at = 0
+    for start, stop, shared in best_runs(common, price):
+        rest += units[at:start]
+        at = stop
+        yield units[start].head[: shared + _PRICE_OF_A_TRUNK], list(units[start:stop])
+    yield (), [*rest, *units[at:]]
+
+
+def units_of(rows: Rows) -> Iterator[Unit]:
     def read(row: int) -> tuple[int, tuple[int, ...], int]:
         found = rows.rows[row]
         return rows.document[row], found.tokens[:-1], found.scored
@@ -128,10 +135,10 @@ def _units(rows: Rows) -> Iterator[_Unit]:
     order = sorted(range(len(rows.rows)), key=read)
     alike = [list(group) for _, group in groupby(order, key=read)]
     for _, document in groupby(alike, key=lambda same: rows.document[same[0]]):
-        yield from _units_of(rows, list(document))
+        yield from _of_document(rows, list(document))
 
 
-def _units_of(rows: Rows, alike: list[list[int]]) -> Iterator[_Unit]:
+def _of_document(rows: Rows, alike: list[list[int]]) -> Iterator[Unit]:
     """alike: a document's rows; those that read the same tokens, and differ in the last that is scored, in one list."""
     found = [rows.rows[same[0]] for same in alike]
     common = [min(_common(a.tokens[:-1], b.tokens[:-1]), a.start, b.start) for a, b in pairwise(found)]
@@ -140,13 +147,13 @@ def _units_of(rows: Rows, alike: list[list[int]]) -> Iterator[_Unit]:
     for start, stop, shared in [*best_runs(worth, _PRICE_OF_A_COPY), (len(alike), len(alike), 0)]:
         for same, row in zip(alike[at:start], found[at:start], strict=True):
             if row.scored == 1:
-                yield _Unit(same, row.tokens[: row.start], row.length, whole=len(same) > 1)
+                yield Unit(same, row.tokens[: row.start], row.length, whole=len(same) > 1)
             else:
-                yield from (_Unit([one], row.tokens[: row.start], row.length) for one in same)
+                yield from (Unit([one], row.tokens[: row.start], row.length) for one in same)
         if start < stop:
             together = [row for same in alike[start:stop] for row in same]
             head = found[start].tokens[: shared + _PRICE_OF_A_COPY]
-            yield _Unit(together, head, max(row.length for row in found[start:stop]))
+            yield Unit(together, head, max(row.length for row in found[start:stop]))
         at = stop
 
 
@@ -188,7 +195,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return alike
 
 
-def _without_trunk(plan: Plan, units: list[_Unit], limits: Limits, window: int) -> Iterator[Batch]:
+def _without_trunk(plan: Plan, units: list[Unit], limits: Limits, window: int) -> Iterator[Batch]:
     """Heads of several rows are read first, padded on the left; single rows whole."""
     single = [unit for unit in units if len(unit.rows) == 1]
     yield from _ends(plan, [unit for unit in units if unit.whole], limits)
@@ -209,7 +216,7 @@ def _without_trunk(plan: Plan, units: list[_Unit], limits: Limits, window: int) 
     yield from _whole(plan, [row for unit in single for row in unit.rows], 0, limits)
 
 
-def _ends(plan: Plan, units: list[_Unit], limits: Limits) -> Iterator[Batch]:
+def _ends(plan: Plan, units: list[Unit], limits: Limits) -> Iterator[Batch]:
     """Choices of one token."""
     inputs = {unit.rows[0]: plan.rows[unit.rows[0]].tokens[:-1] for unit in units}
     batches = pack(
@@ -223,7 +230,7 @@ def _ends(plan: Plan, units: list[_Unit], limits: Limits) -> Iterator[Batch]:
         yield Batch([inputs[unit.rows[0]] for unit in batch], [], ends)
 
 
-def _after_trunk(plan: Plan, units: list[_Unit], trunk: int, limits: Limits) -> Iterator[Batch]:
+def _after_trunk(plan: Plan, units: list[Unit], trunk: int, limits: Limits) -> Iterator[Batch]:
     """Heads are cut where the shortest of the batch ends."""
     single = [row for unit in units if len(unit.rows) == 1 for row in unit.rows]
     several = sorted((unit for unit in units if len(unit.rows) > 1), key=lambda unit: unit.shared)
@@ -249,7 +256,7 @@ def _whole(plan: Plan, rows: Sequence[int], trunk: int, limits: Limits) -> Itera
     yield from (Batch([], [piece]) for piece in _pieces(tails, trunk, limits))
 
 
-def _tails(plan: Plan, units: list[_Unit], cuts: list[int]) -> list[Tail]:
+def _tails(plan: Plan, units: list[Unit], cuts: list[int]) -> list[Tail]:
     return [
         Tail(row, parent, plan.rows[row].tokens[cut:-1])
         for parent, (unit, cut) in enumerate(zip(units, cuts, strict=True))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.batching import Limits, rows_of
+from llmtrain.eval.batching import Limits, Rows, rows_of
 from llmtrain.eval.generation import generate_greedily
+from llmtrain.eval.packed import read_packs
+from llmtrain.eval.packing import Packs, make_packs
 from llmtrain.eval.prefix import Batch, Family, Plan, Tail, make_plan
 from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.models.cache import Cache
@@ -46,9 +48,10 @@ def nothing(done: int) -> None:
 
 
 class HybridScorer:
-    """Reads what requests have in common once, into a cache.
+    """Reads what requests have in common once: into a cache, or, where attention is all there is, in one packed sequence.
 
-    max_batch_tokens: read at a time, padding included. share: False reads every request whole.
+    max_batch_tokens: read at a time, padding included. share: False reads every request whole. packed: default where the
+    model can and a GPU serves.
     """
 
     def __init__(
@@ -59,28 +62,28 @@ class HybridScorer:
         max_length: int | None = None,
         max_batch_tokens: int | None = None,
         share: bool = True,
+        packed: bool | None = None,
     ):
         self.model, self.tokenizer, self.share = model, tokenizer, share
         self.window = max_length or model.config.max_seq_len
         self.device = model.embed.weight.device
         self.limits = limits_for(model, max_batch_tokens)
-        self.plan = Plan([])
+        self.packed = share and (self.device.type == "cuda" and model.no_trees() is None if packed is None else packed)
+        self.plan: Plan | Packs = Plan([])
         """Of the last call of `score`."""
 
     def score(
         self, requests: Sequence[Score], progress: Progress = nothing, *, window: int | None = None
     ) -> list[Scored]:
         rows = rows_of(requests, min(window or self.window, self.window))
-        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share)
         users: list[int] = [0] * len(rows.rows)
         for place in rows.place:
             users[place] += 1
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
         with reading():
-            for family in self.plan.families:
-                for row, score in self._read_family(family):
-                    found[row] = score
-                    progress(users[row])
+            for row, score in self._read(rows):
+                found[row] = score
+                progress(users[row])
         return [
             Scored(*found[place], tokens=rows.rows[place].scored, truncated=truncated)
             for place, truncated in zip(rows.place, rows.truncated, strict=True)
@@ -89,27 +92,36 @@ class HybridScorer:
     def generate(self, requests: Sequence[Generate], progress: Progress = nothing) -> list[Generated]:
         return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress)
 
-    def _read_family(self, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _read(self, rows: Rows) -> Iterator[tuple[int, tuple[float, bool]]]:
+        if self.packed:
+            self.plan = make_packs(rows, self.limits.tokens)
+            yield from read_packs(self.model, self.plan)
+            return
+        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share)
+        for family in self.plan.families:
+            yield from self._read_family(self.plan, family)
+
+    def _read_family(self, plan: Plan, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
         trunk = None
         if family.trunk:
             trunk = Cache(self.model, 1, len(family.trunk))
             self._fill(trunk, [family.trunk])
         for batch in family.batches:
             if batch.ends:
-                yield from self._read_ends(batch)
+                yield from self._read_ends(plan, batch)
                 continue
             cache = self._read_prefixes(batch, trunk) if batch.prefixes else trunk
             for piece in batch.pieces:
-                yield from self._read_piece(piece, cache)
+                yield from self._read_piece(plan, piece, cache)
 
-    def _read_ends(self, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _read_ends(self, plan: Plan, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
         cache = Cache(self.model, len(batch.prefixes), max(map(len, batch.prefixes)))
         ids, padding = self._padded(batch.prefixes)
         logits = self.model(ids, cache=cache, padding=padding)  # [prefixes, vocab_size]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         rows = [row for row, _ in batch.ends]
         parents = self._tensor([parent for _, parent in batch.ends])
-        labels = self._tensor([self.plan.rows[row].tokens[-1] for row in rows])
+        labels = self._tensor([plan.rows[row].tokens[-1] for row in rows])
         scores = logits[parents, labels] - logits.logsumexp(dim=-1)[parents]
         greedy = logits.argmax(dim=-1)[parents] == labels
         yield from zip(rows, zip(scores.tolist(), greedy.tolist(), strict=True), strict=True)
@@ -128,11 +140,13 @@ class HybridScorer:
         nothing_scored = torch.full_like(ids, IGNORE)  # without labels, it would compute logits
         self.model(ids, nothing_scored, cache=cache, padding=padding)
 
-    def _read_piece(self, piece: Sequence[Tail], before: Cache | None) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _read_piece(
+        self, plan: Plan, piece: Sequence[Tail], before: Cache | None
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
         width = max(len(tail.tokens) for tail in piece)
         ids, labels = [], []
         for tail in piece:
-            row, padding = self.plan.rows[tail.row], width - len(tail.tokens)
+            row, padding = plan.rows[tail.row], width - len(tail.tokens)
             ids.append([*tail.tokens, *[0] * padding])
             labels.append(
                 [*[IGNORE] * (len(tail.tokens) - row.scored), *row.tokens[-row.scored :], *[IGNORE] * padding]

@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
+from llmtrain.kernels.attention import tree as trees
 from llmtrain.kernels.attention.documents import documents as documents_of
+from llmtrain.kernels.attention.tree import Tree
 from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.blocks import Block, BlockContext, ContextCache
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
-from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_tokens, soft_cap
+from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
+from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.mixers.mamba2 import SSMParameters
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 
@@ -71,6 +74,8 @@ class HybridLM(nn.Module):
         cache: Cache | None = None,
         padding: Tensor | None = None,
         document_ids: Tensor | None = None,
+        tree: Tree | None = None,
+        scored: Tensor | None = None,
     ) -> Tensor | LossOutput | TokenScores:
         """input_ids: [batch, T]; labels: [batch, T], already shifted, -100 where there is none.
 
@@ -78,6 +83,8 @@ class HybridLM(nn.Module):
         document_ids: [batch, T], integers that never fall: tokens see those of their own document only. Without a cache.
         cache: the tokens are read on from what it holds, into it. Then: the logits after the last, [batch, vocab_size],
             or with labels the score of each. padding: [batch], tokens at the left of each row to pass over (first call only).
+        tree: the tokens [1, T] are texts that begin alike (see `no_trees`). Then: the scores of `labels` [n], each of which
+            follows a token that `scored` [n] says.
 
         Raises ValueError for a sequence longer than the learned positions or the cache.
         """
@@ -87,6 +94,10 @@ class HybridLM(nn.Module):
             if labels is None:
                 return self.logits(x[:, -1])
             return score_tokens(x, self.head_weight, labels, self.config.logit_softcap)
+        if tree is not None:
+            assert scored is not None and labels is not None
+            x = self._read_tree(input_ids, tree)[0, scored]
+            return score_hidden(x, self.head_weight, labels, self.config.logit_softcap)
         seq_len = input_ids.shape[1]
         x = self.embed(input_ids)
         if self.positions is not None:
@@ -105,6 +116,22 @@ class HybridLM(nn.Module):
         x = self._layers(x, cache.contexts(span))
         cache.advance(input_ids.shape[1])
         return x
+
+    def _read_tree(self, input_ids: Tensor, tree: Tree) -> Tensor:
+        x = self.embed(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(tree.places)
+        contexts = [BlockContext(cast("Any", block).mixer.tree_context(tree), None) for block in self.blocks]
+        return self._layers(x, contexts)
+
+    def no_trees(self) -> str | None:
+        """Why it cannot read packed texts that begin alike (`tree`), or None: layers of attention alone can."""
+        for block in cast("Iterable[Any]", self.blocks):
+            if not isinstance(block.mixer, Attention) or block.shared_input is not None:
+                return "a recurrent layer, or a shared block, reads one text per row"
+            if reason := trees.refusal(block.mixer.spec, block.mixer.platform):
+                return reason
+        return None
 
     def _layers(self, x: Tensor, contexts: list[BlockContext]) -> Tensor:
         embedding = x

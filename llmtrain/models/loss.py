@@ -37,7 +37,7 @@ class LossOutput:
 
 @dataclass
 class TokenScores:
-    """Per token, [batch, T]. log_likelihood: of the label in nats, fp32 or wider. greedy: the label is the argmax.
+    """Per token. log_likelihood: of the label in nats, fp32 or wider. greedy: the label is the argmax.
 
     0 and True where there is no label.
     """
@@ -52,16 +52,25 @@ def score_tokens(
 ) -> TokenScores:
     """Logits exist for labelled tokens alone, a chunk of them at a time. Shapes as in PlainLoss."""
     at = labels != IGNORE
+    found = score_hidden(hidden[at], weight, labels[at], softcap, chunk_tokens)
+    zeros = torch.zeros(labels.shape, dtype=found.log_likelihood.dtype, device=hidden.device)
+    scores = TokenScores(zeros, torch.ones_like(at))
+    scores.log_likelihood[at], scores.greedy[at] = found.log_likelihood, found.greedy
+    return scores
+
+
+@torch.no_grad()
+def score_hidden(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
+) -> TokenScores:
+    """hidden: [n, d_model]; labels: [n], of every one of them -> scores [n]."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    scores = TokenScores(torch.zeros(labels.shape, dtype=wide, device=hidden.device), torch.ones_like(at))
-    found = []
-    for x, label in zip(hidden[at].split(chunk_tokens), labels[at].split(chunk_tokens), strict=True):
+    parts = [(torch.zeros(0, dtype=wide, device=hidden.device), torch.ones(0, dtype=torch.bool, device=hidden.device))]
+    for x, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
         logits = soft_cap(F.linear(x, weight).to(wide), softcap)
         picked = logits.gather(-1, label[:, None])[:, 0]
-        found.append((picked - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == label))
-    if found:
-        scores.log_likelihood[at], scores.greedy[at] = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return scores
+        parts.append((picked - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == label))
+    return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The inside of a Mamba-2 mixer as one operator on a GPU: as exact as PyTorch's, equal to its parts, compiled."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,8 @@ def test_as_exact_as_the_composition_in_the_same_dtype(spec, batch, seq_len, bia
     exact = around.outcome(reference, tensors, torch.float64)
     ours, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (kernel(spec), reference))
     # The rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
-    assert all(a <= 1.1 * max(b, 7e-4) for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    pairs = [(round(a, 5), round(b, 5)) for a, b in zip(ours, theirs, strict=True)]
+    assert all(a <= 1.1 * max(b, 7e-4) for a, b in pairs), pairs
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,11 @@ def test_takes_less_memory_than_its_parts(keep):
 
     def peak(function: Any) -> int:
         around.outcome(function, tensors)  # compiled, and memory of launches allocated
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         around.outcome(function, tensors)
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() - before
 
     assert peak(kernel(ZAMBA, keep_scan_output=keep)) < peak(parts(ZAMBA))
 

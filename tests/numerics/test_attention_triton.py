@@ -17,6 +17,10 @@ def test_the_interpreted_kernels_agree_with_the_definition(cases):
     run_interpreted("attention", cases, timeout=3000 if cases == "slow" else 900)
 
 
+def test_scores_of_packed_texts_are_those_of_a_forward_pass_per_request():
+    run_interpreted("trees")
+
+
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_parts_make_up_the_head_dim(head_dim):
     parts = parts_of(head_dim)

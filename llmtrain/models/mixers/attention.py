@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
+from llmtrain.kernels.attention.tree import Tree, attend_tree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
@@ -81,6 +83,10 @@ class Attention(nn.Module):
         rotary, head_dim = self.rotary, self.spec.head_dim
         tables = rotary and once((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
         return AttentionContext(tables, None, attend)
+
+    def tree_context(self, tree: Tree) -> AttentionContext:
+        """For packed texts that begin alike."""
+        return self.cached_context(tree.once, tree.places, partial(attend_tree, spec=self.spec, tree=tree))
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""

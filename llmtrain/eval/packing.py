@@ -1,0 +1,100 @@
+"""A plan for scoring rows by a model of attention alone: everything in long sequences, what rows share once in each.
+
+Nothing is padded and no cache is copied. Hybrids cannot do so, whose states run through a sequence: prefix.py is theirs.
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from llmtrain.eval.batching import Row, Rows
+from llmtrain.eval.prefix import Unit, shared_starts, units_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """tokens, read after those of the segments `above`, the outermost first. row: whose score they hold, if any."""
+
+    tokens: tuple[int, ...]
+    above: tuple[int, ...] = ()
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class Packs:
+    """packs: segments of one call of the model each."""
+
+    rows: list[Row]
+    packs: list[list[Segment]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(segment.tokens) for pack in self.packs for segment in pack)
+
+    @property
+    def slots(self) -> int:
+        return self.tokens
+
+    @property
+    def calls(self) -> int:
+        return len(self.packs)
+
+
+def make_packs(rows: Rows, capacity: int) -> Packs:
+    """capacity: tokens of a call, exceeded only by a text that is longer."""
+    packer = _Packer(capacity)
+    for trunk, units in shared_starts(sorted(units_of(rows), key=lambda unit: unit.head), price=0):
+        for unit in units:
+            for head, tails in _split(rows.rows, unit, len(trunk), capacity - len(trunk)):
+                packer.add(trunk, head, tails)
+    return Packs(rows.rows, packer.packs)
+
+
+def _split(
+    rows: Sequence[Row], unit: Unit, trunk: int, capacity: int
+) -> Iterator[tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]]:
+    """Head and tails (row, tokens) of a unit, in groups that fit."""
+    cut = unit.shared if len(unit.rows) > 1 else trunk
+    head = unit.head[trunk:cut]
+    tails: list[tuple[int, tuple[int, ...]]] = []
+    taken = len(head)
+    for row in unit.rows:
+        tail = rows[row].tokens[cut:-1]
+        if tails and taken + len(tail) > capacity:
+            yield head, tails
+            tails, taken = [], len(head)
+        tails.append((row, tail))
+        taken += len(tail)
+    yield head, tails
+
+
+class _Packer:
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.packs: list[list[Segment]] = []
+        self._room = 0
+        self._trunk: tuple[int, ...] = ()
+        self._trunk_at: tuple[int, ...] = ()
+
+    def add(self, trunk: tuple[int, ...], head: tuple[int, ...], tails: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        size = len(head) + sum(len(tokens) for _, tokens in tails)
+        known = trunk == self._trunk
+        if not self.packs or size + (0 if known else len(trunk)) > self._room:
+            self.packs.append([])
+            self._room, known = self.capacity, False
+        above = self._trunk_at if known else self._put(trunk, ())
+        self._trunk, self._trunk_at = trunk, above
+        if head:
+            above = (*above, *self._put(head, above))
+        for row, tokens in tails:
+            self._put(tokens, above, row)
+
+    def _put(self, tokens: tuple[int, ...], above: tuple[int, ...], row: int | None = None) -> tuple[int, ...]:
+        if not tokens:
+            assert row is None
+            return ()
+        self.packs[-1].append(Segment(tokens, above, row))
+        self._room -= len(tokens)
+        return (len(self.packs[-1]) - 1,)

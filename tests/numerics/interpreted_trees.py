@@ -1,0 +1,56 @@
+"""Packed texts that begin alike, scored with our attention kernels; run by test_attention_triton.py under TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+
+from llmtrain.eval.packing import Packs
+from llmtrain.eval.scorer import HybridScorer
+from llmtrain.kernels import platform
+from llmtrain.models.hybrid import HybridLM
+from tests.support import interpreter
+from tests.support.checkpoints import tokenizer
+from tests.support.models import ALIBI, ATTENTION, MODELS, build
+from tests.support.scoring import assert_same_scores, choices, letters, schemas, score_one_by_one, texts
+
+interpreter.speed_up()
+torch.set_num_threads(1)
+
+CAPPED = {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "softcap": 5.0, "position": ALIBI}}, "layers": "a*2"}
+ABLE = [name for name, model in MODELS.items() if "window" not in name and "mamba" not in str(model)]
+
+
+def scored(model: HybridLM, requests, **options):
+    made = HybridScorer(model, tokenizer(), packed=True, **options)
+    found = made.score(requests)
+    assert isinstance(made.plan, Packs)
+    return found, made.plan
+
+
+@pytest.mark.parametrize("name", [*ABLE, "capped"])
+def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
+    monkeypatch.setitem(MODELS, "capped", CAPPED)
+    model = build(name, platform.cpu())
+    assert "need a GPU" in model.no_trees()  # and nothing else
+    requests = [*choices(3, shots=25), *letters(2, shots=30), *schemas(2), *texts(2)]
+    expected = score_one_by_one(model, requests)
+    found, plan = scored(model, requests)
+    assert_same_scores(found, expected)
+    assert plan.calls == 1 and plan.tokens < 0.5 * sum(row.length for row in plan.rows)
+    assert any(len(segment.above) == 2 for segment in plan.packs[0])
+
+
+def test_scores_do_not_depend_on_how_much_is_read_at_a_time():
+    model = build("mpt with alibi", platform.cpu())
+    requests = choices(2, shots=30)
+    expected = score_one_by_one(model, requests)
+    for tokens in (25, 80):  # less than the texts' tokens, and less than they have in all
+        found, plan = scored(model, requests, max_batch_tokens=tokens)
+        assert_same_scores(found, expected)
+        assert plan.calls > 1
+
+
+def test_hybrids_are_read_with_a_cache():
+    for name in MODELS:
+        model = build(name, platform.cpu())
+        if "mamba" in str(MODELS[name]):
+            assert "one text per row" in model.no_trees() and not HybridScorer(model, tokenizer()).packed

@@ -1,0 +1,55 @@
+"""What rows share stands once in every pack; each row is read whole, and once."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.eval.batching import rows_of
+from llmtrain.eval.packing import Packs, make_packs
+from tests.support.scoring import KINDS, choices
+
+
+def read_by(plan: Packs) -> dict[int, tuple[int, ...]]:
+    """Row -> the tokens that its score has seen."""
+    found = {}
+    for pack in plan.packs:
+        for segment in pack:
+            if segment.row is not None:
+                assert segment.row not in found
+                seen = [pack[i] for i in segment.above]
+                assert all(one.row is None for one in seen)
+                assert len(segment.tokens) >= plan.rows[segment.row].scored
+                found[segment.row] = tuple(token for one in [*seen, segment] for token in one.tokens)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacity", [10, 100, 10_000])
+def test_every_row_is_read_whole_and_once(kind, capacity):
+    rows = rows_of(KINDS[kind](), 1000)
+    plan = make_packs(rows, capacity)
+    assert read_by(plan) == {i: row.tokens[:-1] for i, row in enumerate(rows.rows)}
+    for pack in plan.packs:
+        # More than the capacity only for the sake of one text.
+        assert sum(len(segment.tokens) for segment in pack) <= capacity or sum(s.row is not None for s in pack) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_come_in_the_order_of_what_they_continue(kind):
+    """At each depth, as attention needs it."""
+    for pack in make_packs(rows_of(KINDS[kind](), 1000), 10_000).packs:
+        for depth in range(2):
+            order = [segment.above[depth] for segment in pack if len(segment.above) > depth]
+            assert order == sorted(order)
+        for at, segment in enumerate(pack):
+            assert all(above < at for above in segment.above)
+
+
+def test_a_few_shot_prompt_is_read_once_per_pack():
+    rows = rows_of(choices(20, shots=200), 1000)
+    naive = sum(row.length for row in rows.rows)
+    one, several = make_packs(rows, 10_000), make_packs(rows, 600)
+    assert one.calls == 1 and one.tokens < naive / 8
+    assert several.calls > 2
+    assert one.tokens < several.tokens <= one.tokens + 200 * (several.calls - 1)
+    assert several.slots == several.tokens
