@@ -12,6 +12,9 @@ from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support.around import draw
 
+NAMES = ("zxbcdt", "conv_weight", "conv_bias", "A", "D", "dt_bias", "norm_weight", "initial_state")
+"""Of the inputs."""
+
 
 def spec(
     n_heads: int,
