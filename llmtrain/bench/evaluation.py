@@ -4,8 +4,9 @@
 
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
 temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
-documents and timed from prompts as text to log-likelihoods, ours the second time (the first compiles kernels, once for a
-machine). The harness runs with each batch size of --peer-batch, and
+documents and timed from prompts as text to log-likelihoods. Ours are timed on a second pass over all tasks (the first compiles
+kernels, once for a machine), each from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
+tokenised while the one before is scored. The harness runs with each batch size of --peer-batch, and
 its best counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is
 then that of the documents it did answer, spread evenly over the task. Without the harness (lm_eval), or with --no-peer,
 only our side is measured. --out is written anew after every task of either side.
@@ -27,6 +28,7 @@ from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.eval.ahead import ahead
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
@@ -109,8 +111,17 @@ def main() -> None:
                 args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
         rows, answers = [], []
-        for task, shots in chosen:
-            measured, scores = _ours(task, documents[task.name], shots, scorer, tokenizer)
+        for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
+            _score(scorer, task, _requests(task, documents[task.name], shots, tokenizer))
+        began = clock()
+        for (task, shots), requests in ahead(
+            chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer)
+        ):
+            scores = _score(scorer, task, requests)
+            ended = clock()
+            title = f"{task.name}:{shots}" if shots else task.name
+            measured = _measured(title, len(documents[task.name]), ended - began, requests, scorer)
+            began = ended
             rows.append(measured)
             answers.append(scores)
             print(measured, flush=True)
@@ -165,22 +176,18 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     tokenizer.save(folder)
 
 
-def _ours(
-    task: Task, documents: Documents, shots: int, scorer: HybridScorer, tokenizer: TextTokenizer
-) -> tuple[Measured, list[float]]:
-    def ask() -> tuple[list[Score], list[float]]:
-        requests = [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
-        return requests, [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
+def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> list[Score]:
+    return [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
 
-    ask()  # Triton's kernels are compiled for the sizes that come
-    began = clock()
-    requests, answers = ask()
-    seconds = clock() - began
+
+def _score(scorer: HybridScorer, task: Task, requests: list[Score]) -> list[float]:
+    return [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
+
+
+def _measured(title: str, documents: int, seconds: float, requests: list[Score], scorer: HybridScorer) -> Measured:
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
     plan = scorer.plan
-    title = f"{task.name}:{shots}" if shots else task.name
-    rate = len(documents) / seconds
-    return Measured(title, len(documents), rate, plan.tokens, plan.slots, naive, plan.calls), answers
+    return Measured(title, documents, documents / seconds, plan.tokens, plan.slots, naive, plan.calls)
 
 
 def _peer(folder: str, max_length: int) -> Any:

@@ -49,6 +49,7 @@ def make_packs(rows: Rows, capacity: int) -> Packs:
         for unit in units:
             for head, tails in _split(rows.rows, unit, len(trunk), capacity - len(trunk)):
                 packer.add(trunk, head, tails)
+    packer.finish()
     return Packs(rows.rows, packer.packs)
 
 
@@ -71,30 +72,44 @@ def _split(
 
 
 class _Packer:
+    """In a pack come a trunk, then what continues it, then the tails of that: attention wants together what sees alike."""
+
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.packs: list[list[Segment]] = []
         self._room = 0
         self._trunk: tuple[int, ...] = ()
         self._trunk_at: tuple[int, ...] = ()
+        self._tails: list[Segment] = []
 
     def add(self, trunk: tuple[int, ...], head: tuple[int, ...], tails: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         size = len(head) + sum(len(tokens) for _, tokens in tails)
         known = trunk == self._trunk
         if not self.packs or size + (0 if known else len(trunk)) > self._room:
+            self.finish()
             self.packs.append([])
             self._room, known = self.capacity, False
-        above = self._trunk_at if known else self._put(trunk, ())
-        self._trunk, self._trunk_at = trunk, above
+        if not known:
+            self.finish()
+            self._trunk, self._trunk_at = trunk, self._put(Segment(trunk)) if trunk else ()
+        above = self._trunk_at
         if head:
-            above = (*above, *self._put(head, above))
+            above = (*above, *self._put(Segment(head, above)))
         for row, tokens in tails:
-            self._put(tokens, above, row)
+            segment = Segment(tokens, above, row)
+            if head:
+                self._tails.append(segment)
+                self._room -= len(tokens)
+            else:
+                self._put(segment)
 
-    def _put(self, tokens: tuple[int, ...], above: tuple[int, ...], row: int | None = None) -> tuple[int, ...]:
-        if not tokens:
-            assert row is None
-            return ()
-        self.packs[-1].append(Segment(tokens, above, row))
-        self._room -= len(tokens)
+    def finish(self) -> None:
+        """No more of this trunk, or of this pack."""
+        if self._tails:
+            self.packs[-1] += self._tails
+            self._tails = []
+
+    def _put(self, segment: Segment) -> tuple[int, ...]:
+        self.packs[-1].append(segment)
+        self._room -= len(segment.tokens)
         return (len(self.packs[-1]) - 1,)

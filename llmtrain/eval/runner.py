@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.ahead import ahead
 from llmtrain.eval.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
 from llmtrain.eval.models import (
     Found,
@@ -27,8 +28,8 @@ from llmtrain.eval.results import Report, Result
 from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
 from llmtrain.eval.scorer import Scorer
 from llmtrain.eval.store import Answers, Store, requests_digest
-from llmtrain.eval.task import Documents, load_task
-from llmtrain.eval.together import Team, answer, in_order
+from llmtrain.eval.task import Documents, Task, load_task
+from llmtrain.eval.together import Requests, Team, answer, in_order
 from llmtrain.train.distributed import initialize, world_from_environment
 
 
@@ -49,9 +50,10 @@ def evaluate(run: EvalRun) -> Report:
     results: list[Result] = []
     with Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
         for model in models:
-            for task in tasks:
+            # Prompts are written and tokenised while the GPU is busy with the task before.
+            for task, requests in ahead(tasks, lambda task, of=model: of.requests(task, documents[task.task.name])):
                 bar.say(f"{model.title}: {task.title}")
-                results.append(model.run(task, documents[task.task.name], bar.advance))
+                results.append(model.run(task, documents[task.task.name], requests, bar.advance))
                 if world.is_main:
                     bar.print(line_of(results[-1]))
             model.unload()
@@ -98,11 +100,18 @@ class Evaluated:
         self._tokenizer_identity = tokenizer_identity(self.tokenizer)
         self._scorer: Scorer | None = None
 
-    def run(self, chosen: Chosen, documents: Documents, progress: Callable[[int], None]) -> Result:
-        """progress: told how many documents are done."""
-        task, run = chosen.task, self.settings
-        window = task.window(self.window) - 1  # tokens read: the last of a continuation is only predicted
-        requests = task.requests(documents, self.tokenizer, chosen.shots, max_seq_len=window, pmi=run.pmi)
+    def requests(self, chosen: Chosen, documents: Documents) -> Requests:
+        return chosen.task.requests(
+            documents, self.tokenizer, chosen.shots, max_seq_len=self._tokens_read(chosen.task), pmi=self.settings.pmi
+        )
+
+    def _tokens_read(self, task: Task) -> int:
+        """The last of a continuation is only predicted."""
+        return task.window(self.window) - 1
+
+    def run(self, chosen: Chosen, documents: Documents, requests: Requests, progress: Callable[[int], None]) -> Result:
+        """requests: as above. progress: told how many documents are done."""
+        task, run, window = chosen.task, self.settings, self._tokens_read(chosen.task)
         dtype = run.dtype or default_dtype()
         about = {
             "model": self.found.identity,

@@ -1,5 +1,5 @@
 """Compiles every row of the tuning tables for its architecture, without a GPU, and keeps what they take under review; and
-the kernels of cached decoding, whose launches are in their code.
+the kernels of cached decoding and of evaluation, whose launches are in their code.
 
     python -m tests.support.offline --update [--arch sm90 ...] [--all] [--workers N]
 
@@ -39,11 +39,12 @@ COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks")
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
+    "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
     "ssd_step": ("ssd/step_triton.py", "ssd/triton_steps.py"),
     "conv1d_step": ("conv1d/step_triton.py",),
 }
-"""Kernels of cached decoding, and the files that they are in."""
-MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", *ALONE)
+"""Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
+MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", "attention_step", "ssd_step", "conv1d_step")
 """Have no matrix instructions; rows are held to loads and stores of 16 bytes a thread (`wide`, counted on NVIDIA)."""
 
 

@@ -1,4 +1,4 @@
-"""The kernels of cached decoding as a problem for the compilers of bench/tune: called with tensors without memory."""
+"""Kernels without tuning tables as a problem for the compilers of bench/tune: called with tensors without memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.tree import TILE
+from llmtrain.kernels.attention.tree_triton import join
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -29,6 +31,11 @@ class Case:
 def _attention(head_dim: int, group: int = 1, batch: int = 1, capacity: int = 1920, **more: Any) -> Case:
     fields = {"n_heads": 8 * group, "n_kv_heads": 8, "head_dim": head_dim, "scale": 0.1, **more}
     return Case("attention_step", fields, batch, capacity)
+
+
+def _tree(head_dim: int, group: int = 1, **more: Any) -> Case:
+    fields = {"n_heads": 8 * group, "n_kv_heads": 8, "head_dim": head_dim, "scale": 0.1, **more}
+    return Case("attention_tree", fields, 1, 4096)
 
 
 def _ssd(head_dim: int, d_state: int, batch: int = 1) -> Case:
@@ -53,6 +60,14 @@ CASES = {
     "everything, 40 heads to one, 256": _attention(256, 40, **_EVERYTHING),
     "64 x 128": _ssd(64, 128, 64),
     "64 x 64": _ssd(64, 64),
+    "tree, 64": _tree(64),
+    "tree, 128, alibi": _tree(128, alibi_max_bias=8.0),
+    "tree, gqa, 112, softcap": _tree(112, 4, softcap=30.0),
+    "tree, 160": _tree(160),
+    "tree, 256, alibi": _tree(256, alibi_max_bias=8.0),
+    "tree, 64, fp32": _tree(64, dtype="float32"),
+    "tree, 48, fp32": _tree(48, dtype="float32"),
+    "tree, 128, fp32": _tree(128, dtype="float32"),
     "4352 channels": Case("conv1d_step", {"channels": 4352, "width": 4}, 64, 0),
 }
 
@@ -73,6 +88,14 @@ class Problem:
         def half(*shape: int) -> Tensor:
             return empty(*shape, dtype=getattr(torch, fields.get("dtype", "bfloat16")))
 
+        if self.case.operation == "attention_tree":
+            spec, tokens = AttentionSpec(**fields), self.case.capacity
+            q, k = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_kv_heads, spec.head_dim)
+            bounds = [empty(tokens, dtype=torch.int32) for _ in range(3)]
+            slopes = None if spec.alibi_max_bias is None else empty(spec.n_heads)
+            tiles = empty(tokens // TILE, dtype=torch.int32)
+            join(q, k, k, q, empty(1, spec.n_heads, tokens), spec, slopes, *bounds, tiles, self.where.vendor)
+            return
         family = self.case.operation.removesuffix("_step")
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build
         if family == "attention":

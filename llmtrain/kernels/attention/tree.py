@@ -2,9 +2,10 @@
 
 A segment is a run of tokens. It continues other segments (a question, before it a few-shot prompt), which stand earlier in
 the sequence, and its tokens see those and themselves. For each depth of the tree, the keys that a token sees there are one
-interval, as in packed documents; so attention runs once per depth, on the kernels for documents, and the parts are joined by
-their log-sum-exps. Between a segment and what it continues there are other segments: ALiBi's distances there are too long
-by a number that is the same for all keys of a part, so only its log-sum-exp needs to know.
+interval, as in packed documents. So attention first runs on the segments, with the kernels for documents; then once per
+depth, for the tokens that see something there, and the parts are joined by their log-sum-exps (tree_triton.py). Between a
+segment and what it continues there are other segments: ALiBi's distances there are too long by a number that is the same for
+all keys of a part, so only its log-sum-exp needs to know.
 """
 
 from __future__ import annotations
@@ -23,17 +24,29 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
+TILE = 32
+"""Queries of a program that looks at one depth: few are what continues something, and they stand together."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What tokens see at one depth: keys starts .. ends, [T], which seem to be `apart` tokens too far; empty intervals lie
+    between the others. tiles: those of TILE tokens that see anything. All in int32.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    apart: Tensor
+    tiles: Tensor
+
 
 @dataclass
 class Tree:
-    """places: [1, T], of each token in its own text. parts: what tokens see in their own segment, then at each depth.
-
-    apart: per part, how many tokens too far its keys seem to be, [T] in fp32; None for the first.
-    """
+    """places: [1, T], of each token in its own text. own: what it sees in its own segment."""
 
     places: Tensor
-    parts: list[Documents]
-    apart: list[Tensor | None]
+    own: Documents
+    depths: list[Depth]
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -43,14 +56,11 @@ class Tree:
         return self._made[key]
 
     def to(self, device: torch.device) -> Tree:
-        """In one copy, which waits for nothing on the device."""
-        rows = [self.places[0], *(t[0] for part in self.parts for t in (part.starts, part.ends))]
-        rows += [t.to(torch.int32) for t in self.apart if t is not None]
-        moved = moved_to(torch.stack(rows), device)
-        depth = len(self.parts)
-        bounds, apart = moved[1 : 1 + 2 * depth, None], moved[1 + 2 * depth :].to(torch.float32)
-        parts = [Documents(bounds[2 * i], bounds[2 * i + 1]) for i in range(depth)]
-        return Tree(moved[:1], parts, [None, *apart])
+        own = Documents(moved_to(self.own.starts, device), moved_to(self.own.ends, device))
+        depths = [
+            Depth(*(moved_to(t, device) for t in (one.starts, one.ends, one.apart, one.tiles))) for one in self.depths
+        ]
+        return Tree(moved_to(self.places, device), own, depths)
 
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -72,19 +82,19 @@ def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
     def spread(of_segments: Tensor) -> Tensor:
         return of_segments.repeat_interleave(size)
 
-    places = inside - spread(start - offset)
-    parts = [Documents(spread(start)[None], spread(end - 1)[None])]
-    apart: list[Tensor | None] = [None]
+    depths = []
     for depth in range(max(map(len, above), default=0)):
         seen = torch.tensor([chain[depth] if depth < len(chain) else -1 for chain in above])
         # A segment that continues none at this depth sees nothing, between what was seen before and what comes.
         first, last = torch.where(seen < 0, 0, start[seen]), torch.where(seen < 0, -1, end[seen] - 1)
         last = last.cummax(0).values
         first = torch.where(seen < 0, last + 1, first)
-        far = torch.where(seen < 0, 0, (start - offset) - (start - offset)[seen])
-        parts.append(Documents(spread(first)[None], spread(last)[None]))
-        apart.append(spread(far).to(torch.float32))
-    return Tree(places[None], parts, apart)
+        apart = torch.where(seen < 0, 0, (start - offset) - (start - offset)[seen])
+        tiles = (inside[spread(seen) >= 0] // TILE).unique()
+        starts, ends, apart = (spread(t).to(torch.int32) for t in (first, last, apart))
+        depths.append(Depth(starts, ends, apart, tiles))
+    own = Documents(spread(start)[None], spread(end - 1)[None])
+    return Tree((inside - spread(start - offset))[None], own, depths)
 
 
 @functools.cache
@@ -100,17 +110,13 @@ def refusal(spec: AttentionSpec, platform: Platform) -> str | None:
     return registry.refusal("attention", "triton", spec, platform)
 
 
-def attend_tree(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tree: Tree) -> Tensor:
+def attend_tree(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: Tree) -> Tensor:
     """q: [1, T, n_heads, head_dim]; k, v: [1, T, n_kv_heads, head_dim] -> like q. No gradients."""
+    from llmtrain.kernels.attention.tree_triton import join
     from llmtrain.kernels.attention.triton import attend
 
     slopes = _slopes(spec).on(q.device)
-    out, total = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.parts[0])
-    for part, apart in zip(tree.parts[1:], tree.apart[1:], strict=True):
-        more, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=part)
-        if slopes is not None and apart is not None:
-            lse = lse + slopes[:, None] * apart
-        share = torch.sigmoid(lse - total).transpose(1, 2)[..., None]  # 0 where nothing is seen: the lse is -inf
-        out = torch.lerp(out, more, share.to(out.dtype))
-        total = torch.logaddexp(total, lse)
+    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.own)
+    for depth in tree.depths:
+        join(q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.apart, depth.tiles, vendor)
     return out

@@ -86,7 +86,9 @@ class Attention(nn.Module):
 
     def tree_context(self, tree: Tree) -> AttentionContext:
         """For packed texts that begin alike."""
-        return self.cached_context(tree.once, tree.places, partial(attend_tree, spec=self.spec, tree=tree))
+        return self.cached_context(
+            tree.once, tree.places, partial(attend_tree, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+        )
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""

@@ -7,7 +7,7 @@ import random
 import torch
 
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.attention.tree import Tree, refusal, tree
+from llmtrain.kernels.attention.tree import TILE, Tree, refusal, tree
 from llmtrain.kernels.platform import Platform, cpu
 
 # A prompt with two questions of two answers each, a text alone, a question with three answers.
@@ -17,13 +17,9 @@ ABOVE = [(), (0,), (0, 1), (0, 1), (0,), (0, 4), (0, 4), (), (), (8,), (8,), (8,
 
 def visible(made: Tree) -> torch.Tensor:
     """[T, T]: how many of the parts let i see j."""
-    size = made.places.shape[1]
-    at = torch.arange(size)
-    seen = torch.zeros(size, size, dtype=torch.int64)
-    for part in made.parts:
-        starts, ends = part.starts[0, :, None], part.ends[0, :, None]
-        seen += (at >= starts) & (at <= ends) & (at <= at[:, None])
-    return seen
+    at = torch.arange(made.places.shape[1])
+    seen = (at >= made.own.starts[0, :, None]) & (at <= made.own.ends[0, :, None]) & (at <= at[:, None])
+    return sum(((at >= d.starts[:, None]) & (at <= d.ends[:, None])).int() for d in made.depths) + seen.int()
 
 
 def by_definition(lengths, above) -> tuple[torch.Tensor, list[int]]:
@@ -36,40 +32,51 @@ def by_definition(lengths, above) -> tuple[torch.Tensor, list[int]]:
 def test_a_token_sees_its_own_segment_and_what_that_continues_once():
     made = tree(LENGTHS, ABOVE)
     seen, places = by_definition(LENGTHS, ABOVE)
-    assert torch.equal(visible(made), seen)
+    assert torch.equal(visible(made), seen.int())
     assert made.places[0].tolist() == places
-    assert len(made.parts) == 3
+    assert len(made.depths) == 2
 
 
 def test_intervals_never_fall_as_the_kernels_want_them():
-    for part in tree(LENGTHS, ABOVE).parts:
+    made = tree(LENGTHS, ABOVE)
+    for part in (made.own, *made.depths):
         for edge in (part.starts, part.ends):
             assert edge.dtype == torch.int32 and edge.is_contiguous()
-            assert (edge[0].diff() >= 0).all()
+            assert (edge.flatten().diff() >= 0).all()
 
 
 def test_distances_are_those_in_the_text():
     made = tree(LENGTHS, ABOVE)
     places, at = made.places[0], torch.arange(sum(LENGTHS))
-    for part, apart in zip(made.parts[1:], made.apart[1:], strict=True):
+    for depth in made.depths:
         for i in random.Random(0).sample(range(len(at)), 20):
-            for j in range(int(part.starts[0, i]), int(part.ends[0, i]) + 1):
-                assert i - j - apart[i] == places[i] - places[j]
+            for j in range(int(depth.starts[i]), int(depth.ends[i]) + 1):
+                assert i - j - depth.apart[i] == places[i] - places[j]
 
 
-def test_texts_alone_have_one_part():
+def test_tiles_are_those_that_see_anything():
+    lengths, above = [*LENGTHS, 200, 3, 90], [*ABOVE, (), (), (12,)]
+    made = tree(lengths, above)
+    for depth in made.depths:
+        sees = {int(i) // TILE for i in torch.nonzero(depth.starts <= depth.ends)}
+        assert depth.tiles.tolist() == sorted(sees)
+    assert len(made.depths[0].tiles) < sum(lengths) // TILE
+
+
+def test_texts_alone_have_no_depth():
     made = tree([3, 1, 4], [(), (), ()])
-    assert len(made.parts) == 1 and made.places[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert not made.depths and made.places[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 
-def test_it_moves_in_one_piece():
+def test_it_moves_whole():
     made = tree(LENGTHS, ABOVE)
     moved = made.to(torch.device("cpu"))
     assert torch.equal(moved.places, made.places)
-    for a, b in zip(moved.parts, made.parts, strict=True):
-        assert torch.equal(a.starts, b.starts) and torch.equal(a.ends, b.ends) and a.starts.is_contiguous()
-    assert moved.apart[0] is None
-    assert all(torch.equal(a, b) for a, b in zip(moved.apart[1:], made.apart[1:], strict=True))
+    for a, b in zip((moved.own, *moved.depths), (made.own, *made.depths), strict=True):
+        assert all(
+            torch.equal(x, y) and x.dtype == torch.int32
+            for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
+        )
 
 
 def test_a_window_and_a_machine_without_our_kernels_are_refused():
