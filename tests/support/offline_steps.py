@@ -91,10 +91,11 @@ class Problem:
         if self.case.operation == "attention_tree":
             spec, tokens = AttentionSpec(**fields), self.case.capacity
             q, k = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_kv_heads, spec.head_dim)
-            bounds = [empty(tokens, dtype=torch.int32) for _ in range(3)]
+            starts, ends, apart = (empty(tokens, dtype=torch.int32) for _ in range(3))
             slopes = None if spec.alibi_max_bias is None else empty(spec.n_heads)
             tiles = empty(tokens // TILE, dtype=torch.int32)
-            join(q, k, k, q, empty(1, spec.n_heads, tokens), spec, slopes, *bounds, tiles, self.where.vendor)
+            lse = empty(1, spec.n_heads, tokens)
+            join(q, k, k, q, lse, spec, slopes, starts, ends, apart, tiles, self.where.vendor)
             return
         family = self.case.operation.removesuffix("_step")
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build
