@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.tree import TILE
-from llmtrain.kernels.attention.triton_forward import _attend
+from llmtrain.kernels.attention.triton_forward import attend_tile
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
     LOWEST,
@@ -81,7 +81,7 @@ def _join(
     top = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for start in tl.range(a, end, BLOCK_N, num_stages=STAGES):
-        acc, top, total = _attend(
+        acc, top, total = attend_tile(
             acc, top, total, queries, k, v, k_token, v_token, 0, 0, start, seq_len, i, begin, first, last,
             scale, softcap, slopes, slope, True, True, True, True, True,
             BLOCK_N, HEAD_DIM, PARTS, False, PRECISION,

@@ -80,7 +80,7 @@ def attention_forward(
     total = tl.zeros((BLOCK_M,), tl.float32)
     if LOWER:
         for start in tl.range(a, b, BLOCK_N, num_stages=STAGES):
-            acc, top, total = _attend(
+            acc, top, total = attend_tile(
                 acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
@@ -108,14 +108,14 @@ def attention_forward(
         acc = outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION)
     else:
         for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
-            acc, top, total = _attend(
+            acc, top, total = attend_tile(
                 acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
             )  # fmt: skip
     if UPPER and not LAST_FIRST:
         for start in tl.range(c, end, BLOCK_N, num_stages=STAGES):
-            acc, top, total = _attend(
+            acc, top, total = attend_tile(
                 acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
@@ -131,7 +131,7 @@ def attention_forward(
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
     scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
