@@ -9,14 +9,13 @@ from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
 from tests.support import interpreter
 from tests.support.checkpoints import tokenizer
-from tests.support.models import ALIBI, ATTENTION, MODELS, build
+from tests.support.models import ALIBI, ATTENTION, MODELS, PACKABLE, build
 from tests.support.scoring import assert_same_scores, choices, letters, schemas, score_one_by_one, texts
 
 interpreter.speed_up()
 torch.set_num_threads(1)
 
 CAPPED = {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "softcap": 5.0, "position": ALIBI}}, "layers": "a*2"}
-ABLE = [name for name, model in MODELS.items() if "window" not in name and "mamba" not in str(model)]
 
 
 def scored(model: HybridLM, requests, **options):
@@ -26,7 +25,7 @@ def scored(model: HybridLM, requests, **options):
     return found, made.plan
 
 
-@pytest.mark.parametrize("name", [*ABLE, "capped"])
+@pytest.mark.parametrize("name", [*PACKABLE, "capped"])
 def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     monkeypatch.setitem(MODELS, "capped", CAPPED)
     model = build(name, platform.cpu())
