@@ -14,7 +14,8 @@ from torch import Tensor
 from llmtrain.bench.kernels.cell import Cell, Contender, Work, device, run_both
 from llmtrain.bench.tune.operations import relative_error
 
-REP_MS, WARMUP_MS = 100, 15
+REP_MS = 100
+_CYCLES_MS = 2_000_000  # of a GPU, at most
 
 
 @dataclass
@@ -65,26 +66,55 @@ def ceilings() -> Ceilings:
     size, n = (1 << 30, 8192) if on_gpu else (1 << 24, 512)
     source = torch.empty(size, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source))
+    copy = milliseconds(lambda _: target.copy_(source))
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = (torch.randn(n, n, device=device(), dtype=dtype) for _ in range(2))
-    product = milliseconds(lambda: a @ b)
+    product = milliseconds(lambda _: a @ b)
     return Ceilings(2 * size / copy * 1e3, 2 * n**3 / product * 1e3)
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """The median."""
-    if device() == "cuda":
-        from triton.testing import do_bench
+def milliseconds(run: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """The median of run(before()), of which only run is timed. On a GPU: the device's own time, with nothing in its L2.
 
-        return float(do_bench(run, warmup=WARMUP_MS, rep=REP_MS, return_mode="median"))  # type: ignore[arg-type]
-    run()
+    The device sleeps until everything is queued, so that no kernel waits for Python: a training step, too, is queued
+    ahead of the device.
+    """
+    if device() == "cuda":
+        return _device_milliseconds(run, before)
+    run(before())
     times = []
     for _ in range(5):
+        given = before()
         began = time.perf_counter()
-        run()
+        run(given)
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
+
+
+def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -> float:
+    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    cycles = 0
+
+    def once() -> tuple[float, float]:
+        """Milliseconds of the device, and of Python."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        given = before()
+        torch.cuda.synchronize()
+        flushed.zero_()
+        torch.cuda._sleep(cycles)
+        queueing = time.perf_counter()
+        begin.record()
+        run(given)
+        end.record()
+        queueing = 1e3 * (time.perf_counter() - queueing)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), queueing
+
+    once()
+    first = [once() for _ in range(3)]
+    cycles = int(2 * max(queueing for _, queueing in first) * _CYCLES_MS)
+    count = min(100, max(10, int(REP_MS / min(ms for ms, _ in first))))
+    return statistics.median(once()[0] for _ in range(count))
 
 
 def measure(cell: Cell, contenders: list[Contender], most: Ceilings) -> list[Result]:
@@ -107,6 +137,7 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings) -> list[Res
 def _measure(
     cell: Cell, one: Contender, leaves: list[Tensor], up: Tensor, exact: list[Tensor], most: Ceilings, result: Result
 ) -> None:
+    torch.compiler.reset()  # else Dynamo gives up compiling a peer after eight shapes
     function = one.make()
     found = cell.pieces(run_both(function, leaves, up))
     result.errors = {name: relative_error(a, b) for name, a, b in zip(cell.names, found, exact, strict=True)}
@@ -118,8 +149,7 @@ def _measure(
         run_both(function, leaves, up)
         torch.cuda.synchronize()
         result.memory_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    result.forward_ms = milliseconds(lambda: function(*leaves))
-    y = function(*leaves)
-    result.backward_ms = milliseconds(lambda: torch.autograd.grad(y, leaves, up, retain_graph=True))
+    result.forward_ms = milliseconds(lambda _: function(*leaves))
+    result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, leaves, up), lambda: function(*leaves))
     result.share_forward = most.least_ms(cell.forward) / result.forward_ms
     result.share_backward = most.least_ms(cell.backward) / result.backward_ms
