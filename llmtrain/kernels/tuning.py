@@ -39,7 +39,6 @@ KERNELS: dict[str, Kernel] = {
     "attention.forward": Kernel(("head_dim",), _ATTENTION),
     "attention.dq": Kernel(("head_dim",), _ATTENTION),
     "attention.dkdv": Kernel(("head_dim",), _ATTENTION),
-    "attention.fused": Kernel(("head_dim",), _ATTENTION),
     # All kernels of a scan: they hand each other chunks of one size.
     "ssd": Kernel(("head_dim", "d_state"), "llmtrain.kernels.ssd.triton_launch:Launch"),
     # Channels are in no key: what a program does is the same for any number of them.
@@ -131,23 +130,6 @@ def select(
     5. seq_len: |log2(row / asked)|; a row without one counts as 1.5, so it comes after one within a factor 2.8.
     """
     return _select(kernel, dtype, tuple(shape[name] for name in KERNELS[kernel].shape), platform, seq_len, variant)
-
-
-def measured(
-    kernel: str,
-    dtype: str,
-    shape: Mapping[str, int],
-    platform: Platform,
-    seq_len: int | None = None,
-    variant: str | None = None,
-) -> Row | None:
-    """The row of `select`, if it is for this very dtype, shape and variant and was measured; else None."""
-    try:
-        row = select(kernel, dtype, shape, platform, seq_len, variant)
-    except ValueError:
-        return None
-    exact = (row.dtype, row.shape, row.variant) == (dtype, tuple(shape.values()), variant)
-    return row if exact and not isinstance(row.provenance, str) else None
 
 
 def table(platform: Platform) -> Table:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmtrain.kernels.attention import triton as kernels
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.triton import attend
-from llmtrain.kernels.attention.triton_launch import Launch, choose
 from tests.support import attention
 from tests.support.attention import CASES, Case
 from tests.support.selection import cases
@@ -80,38 +78,6 @@ def test_all_agrees_with_the_definition(case, dtype, seq_len):
 def test_long_sequences(case, seq_len):
     tensors = attention.inputs(case, 1, seq_len, torch.bfloat16, "cuda")
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_forward_kernel_that_delays_products(head_dim, monkeypatch):
-    delayed = Launch(128, 128, 8, 2, True, delayed=True)
-    monkeypatch.setattr(
-        kernels, "choose", lambda kernel, *wanted: delayed if kernel == "forward" else choose(kernel, *wanted)
-    )
-    tensors = attention.inputs(Case(head_dim), 2, 1024, torch.bfloat16, "cuda")
-    assert_near(attention.ours(Case(head_dim), tensors), attention.exact(Case(head_dim), tensors), 0.01)
-
-
-FUSED = {
-    64: Launch(64, 64, 4, 2, True, merged=True, dv_first=True),
-    128: Launch(64, 128, 8, 2, True, part=64, merged=True),
-}
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", FUSED)
-def test_the_backward_kernel_that_makes_dq_too(head_dim, deterministic, monkeypatch):
-    monkeypatch.setattr(kernels, "choose_fused", lambda *_: FUSED[head_dim])
-    case = Case(head_dim, 4, 4)
-    tensors = attention.inputs(case, 2, 1024, torch.bfloat16, "cuda")
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        runs = [attention.ours(case, tensors) for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_near(runs[0], attention.exact(case, tensors), 0.01)
-    for name in runs[0].keys() - (set() if deterministic else {"dq"}):
-        assert all(torch.equal(run[name], runs[0][name]) for run in runs), name
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -59,7 +59,7 @@ def test_tiles_through_descriptors(case, tiles, monkeypatch):
     monkeypatch.setattr(kernels, "_where", lambda device: hopper)
     described = []
     made = kernels._descriptor
-    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows, launch: described.append(rows) or made(t, rows, launch))
+    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: described.append(rows) or made(t, rows))
     assert_agree(case, 2, 64)
     assert described == [16, 16, 16, 16, 32, 32]
     described.clear()
@@ -70,8 +70,7 @@ def test_tiles_through_descriptors(case, tiles, monkeypatch):
 FORMS = {
     "dv first": {"dv_first": True},
     "merged": {"merged": True},
-    "parts": {"part": 16},
-    "all": {"delayed": True, "dv_first": True, "merged": True, "part": 16},
+    "both": {"dv_first": True, "merged": True},
 }
 
 
@@ -80,38 +79,6 @@ FORMS = {
 def test_every_form_of_a_kernel(form, name, monkeypatch):
     monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))
     assert_agree(CASES[name], 1, 61)
-
-
-@pytest.mark.parametrize("name, seq_len", [("gqa", 61), ("alibi", 64), ("softcap", 5), ("104", 33)])
-@pytest.mark.parametrize("tiles", [(16, 16), (16, 32)])
-def test_delayed_products_of_causal_attention(tiles, name, seq_len, monkeypatch):
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(tiles[0], tiles[1], 4, 1, delayed=True))
-    assert_agree(CASES[name], 1, seq_len)
-
-
-@pytest.mark.parametrize(
-    "name, form",
-    [("full", "parts"), ("alibi", "merged"), ("window", "all"), ("softcap", "dv first"), ("padded", "all")],
-)
-def test_a_backward_kernel_that_adds_up_dq(name, form, monkeypatch):
-    monkeypatch.setattr(kernels, "choose_fused", lambda *_: Launch(32, 16, 4, 1, **FORMS[form]))
-    fused = []
-    made = kernels.Call.fused
-    monkeypatch.setattr(kernels.Call, "fused", lambda *args: fused.append(True) or made(*args))
-    assert_agree(CASES[name], 2, 64)
-    assert fused
-
-
-def test_no_backward_kernel_adds_up_dq_where_that_is_not_allowed(monkeypatch):
-    monkeypatch.setattr(kernels, "choose_fused", lambda *_: Launch(32, 16, 4, 1))
-    monkeypatch.delattr(kernels.Call, "fused")
-    assert_agree(Case(), 1, 45)  # not in whole tiles
-    assert_agree(CASES["gqa"], 1, 64)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_agree(Case(), 1, 64)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])

@@ -247,23 +247,6 @@ def test_exact_gradients_are_those_of_all_sequences_together():
     torch.testing.assert_close(scan.by_sequence(lambda *t: reference(*t)[0], leaves, dy), scan.last_sequence(whole))
 
 
-def test_a_kernel_for_all_gradients_becomes_a_row_only_if_it_beats_the_two_that_it_stands_for(capsys):
-    made = problem("attention", {"head_dim": 64}, "meta", H200)
-
-    def attempt(part: str, ms: float) -> list[Attempt]:
-        return [Attempt(part, made.candidates(part, True)[-1], ms=ms)]
-
-    def rows(fused: float, **others: float) -> set[str]:
-        best = {part: attempt(part, ms) for part, ms in ({"fused": fused} | others).items()}
-        return {winner.kernel for winner in made.winners(best, lambda part, launch: Measured(1.0))}
-
-    assert rows(1.9, dq=0.9) == {"attention.dq"}  # and 1.0 of the table's dkdv
-    assert "fused: 1.9000 ms, dq and dkdv 1.9000 ms: no row" in capsys.readouterr().out
-    assert rows(1.8, dq=0.9) == {"attention.dq", "attention.fused"}
-    assert rows(2.1, dq=1.0, dkdv=1.2) == {"attention.dq", "attention.dkdv", "attention.fused"}
-    assert rows(1.9) == {"attention.fused"}
-
-
 def test_a_form_of_the_forward_is_checked_by_running_it():
     """One sequence of 80 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
     made = problem("ssd", {}, "meta", H200)

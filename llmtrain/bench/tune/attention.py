@@ -97,21 +97,17 @@ class Case:
         return qkv, random(self.batch, self.seq_len, spec.n_heads, spec.head_dim)
 
 
-def _forms(part: str, head_dim: int) -> list[dict[str, Any]]:
+def _forms(part: str) -> list[dict[str, Any]]:
     """Of a kernel, beside the plain one; see triton_launch.Launch."""
-    if part == "forward":
-        return [{"delayed": True}]
-    if part == "dq":
+    if part != "dkdv":
         return []
-    widths = (256, 64) if head_dim >= 128 and head_dim % 64 == 0 else (256,)
-    both = (False, True)
-    return [{"merged": m, "dv_first": d, "part": p} for m, d, p in itertools.product(both, both, widths)]
+    return [{"merged": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
 
 
 class Problem:
-    """See operations.Problem. The part `fused` is dkdv in the form that makes dq too, with all that belongs to it."""
+    """See operations.Problem."""
 
-    parts = (*KERNELS, "fused")
+    parts = KERNELS
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.where, self.spec = case, where, case.spec
@@ -145,8 +141,6 @@ class Problem:
                 return {"out": call.forward()[0]}
             if part == "dq":
                 return {"dq": call.dq(self.out, self.lse, self.dout, None, self.delta)}
-            if part == "fused":
-                return dict(zip(("dq", "dk", "dv"), call.fused(self.out, self.lse, self.dout), strict=True))
             return dict(zip(("dk", "dv"), call.dkdv(self.lse, self.dout, self.delta), strict=True))
 
         return run
@@ -155,12 +149,12 @@ class Problem:
         head_dim, hopper = self.case.head_dim, self.where.vendor == "nvidia" and self.where.arch.startswith("sm9")
         one_part, single = head_dim & (head_dim - 1) == 0, self.case.dtype == "float32"
         seq_len, variant = self.case.seq_len, self.case.variant
-        like: Any = "dkdv" if part == "fused" else part
-        found = [choose(like, head_dim, self.case.dtype, self.where, seq_len, variant)]
-        queries: tuple[int, ...] = (64, 128) if like != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
-        keys: tuple[int, ...] = (32, 64, 128) if like != "dkdv" else (64, 128)
-        if part == "fused" or (quick and like == "dkdv"):  # Hopper's product takes 64 rows: of dq, queries
-            queries = tuple(m for m in queries if m >= (64 if part == "fused" else 32))
+        kernel: Any = part
+        found = [choose(kernel, head_dim, self.case.dtype, self.where, seq_len, variant)]
+        queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
+        keys: tuple[int, ...] = (32, 64, 128) if part != "dkdv" else (64, 128)
+        if quick and part == "dkdv":
+            queries = tuple(m for m in queries if m >= 32)
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
         stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
@@ -173,7 +167,7 @@ class Problem:
             plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
             found += plain
             if not single and depth == min(2, max(stages)):
-                found += [replace(plain[0], **form) for form in _forms(part, head_dim)]
+                found += [replace(plain[0], **form) for form in _forms(part)]
         return [asdict(launch) for launch in dict.fromkeys(found)]
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
@@ -203,9 +197,9 @@ class Problem:
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
-        shares = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7, "fused": 2.5}
-        found = {
-            part: Winner(
+        shares = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7}
+        return [
+            Winner(
                 f"attention.{part}",
                 Launch(**one[0].launch),
                 one[0].ms,
@@ -215,17 +209,4 @@ class Problem:
             )
             for part, one in best.items()
             if one
-        }
-        if "fused" in found:
-            # A row of it is used wherever there is one: none unless it beats the two kernels that it stands for.
-            two = sum(
-                found[part].ms if part in found else measurer(part, self._table(part)).ms for part in ("dq", "dkdv")
-            )
-            if found["fused"].ms >= two:
-                print(f"fused: {found['fused'].ms:.4f} ms, dq and dkdv {two:.4f} ms: no row")
-                del found["fused"]
-        return list(found.values())
-
-    def _table(self, part: Any) -> dict[str, Any]:
-        case = self.case
-        return asdict(choose(part, case.head_dim, case.dtype, self.where, case.seq_len, case.variant))
+        ]

@@ -134,14 +134,16 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto` and `sdpa`.
 
-    Plain causal attention: cuDNN beats FA2 by 1.3-1.7 x on sm90 and newer (measured on H200: 382 against
-    263 TFLOP/s forward at head_dim 64, 486 against 286 at 128, seq_len 2048). FA2 leads on older NVIDIA
-    and on AMD, where cuDNN is untuned or absent. With ALiBi, a window, a softcap or documents, FlexAttention fuses the
-    change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
-    On CPUs, SDPA's own kernel never stores the T x T scores. Our Triton kernels come last until they are measured.
+    Measured on H200 (BENCHMARKS.md, 16 bits): plain causal attention is fastest in cuDNN up to head_dim 128; ours comes
+    next (0.8 to 1.0 x cuDNN, 1.4 to 1.6 x FlashAttention-2), and with ALiBi, a window or documents before FlexAttention
+    (1.2 to 2.2 x). Elsewhere ours is not measured and comes last: FA2 leads where cuDNN is untuned or absent;
+    FlexAttention fuses the change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
+    On CPUs, SDPA's own kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
+    if platform.arch == "sm90" and spec.dtype != "float32":
+        return ("sdpa:cudnn", "triton", "sdpa:flash", "flex", "sdpa:efficient", "reference")
     if not spec.plain:
         return ("flex", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:

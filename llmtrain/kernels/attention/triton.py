@@ -21,14 +21,13 @@ from llmtrain.kernels import platform as platforms
 from llmtrain.kernels.attention.documents import Documents, documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
-from llmtrain.kernels.attention.triton_backward import attention_delta, attention_dkdv, attention_dq
+from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
-from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, choose, choose_fused, together
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, choose, together
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
-_DELTA_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ class Call:
         self.wanted, self.variant = (self.head_dim, dtype, self.where, self.seq_len), self._variant()
         self.launches = {kernel: choose(kernel, *self.wanted, self.variant) for kernel in KERNELS} | (launches or {})
         self.fixed = launches or {}
-        self.fused_launch = self.fixed.get("fused") or choose_fused(*self.wanted, self.variant)
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -204,20 +202,17 @@ class Call:
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
         launch, described = self._chosen("forward", k, v)
         if described:
-            k, v = (_descriptor(t, launch.block_n, launch) for t in (k, v))
+            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
         attention_forward[grid](
             q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
-            DELAYED=launch.delayed,
         )  # fmt: skip
         return out, lse
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv like q, k, v, contiguous. Deterministic if torch.use_deterministic_algorithms says so."""
-        if self._fuses(dout) and not torch.are_deterministic_algorithms_enabled():
-            return self.fused(out, lse, dout, dlse)
+        """dq, dk, dv like q, k, v, contiguous."""
         delta = torch.empty_like(lse)
         dq = self.dq(out, lse, dout, dlse, delta)
         return dq, *self.dkdv(lse, dout, delta)
@@ -231,7 +226,7 @@ class Call:
         dq = q.new_empty(q.shape)
         launch, described = self._chosen("dq", k, v)
         if described:
-            k, v = (_descriptor(t, launch.block_n, launch) for t in (k, v))
+            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
@@ -240,48 +235,16 @@ class Call:
         return dq
 
     def dkdv(self, lse: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        return self._dkdv(*self._chosen("dkdv", self.q, _rows_contiguous(dout)), lse, dout, delta, None)
-
-    def fused(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward`, but dq is added up in memory, in fp32 and in no fixed order."""
-        launch, dout = self.fused_launch, _rows_contiguous(dout)
-        assert launch is not None and out.is_contiguous() and lse.is_contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        delta, dq = torch.empty_like(lse), torch.zeros_like(out, dtype=torch.float32)
-        grid = (triton.cdiv(self.seq_len, _DELTA_ROWS) * self.batch * self.n_heads,)
-        attention_delta[grid](
-            out, dout, dlse, delta, *dout.stride()[:3], self.seq_len,
-            self.n_heads, self.head_dim, parts_of(self.head_dim), _DELTA_ROWS,
-        )  # fmt: skip
-        described = self._described(launch, launch.block_m, self.q, dout)
-        dk, dv = self._dkdv(launch, described, lse, dout, delta, dq)
-        return torch.mul(dq, self.scale, out=torch.empty_like(out)), dk, dv
-
-    def _fuses(self, dout: Tensor) -> bool:
-        """Whether `fused` was measured to serve this call best: as it was measured, in whole tiles, without groups."""
-        launch = self.fused_launch
-        return (
-            launch is not None
-            and self.group == 1
-            and self.seq_len % launch.block_m == 0
-            and self._described(launch, launch.block_m, self.q, _rows_contiguous(dout)) == launch.described
-        )
-
-    def _dkdv(
-        self, launch: Launch, described: bool, lse: Tensor, dout: Tensor, delta: Tensor, dq: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
         dout = _rows_contiguous(dout)
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        launch, described = self._chosen("dkdv", q, dout)
         if described:
-            q, dout = (_descriptor(t, launch.block_m, launch) for t in (q, dout))
-            dq = None if dq is None else _descriptor(dq, launch.block_m, launch)
+            q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
         grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, described)
         attention_dkdv[grid](
-            q, k, v, dout, lse, delta, dk, dv, dq, self.slopes, self.starts, self.ends,
+            q, k, v, dout, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
             *self._strides(), *do_strides, *sizes, self.scale, **fixed,
             DV_FIRST=launch.dv_first, MERGED=launch.merged,
         )  # fmt: skip
@@ -305,7 +268,7 @@ class Call:
             "N_HEADS": self.n_heads,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "PARTS": parts_of(self.head_dim, launch.part),
+            "PARTS": parts_of(self.head_dim),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "STAGES": launch.stages,
@@ -355,7 +318,7 @@ class Call:
         """Whether the copy engine can fetch `rows` rows of these: in tiles of one width and whole tiles long, aligned to 16
         bytes, heads and sequences one after the other.
         """
-        parts = parts_of(self.head_dim, launch.part)
+        parts = parts_of(self.head_dim)
         return (
             launch.described
             and self.where.vendor != "amd"
@@ -377,9 +340,7 @@ def _rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _descriptor(t: Tensor, rows: int, launch: Launch) -> TensorDescriptor:
-    """[batch * T, heads * head_dim] in blocks of `rows` of one part of a head."""
+def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    """[batch * T, heads * head_dim] in blocks of `rows` of a head."""
     batch, seq_len, heads, head_dim = t.shape
-    return TensorDescriptor(
-        t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, min(head_dim, launch.part)]
-    )
+    return TensorDescriptor(t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, head_dim])

@@ -3,7 +3,7 @@
 With P = exp(score - lse), dP = dO V^T, D = rowsum(dO * O) and dS = P * (dP - D) (FlashAttention-2, arXiv:2307.08691):
 dV = P^T dO, dQ = scale dS K, dK = scale dS^T Q. ALiBi adds a constant, hence nothing; a softcap puts its derivative
 into dS. The first kernel also makes D, from the dO that it reads anyway, for the second. Together 7 products of the
-size of q k^T. The second can also make dq, of 5 products in all, but must then add it up in memory, in no fixed order.
+size of q k^T.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -17,7 +17,6 @@ import triton.language as tl
 
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
-    add_outer,
     capped,
     inner,
     load_rows,
@@ -133,7 +132,7 @@ def _add_dq(
 
 @triton.jit
 def attention_dkdv(
-    q, k, v, dout, lse, delta, dk, dv, dq, slopes, starts, ends,
+    q, k, v, dout, lse, delta, dk, dv, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
     seq_len, pairs, together, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
@@ -147,8 +146,7 @@ def attention_dkdv(
     descriptors. Scores are kept with keys as rows: weights and their gradients are then left operands, from registers.
     The early keys, which the most queries see, begin.
 
-    dq: None, or zeros [batch, T, n_heads, head_dim] in fp32, to which dq / scale is added, in no fixed order; DESCRIBED:
-    a descriptor of them. DV_FIRST: dO V^T waits for P^T dO, where registers for both are short. MERGED: every tile is
+    DV_FIRST: dO V^T waits for P^T dO, where registers for both are short. MERGED: every tile is
     masked, in one loop, which takes fewer registers than one loop with masks and one without.
     """
     N_KV: tl.constexpr = N_HEADS // GROUP
@@ -177,31 +175,29 @@ def attention_dkdv(
         head = kv_head * GROUP + member
         slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
         stats = (batch * N_HEADS + head).to(tl.int64) * seq_len
-        q_in, dout_in, dq_in = q, dout, dq
+        q_in, dout_in = q, dout
         if not DESCRIBED:
             q_in = q + batch.to(tl.int64) * q_batch + head * q_head
             dout_in = dout + batch.to(tl.int64) * do_batch + head * do_head
-            if dq is not None:
-                dq_in = dq + (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
         if LOWER and not MERGED:
             for start in tl.range(a, b, BLOCK_M, num_stages=STAGES):
                 dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
-                    N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
                     True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
                 )  # fmt: skip
         # All that is left of this head, or what needs no mask.
         for start in tl.range(a if MERGED else b, end if MERGED else c, BLOCK_M, num_stages=STAGES):
             dkeys, dvalues = _add_dkdv(
-                dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
-                N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+                batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
                 MERGED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
             )  # fmt: skip
         if UPPER and not MERGED:
             for start in tl.range(c, end, BLOCK_M, num_stages=STAGES):
                 dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, dq_in, lse + stats, delta + stats, q_token, do_token,
-                    N_HEADS * HEAD_DIM, batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
                     True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
                 )  # fmt: skip
     store_rows(dk + here, dkeys, out_scale, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
@@ -210,13 +206,13 @@ def attention_dkdv(
 
 @triton.jit
 def _add_dkdv(
-    dkeys, dvalues, keys, values, q, dout, dq, lse, delta, q_token, do_token, dq_token, batch, head, start, seq_len,
+    dkeys, dvalues, keys, values, q, dout, lse, delta, q_token, do_token, batch, head, start, seq_len,
     j, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     DV_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO, and dS K into dq, if that is wanted."""
+    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO."""
     CUT: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_M)
     i = start + tl.arange(0, BLOCK_M)
@@ -244,11 +240,6 @@ def _add_dkdv(
     if softcap is not None:
         dscore *= slack
     dkeys = outer(dscore, queries, dkeys, PARTS, PRECISION)
-    if dq is not None:  # after dkeys: the other way round the compiler waits for each product (ptxas C7515)
-        add_outer(
-            dq, tl.trans(dscore), keys, batch, head, start, seq_len, dq_token,
-            BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED, PRECISION,
-        )  # fmt: skip
     return dkeys, dvalues
 
 
@@ -274,21 +265,6 @@ def _weights(
         # After the exponential: that of a query that sees nothing (lse = -inf) is infinite here.
         weight = tl.where(visible, weight, 0.0)
     return weight, slack
-
-
-@triton.jit
-def attention_delta(
-    out, dout, dlse, delta, do_batch, do_token, do_head, seq_len,
-    N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """delta alone, for an attention_dkdv that makes dq too. Arguments as of attention_dq."""
-    tiles = tl.cdiv(seq_len, BLOCK_M)
-    begin, pair = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
-    batch, head = pair // N_HEADS, pair % N_HEADS
-    dout += batch.to(tl.int64) * do_batch + head * do_head
-    out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
-    douts = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    _delta(out, douts, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
 
 
 @triton.jit

@@ -38,22 +38,18 @@ def attention_forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, DELAYED: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
     lse: [batch, n_heads, T] in fp32. DESCRIBED: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
-    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N. DELAYED, of causal
-    attention and no more, for BLOCK_M <= BLOCK_N: the product of a tile's weights and values waits for the next tile's keys, so
-    that it runs beside that tile's softmax.
+    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N.
     """
     BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
     AHEAD: tl.constexpr = 0 if CAUSAL else BACK
     LOWER: tl.constexpr = BACK is not None or starts is not None
     UPPER: tl.constexpr = AHEAD is not None or starts is not None or RAGGED
-    # The one tile of keys that needs a mask then goes first, so that every product has a softmax to run beside.
-    LAST_FIRST: tl.constexpr = DELAYED and CAUSAL and not LOWER and BLOCK_M <= BLOCK_N
     tiles = tl.cdiv(seq_len, BLOCK_M)
     tile, pair = place(tiles, pairs, together)
     if CAUSAL:  # the late queries see the most keys: they begin, lest one of them run on alone at the end
@@ -85,35 +81,13 @@ def attention_forward(
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
             )  # fmt: skip
-    if LAST_FIRST:
-        keys = load_rows(k, batch, kv_head, c, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
-        score = inner(queries, keys, PARTS, PRECISION)
-        weight, shrink, top, total = _softmax(
-            score, top, total, i, c + tl.arange(0, BLOCK_N), begin, first, last,
-            scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER,
+    for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
+        acc, top, total = attend_tile(
+            acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+            scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
+            BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
         )  # fmt: skip
-        for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
-            start = tl.multiple_of(start, BLOCK_N)
-            keys = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, False, DESCRIBED)
-            score = inner(queries, keys, PARTS, PRECISION)
-            late = tl.where(start == b, c, start - BLOCK_N)
-            values = load_rows(v, batch, kv_head, late, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
-            acc = outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION)
-            weight, shrink, top, total = _softmax(
-                score, top, total, i, start + tl.arange(0, BLOCK_N), begin, first, last,
-                scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER,
-            )  # fmt: skip
-        late = tl.where(b == c, c, c - BLOCK_N)
-        values = load_rows(v, batch, kv_head, late, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, RAGGED, DESCRIBED)
-        acc = outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION)
-    else:
-        for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
-            acc, top, total = attend_tile(
-                acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-                scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
-            )  # fmt: skip
-    if UPPER and not LAST_FIRST:
+    if UPPER:
         for start in tl.range(c, end, BLOCK_N, num_stages=STAGES):
             acc, top, total = attend_tile(
                 acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
@@ -144,18 +118,6 @@ def attend_tile(
     keys = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
     score = inner(queries, keys, PARTS, PRECISION)
     values = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    weight, shrink, top, total = _softmax(
-        score, top, total, i, j, begin, first, last, scale, softcap, slopes, slope, MASKED, CAUSAL, LOWER, UPPER
-    )
-    return outer(weight, values, _shrunk(acc, shrink, PARTS), PARTS, PRECISION), top, total
-
-
-@triton.jit
-def _softmax(
-    score, top, total, i, j, begin, first, last, scale, softcap, slopes, slope,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-):  # fmt: skip
-    """Of one tile of keys j: exp(score - maximum), what earlier sums shrink by, the maximum and the sum until now."""
     if softcap is not None:
         score, _ = capped(score, scale, softcap)
     elif slopes is not None:
@@ -177,12 +139,7 @@ def _softmax(
         weight = tl.exp2(score - higher[:, None])
     shrink = tl.exp2(top - higher)
     total = total * shrink + tl.sum(weight, 1)
-    return weight, shrink, higher, total
-
-
-@triton.jit
-def _shrunk(acc, shrink, PARTS: tl.constexpr):
-    out = ()
+    shrunk = ()
     for part in tl.static_range(len(PARTS)):
-        out = out + (acc[part] * shrink[:, None],)
-    return out
+        shrunk = shrunk + (acc[part] * shrink[:, None],)
+    return outer(weight, values, shrunk, PARTS, PRECISION), higher, total

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 
-Kernel = Literal["forward", "dq", "dkdv", "fused"]
+Kernel = Literal["forward", "dq", "dkdv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
-"""Of the deterministic path. `fused`: dkdv that adds up dq too."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,7 @@ class Launch:
     """block_m: queries, block_n: keys of a tile. stages: tiles in flight in a loop, through shared memory.
 
     described: let Hopper's copy engine fetch the tiles (through tensor descriptors) where the tensors allow it.
-    registers: most per thread (NVIDIA only). part: widest tile of head_dim. delayed: of the forward kernel, dv_first and
-    merged: of dkdv; see there.
+    registers: most per thread (NVIDIA only). dv_first, merged: of dkdv; see there.
     """
 
     block_m: int
@@ -28,8 +26,6 @@ class Launch:
     stages: int
     described: bool = False
     registers: int | None = None
-    part: int = 256
-    delayed: bool = False
     dv_first: bool = False
     merged: bool = False
 
@@ -63,16 +59,6 @@ def choose(
     if platform.vendor == "cpu":
         return _INTERPRETED
     return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant).launch
-
-
-def choose_fused(
-    head_dim: int, dtype: str, platform: Platform, seq_len: int | None = None, variant: str | None = None
-) -> Launch | None:
-    """Of a kernel that makes all three gradients, if one was measured for just this: the table then says it is faster."""
-    if platform.vendor == "cpu":
-        return None
-    row = tuning.measured("attention.fused", dtype, {"head_dim": head_dim}, platform, seq_len, variant)
-    return row and row.launch
 
 
 def together(platform: Platform, bytes_each: int, at_least: int = 1) -> int:

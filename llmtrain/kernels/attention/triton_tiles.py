@@ -23,10 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # below every score, and finite: -inf - -inf would be NaN
 
 
-def parts_of(head_dim: int, widest: int = 256) -> tuple[int, ...]:
-    """Widths of the tiles that make up head_dim: powers of two from 16 to `widest`, falling."""
-    whole, rest = divmod((head_dim + 15) // 16 * 16, widest)
-    return (widest,) * whole + tuple(1 << bit for bit in reversed(range(4, rest.bit_length())) if rest >> bit & 1)
+def parts_of(head_dim: int) -> tuple[int, ...]:
+    """Widths of the tiles that make up head_dim, at most 256: powers of two from 16 on, falling."""
+    rounded = (head_dim + 15) // 16 * 16
+    return tuple(1 << bit for bit in reversed(range(4, 9)) if rounded >> bit & 1)
 
 
 @triton.constexpr_function
@@ -108,28 +108,6 @@ def store_rows(
             mask = mask & (column < HEAD_DIM)[None, :]
         tile = (tiles[i] * factor).to(target.dtype.element_ty)
         tl.store(base + (row[:, None] * stride + column[None, :]), tile, mask=mask)
-
-
-@triton.jit
-def add_outer(
-    target, weight, b, batch, head, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PARTS: tl.constexpr, MASKED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds weight b to rows start .. start + ROWS of the target, in memory, in no fixed order; else as load_rows."""
-    weight = weight.to(b[0].dtype)
-    row = tl.arange(0, ROWS)
-    for i in tl.static_range(len(PARTS)):
-        tile = tl.dot(weight, b[i], input_precision=PRECISION)
-        if DESCRIBED:
-            target.atomic_add([batch * limit + start, head * HEAD_DIM + before(PARTS, i)], tile)
-        else:
-            column = before(PARTS, i) + tl.arange(0, PARTS[i])
-            at = target + start * stride + (row[:, None] * stride + column[None, :])
-            if MASKED:
-                mask = (row < limit - start)[:, None] & (column < HEAD_DIM)[None, :]
-                tl.atomic_add(at, tile, mask=mask, sem="relaxed")
-            else:
-                tl.atomic_add(at, tile, mask=(column < HEAD_DIM)[None, :], sem="relaxed")
 
 
 @triton.jit

@@ -86,23 +86,6 @@ def test_numbers_as_wide_share_rows_but_their_own_come_first(shipped):
     assert [chosen(64, dtype=d) for d in ("bfloat16", "float16")] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "head_dim, variant, dtype", [(128, "alibi", "bfloat16"), (64, "plain", "bfloat16"), (128, "plain", "float16")]
-)
-def test_measured_is_a_row_for_just_this_or_none(shipped, head_dim, variant, dtype):
-    def found(head_dim: int, variant: str, dtype: str) -> Row | None:
-        return tuning.measured("attention.forward", dtype, {"head_dim": head_dim}, H200, 4096, variant)
-
-    row = a_row(128, variant="plain", provenance=MEASURED)
-    shipped(row)
-    assert found(128, "plain", "bfloat16") == row
-    assert found(head_dim, variant, dtype) is None
-    shipped(replace(row, provenance="compiled only"))
-    assert found(128, "plain", "bfloat16") is None
-    shipped()
-    assert found(128, "plain", "bfloat16") is None
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_rows_of_ones_own_win_at_their_shape(shipped, monkeypatch, tmp_path, named):
     file = tmp_path / ("mine.yaml" if named else "config/llmtrain/tuning/sm90.yaml")
