@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
-from llmtrain.eval.ahead import ahead
+from llmtrain.eval.ahead import Ahead, Steps, finished, idle
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
@@ -112,12 +113,11 @@ def main() -> None:
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
-            _score(scorer, task, _requests(task, documents[task.name], shots, tokenizer))
+            _score(scorer, task, finished(_requests(task, documents[task.name], shots, tokenizer)), idle)
         began = clock()
-        for (task, shots), requests in ahead(
-            chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer)
-        ):
-            scores = _score(scorer, task, requests)
+        prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+        for (task, shots), requests in prompted:
+            scores = _score(scorer, task, requests, prompted.step)
             ended = clock()
             title = f"{task.name}:{shots}" if shots else task.name
             measured = _measured(title, len(documents[task.name]), ended - began, requests, scorer)
@@ -176,12 +176,14 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     tokenizer.save(folder)
 
 
-def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> list[Score]:
-    return [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
+def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> Steps[list[Score]]:
+    made = yield from task.request_steps(documents, tokenizer, shots, pmi=False)
+    return [one for one in made if isinstance(one, Score)]
 
 
-def _score(scorer: HybridScorer, task: Task, requests: list[Score]) -> list[float]:
-    return [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
+def _score(scorer: HybridScorer, task: Task, requests: list[Score], meanwhile: Callable[[], bool]) -> list[float]:
+    found = scorer.score(requests, window=task.window(scorer.window) - 1, meanwhile=meanwhile)
+    return [one.log_likelihood for one in found]
 
 
 def _measured(title: str, documents: int, seconds: float, requests: list[Score], scorer: HybridScorer) -> Measured:
