@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from llmtrain.models.hybrid import HybridLM
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
 """The seed table's that are at hand, with their numbers of examples if not 0."""
+
+_VOCAB = 16_000
 
 
 @dataclass
@@ -83,7 +85,9 @@ def main() -> None:
     parser.add_argument("--peer-limit-shots", type=int, help="the same for tasks with examples; default: --peer-limit")
     parser.add_argument("--peer-seconds", type=float, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--vocab", type=int, default=16_000, help="of the tokenizer")
+    parser.add_argument(
+        "--vocab", type=int, help=f"of the tokenizer; default: {_VOCAB:,}, or what the tasks' text yields"
+    )
     parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
@@ -150,9 +154,13 @@ def _parse(task: str) -> tuple[str, str]:
     return name, shots
 
 
-def _tokenizer(documents: Any, vocab: int) -> TextTokenizer:
+def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
     """Trained on the documents, so that their tokens are as long as a real tokenizer's."""
-    return train_bpe([document_text(one) for some in documents for one in some.everything], vocab)
+    texts = [document_text(one) for some in documents for one in some.everything]
+    made = train_bpe(texts, _VOCAB if vocab is None else vocab, or_fewer=vocab is None)
+    if vocab is None and made.vocab_size < _VOCAB:
+        print(f"a tokenizer of {made.vocab_size:,} tokens: the tasks' text yields no more")
+    return made
 
 
 def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
