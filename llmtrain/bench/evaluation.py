@@ -15,6 +15,7 @@ only our side is measured. --out is written anew after every task of either side
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -97,6 +98,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
+    gc.freeze()  # as `llmtrain eval` does
     with tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)

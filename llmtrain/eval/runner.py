@@ -45,6 +45,7 @@ def evaluate(run: EvalRun) -> Report:
     gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
     tasks = chosen_tasks(run, gauntlet)
     documents = read_documents(tasks, run.limit)
+    gc.freeze()  # what is there by now: requests are so many objects that garbage collection would walk over it often
     models = [Evaluated(choice, run, team) for choice in run.chosen_models()]
     total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
     results: list[Result] = []
@@ -58,6 +59,7 @@ def evaluate(run: EvalRun) -> Report:
                 if world.is_main:
                     bar.print(line_of(results[-1]))
             model.unload()
+    gc.unfreeze()
     scores = gauntlet and {model.title: scores_of(gauntlet, model.title, run, results) for model in models}
     return Report(run.name, results, gauntlet, scores)
 
