@@ -15,8 +15,10 @@ only our side is measured. --out is written anew after every task of either side
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
-from llmtrain.eval.ahead import ahead
+from llmtrain.eval.ahead import Ahead, Steps, finished, idle
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
 from llmtrain.eval.scorer import HybridScorer
@@ -39,6 +41,8 @@ from llmtrain.models.hybrid import HybridLM
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
 """The seed table's that are at hand, with their numbers of examples if not 0."""
+
+_VOCAB = 16_000
 
 
 @dataclass
@@ -82,7 +86,9 @@ def main() -> None:
     parser.add_argument("--peer-limit-shots", type=int, help="the same for tasks with examples; default: --peer-limit")
     parser.add_argument("--peer-seconds", type=float, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--vocab", type=int, default=16_000, help="of the tokenizer")
+    parser.add_argument(
+        "--vocab", type=int, help=f"of the tokenizer; default: {_VOCAB:,}, or what the tasks' text yields"
+    )
     parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
@@ -92,6 +98,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
+    gc.freeze()  # as `llmtrain eval` does
     with tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)
@@ -112,12 +119,11 @@ def main() -> None:
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
-            _score(scorer, task, _requests(task, documents[task.name], shots, tokenizer))
+            _score(scorer, task, finished(_requests(task, documents[task.name], shots, tokenizer)), idle)
         began = clock()
-        for (task, shots), requests in ahead(
-            chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer)
-        ):
-            scores = _score(scorer, task, requests)
+        prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+        for (task, shots), requests in prompted:
+            scores = _score(scorer, task, requests, prompted.step)
             ended = clock()
             title = f"{task.name}:{shots}" if shots else task.name
             measured = _measured(title, len(documents[task.name]), ended - began, requests, scorer)
@@ -150,9 +156,13 @@ def _parse(task: str) -> tuple[str, str]:
     return name, shots
 
 
-def _tokenizer(documents: Any, vocab: int) -> TextTokenizer:
+def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
     """Trained on the documents, so that their tokens are as long as a real tokenizer's."""
-    return train_bpe([document_text(one) for some in documents for one in some.everything], vocab)
+    texts = [document_text(one) for some in documents for one in some.everything]
+    made = train_bpe(texts, _VOCAB if vocab is None else vocab, or_fewer=vocab is None)
+    if vocab is None and made.vocab_size < _VOCAB:
+        print(f"a tokenizer of {made.vocab_size:,} tokens: the tasks' text yields no more")
+    return made
 
 
 def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
@@ -176,12 +186,14 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     tokenizer.save(folder)
 
 
-def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> list[Score]:
-    return [one for one in task.requests(documents, tokenizer, shots, pmi=False) if isinstance(one, Score)]
+def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> Steps[list[Score]]:
+    made = yield from task.request_steps(documents, tokenizer, shots, pmi=False)
+    return [one for one in made if isinstance(one, Score)]
 
 
-def _score(scorer: HybridScorer, task: Task, requests: list[Score]) -> list[float]:
-    return [one.log_likelihood for one in scorer.score(requests, window=task.window(scorer.window) - 1)]
+def _score(scorer: HybridScorer, task: Task, requests: list[Score], meanwhile: Callable[[], bool]) -> list[float]:
+    found = scorer.score(requests, window=task.window(scorer.window) - 1, meanwhile=meanwhile)
+    return [one.log_likelihood for one in found]
 
 
 def _measured(title: str, documents: int, seconds: float, requests: list[Score], scorer: HybridScorer) -> Measured:

@@ -65,10 +65,11 @@ def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -
     return TextTokenizer(backend, eod_token, eod_id, config)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) -> TextTokenizer:
     """A byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
 
-    Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text is too small for it.
+    Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text is too small for it, unless
+    it may have fewer.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -81,7 +82,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     made = backend.get_vocab_size()
-    if made < vocab_size:
+    if made < vocab_size and not or_fewer:
         raise TokenizerError(
             f"the training text yields only {made} of the {vocab_size} tokens asked for; lower vocab_size or add text"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.request import Score
@@ -12,8 +12,7 @@ from llmtrain.eval.request import Score
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """tokens: context and continuation, cut to the window; all but the last are read. scored: how many at the end count."""
 
     tokens: tuple[int, ...]
@@ -48,22 +47,27 @@ def rows_of(requests: Sequence[Score], window: int) -> Rows:
     made = Rows([], [], [], [])
     known: dict[Row, int] = {}
     for request in requests:
-        scored, whole = len(request.continuation), len(request.context) + len(request.continuation)
-        where = f"document {request.document}, option {request.option}"
-        if not request.context or not scored:
-            empty = "continuation" if request.context else "context"
-            raise EvalError(f"{where}: an empty {empty} cannot be scored; give it at least one token")
-        if scored > window:
-            raise EvalError(f"{where}: a continuation of {scored} tokens does not fit the model's window of {window}")
-        kept = request.context[max(whole - window - 1, 0) :]
-        row = Row((*kept, *request.continuation), scored)
-        if row not in known:
-            known[row] = len(made.rows)
+        scored = len(request.continuation)
+        if not request.context or not 0 < scored <= window:
+            raise EvalError(_refusal(request, window))
+        kept = request.context[max(len(request.context) + scored - window - 1, 0) :]
+        row = Row(kept + request.continuation, scored)
+        place = known.setdefault(row, len(made.rows))
+        if place == len(made.rows):
             made.rows.append(row)
             made.document.append(request.document)
-        made.place.append(known[row])
+        made.place.append(place)
         made.truncated.append(len(request.context) - len(kept))
     return made
+
+
+def _refusal(request: Score, window: int) -> str:
+    where = f"document {request.document}, option {request.option}"
+    if not request.context or not request.continuation:
+        empty = "continuation" if request.context else "context"
+        return f"{where}: an empty {empty} cannot be scored; give it at least one token"
+    length = len(request.continuation)
+    return f"{where}: a continuation of {length} tokens does not fit the model's window of {window}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.ahead import idle
 from llmtrain.eval.batching import Limits, Row, pack, rows_of
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.generation import Answer, cut_context
@@ -49,6 +50,7 @@ class HuggingFaceScorer:
         progress: Callable[[int], None] = lambda done: None,
         *,
         window: int | None = None,
+        meanwhile: Callable[[], bool] = idle,
     ) -> list[Scored]:
         rows = rows_of(requests, min(window or self.window, self.window))
         users = [0] * len(rows.rows)

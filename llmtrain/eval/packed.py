@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llmtrain.eval.batching import Row
-from llmtrain.eval.packing import Packs, Segment
+from llmtrain.eval.packing import Segment
 from llmtrain.kernels.attention.tree import Tree, moved_to, tree
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import TokenScores
@@ -29,18 +30,45 @@ class _Call:
     owners: list[tuple[int, int]]
 
 
-def read_packs(model: HybridLM, plan: Packs) -> Iterator[tuple[int, tuple[float, bool]]]:
-    """(row, (log-likelihood, greedy)). The GPU works on a pack while the next is made, and the last one's scores are read."""
-    device = model.embed.weight.device
-    running: tuple[_Call, TokenScores] | None = None
-    for pack in plan.packs:
-        call = _call(plan.rows, pack, device)
-        scores = model(call.ids, call.labels, tree=call.tree, scored=call.scored)
+@dataclass(frozen=True)
+class _Running:
+    """Scores on their way to the CPU, where they are once the GPU is `done`; None: it is no GPU."""
+
+    owners: list[tuple[int, int]]
+    likelihoods: Tensor
+    greedy: Tensor
+    done: torch.cuda.Event | None
+
+
+def read_packs(
+    model: HybridLM, rows: Sequence[Row], packs: Iterable[Sequence[Segment]], meanwhile: Callable[[], bool]
+) -> Iterator[tuple[int, tuple[float, bool]]]:
+    """(row, (log-likelihood, greedy)). The GPU works on a pack while the last one's scores are read and the next is made.
+
+    meanwhile: does some other work while the GPU is busy, until it says False.
+    """
+    running: _Running | None = None
+    for pack in packs:
+        started = _start(model, rows, pack)
         if running is not None:
-            yield from _answers(*running)
-        running = call, scores
+            yield from _answers(running, meanwhile)
+        running = started
     if running is not None:
-        yield from _answers(*running)
+        yield from _answers(running, meanwhile)
+
+
+def _start(model: HybridLM, rows: Sequence[Row], pack: Sequence[Segment]) -> _Running:
+    device = model.embed.weight.device
+    call = _call(rows, pack, device)
+    scores = model(call.ids, call.labels, tree=call.tree, scored=call.scored)
+    assert isinstance(scores, TokenScores)
+    # Copies wait for all that the GPU was asked before: later they would wait for the next pack.
+    likelihoods, greedy = (t.to("cpu", non_blocking=True) for t in (scores.log_likelihood.double(), scores.greedy))
+    if device.type != "cuda":
+        return _Running(call.owners, likelihoods, greedy, None)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    return _Running(call.owners, likelihoods, greedy, done)
 
 
 def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) -> _Call:
@@ -48,25 +76,29 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
     scored: list[int] = []
     labels: list[int] = []
     owners: list[tuple[int, int]] = []
-    for segment in pack:
-        ids += segment.tokens
-        if segment.row is not None:
-            row = rows[segment.row]
+    for tokens, _, number in pack:
+        ids += tokens
+        if number is not None:
+            row = rows[number]
             scored += range(len(ids) - row.scored, len(ids))
             labels += row.tokens[-row.scored :]
-            owners.append((segment.row, row.scored))
+            owners.append((number, row.scored))
     lengths, above = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
     padding = -len(ids) % _MULTIPLE  # texts of one token, which nobody looks at
     ids += [0] * padding
     lengths += [1] * padding
     above += [()] * padding
-    parts = [moved_to(torch.tensor(values), device) for values in (ids, scored, labels)]
+    parts = [moved_to(torch.from_numpy(np.array(values, dtype=np.int64)), device) for values in (ids, scored, labels)]
     return _Call(parts[0][None], parts[1], parts[2], tree(lengths, above).to(device), owners)
 
 
-def _answers(call: _Call, scores: TokenScores) -> Iterator[tuple[int, tuple[float, bool]]]:
-    likelihoods, greedy = scores.log_likelihood.double().tolist(), scores.greedy.tolist()
+def _answers(running: _Running, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    if running.done is not None:
+        while not running.done.query() and meanwhile():
+            pass
+        running.done.synchronize()
+    likelihoods, greedy = running.likelihoods.tolist(), running.greedy.tolist()
     at = 0
-    for row, count in call.owners:
+    for row, count in running.owners:
         yield row, (sum(likelihoods[at : at + count]), all(greedy[at : at + count]))
         at += count

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmtrain.eval.batching import Row, Rows
-from llmtrain.eval.prefix import Unit, shared_starts, units_of
+from llmtrain.eval.prefix import Prices, Unit, shared_starts, units_of
+
+_PRICES = Prices(split=2, trunk=8)
+"""Nothing is copied, but attention reads a segment and what it continues one after the other."""
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """tokens, read after those of the segments `above`, the outermost first. row: whose score they hold, if any."""
 
     tokens: tuple[int, ...]
@@ -24,7 +27,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Packs:
-    """packs: segments of one call of the model each."""
+    """packs: segments of one call of the model each; of those that were called for until now."""
 
     rows: list[Row]
     packs: list[list[Segment]] = field(default_factory=list)
@@ -42,15 +45,20 @@ class Packs:
         return len(self.packs)
 
 
-def make_packs(rows: Rows, capacity: int) -> Packs:
-    """capacity: tokens of a call, exceeded only by a text that is longer."""
+def packs_of(rows: Rows, capacity: int) -> Iterator[list[Segment]]:
+    """The segments of each call of the model; the first comes before the others are made.
+
+    capacity: tokens of a call, exceeded only by a text that is longer.
+    """
     packer = _Packer(capacity)
-    for trunk, units in shared_starts(sorted(units_of(rows), key=lambda unit: unit.head), price=0):
+    for trunk, units in shared_starts(units_of(rows, _PRICES), _PRICES, call=0):
         for unit in units:
             for head, tails in _split(rows.rows, unit, len(trunk), capacity - len(trunk)):
                 packer.add(trunk, head, tails)
+            while len(packer.packs) > 1:
+                yield packer.packs.pop(0)
     packer.finish()
-    return Packs(rows.rows, packer.packs)
+    yield from packer.packs
 
 
 def _split(

@@ -9,16 +9,25 @@ the logits after the question score each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import itemgetter
 
 from llmtrain.eval.batching import Limits, Row, Rows, pack
 
-_PRICE_OF_A_COPY = 8
-"""Tokens that a row must save before it is split into a shared part and the rest: the cache is copied for it."""
-_PRICE_OF_A_TRUNK = 16
-"""Tokens per document that a trunk must save: what follows it cannot be padded on the left."""
+
+@dataclass(frozen=True)
+class Prices:
+    """What sharing costs, in tokens. split: of each row that is split into a shared part and the rest; trunk: of each
+    document that follows a trunk."""
+
+    split: int
+    trunk: int
+
+
+_CACHED = Prices(split=8, trunk=16)
+"""The cache is copied for every row; what follows a trunk cannot be padded on the left."""
 
 
 @dataclass(frozen=True)
@@ -105,46 +114,42 @@ def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True) ->
     if not share:
         plan.families.append(Family((), list(_whole(plan, range(len(rows.rows)), 0, limits))))
         return plan
-    units = sorted(units_of(rows), key=lambda unit: unit.head)
-    for trunk, some in shared_starts(units, 2 * limits.patience):
+    for trunk, some in shared_starts(units_of(rows, _CACHED), _CACHED, 2 * limits.patience):
         batches = _after_trunk(plan, some, len(trunk), limits) if trunk else _without_trunk(plan, some, limits, window)
         plan.families.append(Family(trunk, list(batches)))
     return plan
 
 
-def shared_starts(units: Sequence[Unit], price: int) -> Iterator[tuple[tuple[int, ...], list[Unit]]]:
-    """Units that begin with the same tokens (a trunk), and at last those that share none. units: by their heads, in order.
-
-    price: what a trunk costs, in tokens.
-    """
-    common = [max(_common(a.head, b.head) - _PRICE_OF_A_TRUNK, 0) for a, b in pairwise(units)]
+def shared_starts(units: Iterable[Unit], prices: Prices, call: int) -> Iterator[tuple[tuple[int, ...], list[Unit]]]:
+    """Units that begin with the same tokens (a trunk), and at last those that share none. call: what a trunk itself costs."""
+    units = sorted(units, key=lambda unit: unit.head)
+    common = [max(_common(a.head, b.head) - prices.trunk, 0) for a, b in pairwise(units)]
     rest: list[Unit] = []
     at = 0
-    for start, stop, shared in best_runs(common, price):
+    for start, stop, shared in best_runs(common, call):
         rest += units[at:start]
         at = stop
-        yield units[start].head[: shared + _PRICE_OF_A_TRUNK], list(units[start:stop])
+        yield units[start].head[: shared + prices.trunk], units[start:stop]
     yield (), [*rest, *units[at:]]
 
 
-def units_of(rows: Rows) -> Iterator[Unit]:
-    def read(row: int) -> tuple[int, tuple[int, ...], int]:
-        found = rows.rows[row]
-        return rows.document[row], found.tokens[:-1], found.scored
+def units_of(rows: Rows, prices: Prices) -> Iterator[Unit]:
+    documents: dict[int, list[int]] = {}
+    for row, document in enumerate(rows.document):
+        documents.setdefault(document, []).append(row)
+    for group in documents.values():
+        read = sorted((rows.rows[row].tokens[:-1], rows.rows[row].scored, row) for row in group)
+        alike = [[row for _, _, row in same] for _, same in groupby(read, key=itemgetter(0, 1))]
+        yield from _of_document(rows, alike, prices.split)
 
-    order = sorted(range(len(rows.rows)), key=read)
-    alike = [list(group) for _, group in groupby(order, key=read)]
-    for _, document in groupby(alike, key=lambda same: rows.document[same[0]]):
-        yield from _of_document(rows, list(document))
 
-
-def _of_document(rows: Rows, alike: list[list[int]]) -> Iterator[Unit]:
+def _of_document(rows: Rows, alike: list[list[int]], price: int) -> Iterator[Unit]:
     """alike: a document's rows; those that read the same tokens, and differ in the last that is scored, in one list."""
     found = [rows.rows[same[0]] for same in alike]
-    common = [min(_common(a.tokens[:-1], b.tokens[:-1]), a.start, b.start) for a, b in pairwise(found)]
-    worth = [max(tokens - _PRICE_OF_A_COPY, 0) for tokens in common]
+    common = [min(_common(a.tokens, b.tokens), a.start, b.start) for a, b in pairwise(found)]
+    worth = [max(tokens - price, 0) for tokens in common]
     at = 0
-    for start, stop, shared in [*best_runs(worth, _PRICE_OF_A_COPY), (len(alike), len(alike), 0)]:
+    for start, stop, shared in [*best_runs(worth, price), (len(alike), len(alike), 0)]:
         for same, row in zip(alike[at:start], found[at:start], strict=True):
             if row.scored == 1:
                 yield Unit(same, row.tokens[: row.start], row.length, whole=len(same) > 1)
@@ -152,7 +157,7 @@ def _of_document(rows: Rows, alike: list[list[int]]) -> Iterator[Unit]:
                 yield from (Unit([one], row.tokens[: row.start], row.length) for one in same)
         if start < stop:
             together = [row for same in alike[start:stop] for row in same]
-            head = found[start].tokens[: shared + _PRICE_OF_A_COPY]
+            head = found[start].tokens[: shared + price]
             yield Unit(together, head, max(row.length for row in found[start:stop]))
         at = stop
 

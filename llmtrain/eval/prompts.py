@@ -11,8 +11,8 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.eval.request import Generate, Score
 from llmtrain.eval.tokens import PromptTokenizer
 
-_BATCH = 2048
-"""Prompts encoded at a time."""
+_BATCH = 512
+"""Prompts encoded at a time: enough for all cores, and not for long."""
 
 Ids = dict[str, list[int]]
 
@@ -54,8 +54,8 @@ class Encoding:
 
 def encode(
     prompts: Iterable[Prompt], encoding: Encoding, tokenizer: PromptTokenizer, generation: Generation | None
-) -> Iterator[Score | Generate]:
-    """Raises EvalError, with file and line, for a prompt that leaves nothing to score or nothing to start from."""
+) -> Iterator[list[Score | Generate]]:
+    """Some at a time. Raises EvalError, with file and line, for a prompt that leaves nothing to score or nothing to start from."""
     left = iter(prompts)
     while batch := list(islice(left, _BATCH)):
         plain: dict[str, None] = {}
@@ -65,9 +65,9 @@ def encode(
                 known.update(dict.fromkeys(texts))
         plain_ids = dict(zip(plain, tokenizer.plain_batch(list(plain)), strict=True))
         special_ids = dict(zip(special, tokenizer.special_batch(list(special)), strict=True))
-        for prompt in batch:
-            context, continuation = encoding.join(prompt, plain_ids, special_ids, tokenizer)
-            yield _request(prompt, context, continuation, generation)
+        yield [
+            _request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), generation) for prompt in batch
+        ]
 
 
 def _request(

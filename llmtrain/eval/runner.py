@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.ahead import ahead
+from llmtrain.eval.ahead import Ahead, Steps
 from llmtrain.eval.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
 from llmtrain.eval.models import (
     Found,
@@ -45,18 +45,21 @@ def evaluate(run: EvalRun) -> Report:
     gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
     tasks = chosen_tasks(run, gauntlet)
     documents = read_documents(tasks, run.limit)
+    gc.freeze()  # what is there by now: requests are so many objects that garbage collection would walk over it often
     models = [Evaluated(choice, run, team) for choice in run.chosen_models()]
     total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
     results: list[Result] = []
     with Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
         for model in models:
             # Prompts are written and tokenised while the GPU is busy with the task before.
-            for task, requests in ahead(tasks, lambda task, of=model: of.requests(task, documents[task.task.name])):
+            prompted = Ahead(tasks, lambda task, of=model: of.requests(task, documents[task.task.name]))
+            for task, requests in prompted:
                 bar.say(f"{model.title}: {task.title}")
-                results.append(model.run(task, documents[task.task.name], requests, bar.advance))
+                results.append(model.run(task, documents[task.task.name], requests, bar.advance, prompted.step))
                 if world.is_main:
                     bar.print(line_of(results[-1]))
             model.unload()
+    gc.unfreeze()
     scores = gauntlet and {model.title: scores_of(gauntlet, model.title, run, results) for model in models}
     return Report(run.name, results, gauntlet, scores)
 
@@ -100,8 +103,8 @@ class Evaluated:
         self._tokenizer_identity = tokenizer_identity(self.tokenizer)
         self._scorer: Scorer | None = None
 
-    def requests(self, chosen: Chosen, documents: Documents) -> Requests:
-        return chosen.task.requests(
+    def requests(self, chosen: Chosen, documents: Documents) -> Steps[Requests]:
+        return chosen.task.request_steps(
             documents, self.tokenizer, chosen.shots, max_seq_len=self._tokens_read(chosen.task), pmi=self.settings.pmi
         )
 
@@ -109,8 +112,15 @@ class Evaluated:
         """The last of a continuation is only predicted."""
         return task.window(self.window) - 1
 
-    def run(self, chosen: Chosen, documents: Documents, requests: Requests, progress: Callable[[int], None]) -> Result:
-        """requests: as above. progress: told how many documents are done."""
+    def run(
+        self,
+        chosen: Chosen,
+        documents: Documents,
+        requests: Requests,
+        progress: Callable[[int], None],
+        meanwhile: Callable[[], bool],
+    ) -> Result:
+        """requests: as above. progress: told how many documents are done. meanwhile: as in `Scorer.score`."""
         task, run, window = chosen.task, self.settings, self._tokens_read(chosen.task)
         dtype = run.dtype or default_dtype()
         about = {
@@ -135,6 +145,7 @@ class Evaluated:
                 known=known,
                 keep=store.append if store else lambda new: None,
                 progress=progress,
+                meanwhile=meanwhile,
             )
         seconds = time.perf_counter() - began if len(known) < len(documents) else 0.0
         metrics = task.metrics(documents, requests, in_order(requests, answers))

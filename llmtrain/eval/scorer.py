@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.ahead import idle
 from llmtrain.eval.batching import Limits, Rows, rows_of
 from llmtrain.eval.generation import generate_greedily
 from llmtrain.eval.packed import read_packs
-from llmtrain.eval.packing import Packs, make_packs
+from llmtrain.eval.packing import Packs, Segment, packs_of
 from llmtrain.eval.prefix import Batch, Family, Plan, Tail, make_plan
 from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.models.cache import Cache
@@ -31,8 +32,16 @@ class Scorer(Protocol):
     """Tokens it can read."""
     limits: Limits
 
-    def score(self, requests: Sequence[Score], progress: Progress = ..., *, window: int | None = None) -> list[Scored]:
-        """In order. window: read no more than so many tokens; contexts lose their left end.
+    def score(
+        self,
+        requests: Sequence[Score],
+        progress: Progress = ...,
+        *,
+        window: int | None = None,
+        meanwhile: Callable[[], bool] = ...,
+    ) -> list[Scored]:
+        """In order. window: read no more than so many tokens; contexts lose their left end. meanwhile: may be called while a
+        GPU is at work, does some other work, and says whether there was any.
 
         Raises EvalError for an empty context, and for a continuation that does not fit.
         """
@@ -73,7 +82,12 @@ class HybridScorer:
         """Of the last call of `score`."""
 
     def score(
-        self, requests: Sequence[Score], progress: Progress = nothing, *, window: int | None = None
+        self,
+        requests: Sequence[Score],
+        progress: Progress = nothing,
+        *,
+        window: int | None = None,
+        meanwhile: Callable[[], bool] = idle,
     ) -> list[Scored]:
         rows = rows_of(requests, min(window or self.window, self.window))
         users: list[int] = [0] * len(rows.rows)
@@ -81,7 +95,7 @@ class HybridScorer:
             users[place] += 1
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
         with reading():
-            for row, score in self._read(rows):
+            for row, score in self._read(rows, meanwhile):
                 found[row] = score
                 progress(users[row])
         return [
@@ -92,14 +106,19 @@ class HybridScorer:
     def generate(self, requests: Sequence[Generate], progress: Progress = nothing) -> list[Generated]:
         return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress)
 
-    def _read(self, rows: Rows) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _read(self, rows: Rows, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
         if self.packed:
-            self.plan = make_packs(rows, self.limits.tokens)
-            yield from read_packs(self.model, self.plan)
+            yield from read_packs(self.model, rows.rows, self._packs(rows), meanwhile)
             return
         self.plan = make_plan(rows, self.limits, window=self.window, share=self.share)
         for family in self.plan.families:
             yield from self._read_family(self.plan, family)
+
+    def _packs(self, rows: Rows) -> Iterator[list[Segment]]:
+        self.plan = plan = Packs(rows.rows)
+        for pack in packs_of(rows, self.limits.tokens):
+            plan.packs.append(pack)
+            yield pack
 
     def _read_family(self, plan: Plan, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
         trunk = None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval import foundry, lm_eval
+from llmtrain.eval.ahead import Steps, finished
 from llmtrain.eval.config import CONVENTIONS, Convention, TaskConfig, TaskType
 from llmtrain.eval.documents import Choices, Continuation, Document, Question, Recipe, Schema, Text
 from llmtrain.eval.errors import EvalError
@@ -127,6 +128,18 @@ class Task:
         perplexity needs it, whose windows depend on it. pmi: False leaves out the requests of PMI scores. Raises
         EvalError for too few examples, an empty prompt or a continuation without tokens.
         """
+        return finished(self.request_steps(documents, tokenizer, shots, max_seq_len=max_seq_len, pmi=pmi))
+
+    def request_steps(
+        self,
+        documents: Documents,
+        tokenizer: TextTokenizer,
+        shots: int | None = None,
+        *,
+        max_seq_len: int | None = None,
+        pmi: bool = True,
+    ) -> Steps[list[Score | Generate]]:
+        """`requests`, some prompts at a time."""
         shots = self.shots[0] if shots is None else shots
         encoder = PromptTokenizer(tokenizer)
         if self.type == "perplexity":
@@ -140,12 +153,9 @@ class Task:
         for category, group in by_category(documents.evaluated).items():
             own = documents.examples is None
             pool = everything[category] if own else examples.get(category, [])
-            made += self._category(group, everything[category], pool, own, shots, encoder)
-        if not pmi:
-            counts = {
-                one.index: len(one.content.choices) for one in documents.evaluated if isinstance(one.content, Choices)
-            }
-            made = [one for one in made if not isinstance(one, Score) or one.option < counts.get(one.document, 1 << 30)]
+            for some in self._category(group, everything[category], pool, own, shots, encoder, pmi):
+                made += some
+                yield
         return made
 
     def _category(
@@ -156,7 +166,8 @@ class Task:
         own: bool,
         shots: int,
         tokenizer: PromptTokenizer,
-    ) -> list[Score | Generate]:
+        pmi: bool,
+    ) -> Iterator[list[Score | Generate]]:
         if isinstance(self.style, LmEvalPrompting):
             writer, encoding = LmEvalWriter(self.style), lm_eval.ENCODING
             one_more = writer.avoids(own)
@@ -165,7 +176,8 @@ class Task:
         if shots:
             check_pool(self.name, len(pool), shots, one_more, group[0].category)
         generation = writer.generation(everything, tokenizer) if self.type == "generation" else None
-        return list(encode(writer.prompts(group, pool, shots, own), encoding, tokenizer, generation))
+        prompts = (one for one in writer.prompts(group, pool, shots, own) if pmi or not one.premise)
+        return encode(prompts, encoding, tokenizer, generation)
 
     def metrics(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from llmtrain.eval.ahead import idle
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.eval.scorer import Scorer
@@ -104,11 +105,12 @@ def answer(
     known: Answers,
     keep: Callable[[Answers], None],
     progress: Callable[[int], None],
+    meanwhile: Callable[[], bool] = idle,
 ) -> Answers:
     """Every document's answers, the same on every rank; `known` ones are not asked for again.
 
     keep: called on rank 0 with what is new, a chunk at a time. progress: told how many documents are done, of all ranks.
-    Raises EvalError for a log-likelihood that is no number.
+    meanwhile: as in `Scorer.score`. Raises EvalError for a log-likelihood that is no number.
     """
     groups = by_document(requests)
     costs = {
@@ -120,7 +122,9 @@ def answer(
     for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * team.world.size):
         mine = divide(costs, chunk, team.world.size)[team.world.rank]
         with team.lockstep():
-            results = _ask([requests[index] for document in mine for index in groups[document]], scorer, window)
+            results = _ask(
+                [requests[index] for document in mine for index in groups[document]], scorer, window, meanwhile
+            )
         left = iter(results)
         new: Answers = {}
         for part in team.gathered({document: [next(left) for _ in groups[document]] for document in mine}):
@@ -144,10 +148,11 @@ def in_order(requests: Sequence[Score | Generate], answers: Answers) -> list[Sco
     return made
 
 
-def _ask(requests: Requests, scorer: Scorer, window: int) -> list[Scored | Generated]:
+def _ask(requests: Requests, scorer: Scorer, window: int, meanwhile: Callable[[], bool]) -> list[Scored | Generated]:
     if any(isinstance(request, Generate) for request in requests):
         return list(scorer.generate([request for request in requests if isinstance(request, Generate)]))
-    return list(scorer.score([request for request in requests if isinstance(request, Score)], window=window))
+    scores = [request for request in requests if isinstance(request, Score)]
+    return list(scorer.score(scores, window=window, meanwhile=meanwhile))
 
 
 def _refuse_nan(answers: Answers) -> None:

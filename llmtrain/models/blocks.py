@@ -32,8 +32,8 @@ class BlockContext:
 class Block(nn.Module):
     """x + mixer(norm(x + shared_input(x, embedding))), then x + mlp(mlp_norm(x)); either extra part may be absent.
 
-    x, embedding: [batch, T, d_model] -> like x. The shared block's output steers the mixer but does not enter
-    the residual stream itself.
+    x, embedding: [batch, T, d_model] -> like x, or [batch, n, d_model] for the n tokens that `only` names, if it does. The
+    shared block's output steers the mixer but does not enter the residual stream itself.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.d_model, norm) if block.mlp else None
         self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
 
-    def forward(self, x: Tensor, embedding: Tensor, context: BlockContext) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None) -> Tensor:
         u = x
         if self.shared_input is not None:
             u = x + self.shared_input(x, embedding, context.shared)
         x = x + F.dropout(self.mixer(self.norm(u), context.mixer), self.dropout, self.training)
+        if only is not None:
+            x = x[:, only]
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
         return x

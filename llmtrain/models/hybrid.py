@@ -96,8 +96,8 @@ class HybridLM(nn.Module):
             return score_tokens(x, self.head_weight, labels, self.config.logit_softcap)
         if tree is not None:
             assert scored is not None and labels is not None
-            x = self._read_tree(input_ids, tree)[0, scored]
-            return score_hidden(x, self.head_weight, labels, self.config.logit_softcap)
+            x = self._read_tree(input_ids, tree, scored)
+            return score_hidden(x[0], self.head_weight, labels, self.config.logit_softcap)
         seq_len = input_ids.shape[1]
         x = self.embed(input_ids)
         if self.positions is not None:
@@ -117,12 +117,12 @@ class HybridLM(nn.Module):
         cache.advance(input_ids.shape[1])
         return x
 
-    def _read_tree(self, input_ids: Tensor, tree: Tree) -> Tensor:
+    def _read_tree(self, input_ids: Tensor, tree: Tree, scored: Tensor) -> Tensor:
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(tree.places)
         contexts = [BlockContext(cast("Any", block).mixer.tree_context(tree), None) for block in self.blocks]
-        return self._layers(x, contexts)
+        return self._layers(x, contexts, scored)
 
     def no_trees(self) -> str | None:
         """Why it cannot read packed texts that begin alike (`tree`), or None: layers of attention alone can."""
@@ -133,10 +133,11 @@ class HybridLM(nn.Module):
                 return reason
         return None
 
-    def _layers(self, x: Tensor, contexts: list[BlockContext]) -> Tensor:
-        embedding = x
-        for block, context in zip(self.blocks, contexts, strict=True):
-            x = block(x, embedding, context)
+    def _layers(self, x: Tensor, contexts: list[BlockContext], only: Tensor | None = None) -> Tensor:
+        """only: [n], the tokens that matter after the last layer."""
+        embedding, last = x, len(contexts) - 1
+        for layer, (block, context) in enumerate(zip(self.blocks, contexts, strict=True)):
+            x = block(x, embedding, context, only if layer == last else None)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -68,8 +68,9 @@ def score_hidden(
     parts = [(torch.zeros(0, dtype=wide, device=hidden.device), torch.ones(0, dtype=torch.bool, device=hidden.device))]
     for x, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
         logits = soft_cap(F.linear(x, weight).to(wide), softcap)
-        picked = logits.gather(-1, label[:, None])[:, 0]
-        parts.append((picked - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == label))
+        # One kernel; logsumexp would be four, each of them over all logits.
+        likelihood = -F.cross_entropy(logits, label, reduction="none")
+        parts.append((likelihood, logits.argmax(dim=-1) == label))
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 

@@ -89,6 +89,11 @@ def test_a_text_too_small_for_the_vocabulary_is_an_error():
         train_bpe(["abc"], 1000)
 
 
+def test_a_small_text_may_yield_fewer_tokens_if_that_is_said():
+    assert 256 < train_bpe(["abc"], 1000, or_fewer=True).vocab_size < 300
+    assert train_bpe(["some words of text"], 260, or_fewer=True).vocab_size == 260
+
+
 def test_workers_need_neither_torch_nor_transformers():
     code = (
         "import sys, llmtrain.data.encode, llmtrain.data.prepare; print({'torch', 'transformers'} & set(sys.modules))"

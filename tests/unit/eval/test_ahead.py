@@ -1,39 +1,69 @@
-"""The next item is made while the caller is at work with one."""
+"""The next item is made, step by step, while the caller waits for something else."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 import pytest
 
-from llmtrain.eval.ahead import ahead
+from llmtrain.eval.ahead import Ahead, Steps, finished
+
+
+def counting(log: list[tuple[int, int]]) -> Callable[[int], Steps[int]]:
+    """Squares a number in three steps, and says which were done."""
+
+    def make(n: int) -> Steps[int]:
+        for step in range(3):
+            log.append((n, step))
+            yield
+        return n * n
+
+    return make
 
 
 def test_all_come_in_order():
-    assert list(ahead([3, 1, 2], lambda n: n * n)) == [(3, 9), (1, 1), (2, 4)]
-    assert list(ahead([], lambda n: n)) == []
+    assert list(Ahead([3, 1, 2], counting([]))) == [(3, 9), (1, 1), (2, 4)]
+    assert list(Ahead([], counting([]))) == []
 
 
-def test_the_next_is_made_meanwhile_and_no_further():
-    made = {n: threading.Event() for n in range(4)}
+def test_steps_do_the_work_of_the_next_item_and_no_further():
+    log = []
+    ahead = Ahead([5, 6, 7], counting(log))
+    for n, _ in ahead:
+        log.clear()
+        steps = 0
+        while ahead.step():
+            steps += 1
+        assert log == ([(n + 1, step) for step in range(3)] if n < 7 else [])
+        assert (steps > 3) == (n < 7) and not ahead.step()
 
-    def make(n: int) -> int:
-        made[n].set()
-        return n
 
-    for n, _ in ahead(range(4), make):
-        if n < 3:
-            assert made[n + 1].wait(10)
-        assert not any(made[later].is_set() for later in range(n + 2, 4))
+def test_what_was_begun_is_finished_when_its_turn_comes():
+    log = []
+    ahead = Ahead([1, 2], counting(log))
+    made = iter(ahead)
+    assert next(made) == (1, 1)
+    assert ahead.step()
+    assert log[3:] == [(2, 0)]
+    assert next(made) == (2, 4)
+    assert log[3:] == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_an_error_waits_for_its_turn():
-    def make(n: int) -> int:
+    def make(n: int) -> Steps[int]:
+        yield
         if n == 1:
             raise ValueError("of item 1")
         return n
 
-    made = ahead([0, 1, 2], make)
+    ahead = Ahead([0, 1, 2], make)
+    made = iter(ahead)
     assert next(made) == (0, 0)
+    while ahead.step():
+        pass
     with pytest.raises(ValueError, match="of item 1"):
         next(made)
+
+
+def test_finished_is_what_steps_come_to():
+    assert finished(counting([])(4)) == 16

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.eval.batching import rows_of
-from llmtrain.eval.packing import Packs, make_packs
+from llmtrain.eval.batching import Rows, rows_of
+from llmtrain.eval.packing import Packs, packs_of
 from tests.support.scoring import KINDS, choices
+
+
+def make_packs(rows: Rows, capacity: int) -> Packs:
+    return Packs(rows.rows, list(packs_of(rows, capacity)))
 
 
 def read_by(plan: Packs) -> dict[int, tuple[int, ...]]:

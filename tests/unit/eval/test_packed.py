@@ -1,0 +1,53 @@
+"""While the GPU works on a pack there is time for something else, and no longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.eval.packed import _answers, _Running
+
+
+@dataclass
+class Event:
+    """Of a GPU that is done after so many looks."""
+
+    looks: int
+    waited: bool = False
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+OWNERS = [(4, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("work", [0, 2, 9])
+def test_other_work_is_done_until_the_gpu_is_done(work):
+    left = [work]
+
+    def meanwhile() -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    done: Any = Event(5)
+    scores = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([True, True, False])
+    found = list(_answers(_Running(OWNERS, *scores, done), meanwhile))
+    assert found == [(4, (-3.0, True)), (1, (-3.0, False))]
+    assert done.waited
+    assert work - max(left[0], 0) == min(work, 5)
+
+
+def test_nothing_is_waited_for_without_a_gpu():
+    def meanwhile() -> bool:
+        raise AssertionError("nobody waits")
+
+    running = _Running(OWNERS, torch.zeros(3), torch.ones(3, dtype=torch.bool), None)
+    assert [row for row, _ in _answers(running, meanwhile)] == [4, 1]
