@@ -163,10 +163,7 @@ def launch_backward(
     scan, (batch, seq_len, _) = ssd.parsed(launch.ssd), zxbcdt.shape
     slices = scan.slices(batch, seq_len, sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
-    d_initial, of_scan = (
-        ssd.initial_gradient(initial_state, zxbcdt),
-        ssd.room_for_sums(zxbcdt[..., : sizes.n_heads], scan),
-    )
+    d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
     columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)
     of_conv, of_norm = (r.new_empty((len(slices), width)) for width in (columns, sizes.d_inner))
     r = r.unflatten(0, (batch, seq_len))
