@@ -84,7 +84,7 @@ def test_equal_to_its_parts_bit_by_bit(spec, batch, seq_len, biased, with_state)
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_keeps_less_for_the_backward_than_its_parts(keep):
-    """What adds up over layers. While it runs, the backward holds more: its one gradient buffer is there from the start."""
+    """What adds up over layers."""
     tensors = mixers.inputs(ZAMBA, 2, 2048, device="cuda")
 
     def kept(function: Any) -> int:
@@ -98,6 +98,15 @@ def test_keeps_less_for_the_backward_than_its_parts(keep):
 
     conv_output = tensors[0].shape[0] * tensors[0].shape[1] * ZAMBA.conv1d.channels * tensors[0].element_size()
     assert kept(kernel(ZAMBA, keep_scan_output=keep)) <= kept(parts(ZAMBA)) - 0.95 * conv_output
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_forward_and_backward_take_no_more_memory_than_its_parts(keep):
+    """Of several sequences, taken in slices. Of one, its gradient buffer is there in whole from the start, and that costs
+    more than the parts' copies at the end.
+    """
+    tensors = mixers.inputs(ZAMBA, 4, 2048, device="cuda")
+    assert around.peak_bytes(kernel(ZAMBA, keep_scan_output=keep), tensors) <= around.peak_bytes(parts(ZAMBA), tensors)
 
 
 def test_compiled_without_a_graph_break():

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import platform
+from llmtrain.kernels.ssd import triton_launch
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, build
-from tests.support import scans
+from tests.support import around, scans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,6 +91,26 @@ def test_strong_decay_and_none_are_finite(rate, bias):
     assert all(t.isfinite().all() for t in found.values())
     exact = scans.exact(GROUPED, tensors)
     assert scans.errors({"y": found["y"]}, {"y": exact["y"]})["y"] < 0.01
+
+
+@pytest.mark.parametrize("batch, seq_len", [(8, 2048), (2, 8192)])
+def test_forward_and_backward_take_no_more_memory_than_public_kernels(batch, seq_len):
+    """state-spaces/mamba's took 708 MiB on an H200, at chunks of 256."""
+    tensors = scans.inputs(ZAMBA, batch, seq_len, BF16, False, "cuda")
+    scan = kernel(ZAMBA)
+    assert around.peak_bytes(lambda *t: scan(*t)[0], tensors) <= 708 * 2**20
+
+
+def test_slices_of_the_batch_agree(monkeypatch):
+    """But for rounding: heads are spread over more programs where there are fewer sequences."""
+    tensors = scans.inputs(ZAMBA, 3, 1000, BF16, True, "cuda")
+    found = []
+    for share, count in ((0.0, 3), (1e3, 1)):
+        monkeypatch.setattr(triton_launch, "STATES_SHARE", share)
+        assert len(kernel(ZAMBA).launch.slices(3, 1000, 80, 64, 128)) == count
+        found.append(scans.outcome(kernel(ZAMBA), tensors))
+    errors = scans.errors(found[0], {name: t.double() for name, t in found[1].items()})
+    assert all(error < 0.003 for error in errors.values()), errors
 
 
 def test_compiled_without_a_graph_break():

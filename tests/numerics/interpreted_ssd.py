@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, ssd_forward
 from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
@@ -72,6 +73,14 @@ CASES = {
 }
 
 
+SLICED = {
+    "3 sequences": (3, False, False, {}),
+    "3 sequences, a state, documents, on many processors": (3, True, True, MANY),
+    "5 sequences, a state": (5, True, False, {}),
+    "5 sequences, documents, kept states": (5, False, True, {"forward": 16, "keep": True}),
+}
+
+
 @pytest.mark.parametrize("spec, batch, seq_len, with_state, launch", CASES.values(), ids=CASES.keys())
 def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch):
     assert_agrees(spec, batch, seq_len, with_state, small(spec, **launch))
@@ -126,6 +135,24 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors):
     expected = scans.outcome(apart, tensors, wide=True)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("share, slices", [(0.0, None), (2.5, 2)], ids=["one sequence each", "two that differ"])
+@pytest.mark.parametrize("batch, with_state, packed, launch", SLICED.values(), ids=SLICED.keys())
+def test_slices_of_the_batch_change_no_bit(monkeypatch, share, slices, batch, with_state, packed, launch):
+    spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
+    tensors, kernel_launch = scans.inputs(spec, batch, 21, torch.float32, with_state), small(spec, **launch)
+    kernel = TritonSSD(spec, kernel_launch)
+    ids: Any = (
+        {"document_ids": torch.arange(21).expand(batch, -1) // torch.arange(5, 5 + batch)[:, None]} if packed else {}
+    )
+    monkeypatch.setattr(triton_launch, "FILLED", 0.0)
+    found = []
+    for of_states, count in ((share, slices or batch), (batch * 4.0, 1)):
+        monkeypatch.setattr(triton_launch, "STATES_SHARE", of_states)
+        assert len(kernel_launch.slices(batch, 21, 2, 16, 16)) == count
+        found.append(scans.outcome(kernel, tensors, **ids))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
 @pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])

@@ -5,19 +5,24 @@ interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_
 `bench tune`, in interpreted_tuning.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.conv1d import triton_launch as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.mamba_mixer import triton as mixer
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
+from tests.support import mixers
 from tests.support.interpreter import run_interpreted
+from tests.support.live_bytes import peak_mib
 
 
 @pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary", "tuning"])
@@ -59,6 +64,27 @@ def test_small_problems_get_short_runs_and_narrow_tiles():
     assert gated_norm.fitted(tile, 500, 1, 1).run == 1
     launch = gated_norm.default_launch(GatedNormSpec(8192, 64, 1e-5), Platform("nvidia", "sm90", "", 1 << 36))
     assert (launch.forward.columns, launch.forward.rows) == (128, 8)
+
+
+@pytest.mark.parametrize("seq_len", [2048, 4096, 8192])
+@pytest.mark.parametrize("keep", [True, False], ids=["scan output kept", "and not"])
+def test_a_mixers_forward_and_backward_take_no_more_memory_than_public_kernels(seq_len, keep):
+    """In MiB, bf16, 16,384 tokens, 64 heads of 64, d_state 128: the least of the public composition's on an H200."""
+    public = 1078
+    spec = mixers.spec(64, 64, 128, dtype=torch.bfloat16)
+    token, *rest = mixers.inputs(spec, 1, 1, device="meta")[:7]
+    tensors = [token.new_empty(16384 // seq_len, seq_len, token.shape[2]), *rest]
+    options = replace(
+        mixer.default_launch(spec, Platform("nvidia", "sm90", "", 1 << 36, 132)), keep_scan_output=keep
+    ).dump()
+
+    def run() -> Any:
+        given: list[Any] = [*tensors, None, None, 1, None, None, 1, 1e-5, False, options]
+        out, *kept = mixer.launch_forward(*given)
+        given = [out, *tensors, None, None, *kept, 1, None, None, False, options]
+        return out, mixer.launch_backward(*given)
+
+    assert peak_mib(run) <= public
 
 
 def test_a_refusal_names_the_sizes_it_takes():

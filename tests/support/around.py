@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,24 @@ def outcome(function: Callable[..., Tensor], tensors: Sequence[Any], dtype: torc
     y = function(*leaves)
     upstream = draw(*y.shape, seed=3, dtype=tensors[0].dtype, device=str(y.device)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], upstream)]
+
+
+def peak_bytes(function: Callable[..., Tensor], tensors: Sequence[Any]) -> int:
+    """Of a GPU's memory, above the inputs and the gradient of the output, while it runs forward and backward."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
+    wanted = [t for t in leaves if t is not None]
+    up = torch.ones_like(function(*leaves))
+    for _ in range(2):  # first, kernels are compiled
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = function(*leaves)
+        torch.autograd.grad(y, wanted, up)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del y
+    return peak
 
 
 def assert_agrees(ours: Sequence[Tensor], exact: Sequence[Tensor], tolerance: float = 1e-4) -> None:

@@ -78,8 +78,8 @@ class Problem(MemoryBound):
         walk = self._fitted(getattr(self.table, part)) if launch is None else narrowed(launch, self.case.channels)
         if part == "forward":
             return (kernels.forward(self.x, self.weight, self.bias, self.ids, walk),)
-        found = kernels.backward(self.dy, self.x, self.weight, self.bias, self.ids, walk)
-        return tuple(t for t in found if t is not None)
+        dx, partials = kernels.backward(self.dy, self.x, self.weight, self.bias, self.ids, walk)
+        return dx, *kernels.parameter_gradients(partials, self.weight, self.bias)
 
     def in_float64(self) -> dict[str, Outputs]:
         leaves = [t.detach().double().requires_grad_() for t in (self.x, self.weight, self.bias)]

@@ -71,7 +71,9 @@ class Problem(MemoryBound):
         tile = narrowed(wanted, self.case.group_size)
         if part == "forward":
             return kernels.forward(self.x, self.z, self.weight, spec.n_groups, spec.eps, spec.norm_before_gate, tile)
-        return kernels.backward(self.dy, self.x, self.z, self.weight, self.r, spec.norm_before_gate, tile)
+        how = (spec.norm_before_gate, tile)
+        dx, dz, partials = kernels.backward(self.dy, self.x, self.z, self.weight, self.r, *how)
+        return dx, dz, kernels.parameter_gradient(partials, self.weight)
 
     def in_float64(self) -> dict[str, Outputs]:
         leaves = [t.detach().double().requires_grad_() for t in (self.x, self.z, self.weight)]

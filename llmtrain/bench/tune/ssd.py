@@ -137,7 +137,7 @@ class Problem:
             few = replace(self.launch.passing, stages=1)
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
             precision = self.launch.precision
-            made["states"], _ = forward.pass_states(x, B, made["times"], None, None, chunk, False, precision, few)
+            made["states"] = forward.pass_states(x, B, made["times"], None, None, chunk, False, precision, few)
         self._made[chunk] = made
         return made
 

@@ -31,13 +31,26 @@ class TritonConv1d:
         return conv1d_forward(x, weight, bias, document_ids, self.options)
 
 
-def launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str) -> Tensor:
+def launch_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    document_ids: Tensor | None,
+    options: str,
+    y: Tensor | None = None,
+) -> Tensor:
+    """y: where to put the output, a slice, perhaps, of something contiguous."""
     x, launch = _addressable(x), parsed(options)
     walk = fitted(launch.forward, launch.programs, *x.shape)
-    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk)
+    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk, y)
 
 
-conv1d_forward = torch.library.custom_op("llmtrain::conv1d_forward", launch_forward, mutates_args=())
+conv1d_forward = torch.library.custom_op(
+    "llmtrain::conv1d_forward",
+    launch_forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? document_ids, str options) -> Tensor",
+)
 
 
 @conv1d_forward.register_fake
@@ -52,20 +65,31 @@ def launch_backward(
     bias: Tensor | None,
     document_ids: Tensor | None,
     options: str,
-    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (put into dx, if given), weight and bias (empty where there is none)."""
+    """The gradients of x, weight and bias (empty where there is none)."""
+    dx, partials = partial_backward(dy, x, weight, bias, document_ids, options)
+    return dx, *kernels.parameter_gradients(partials, weight, bias)
+
+
+def partial_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    document_ids: Tensor | None,
+    options: str,
+    dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x (put into dx, if given), and what parameter_gradients takes."""
     dy, x, launch = _addressable(dy), _addressable(x), parsed(options)
     walk = fitted(launch.backward, launch.programs, *x.shape)
-    dx, d_weight, d_bias = kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk, dx)
-    return dx, d_weight, weight.new_empty(0) if d_bias is None else d_bias
+    return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk, dx)
 
 
 conv1d_backward = torch.library.custom_op(
     "llmtrain::conv1d_backward",
     launch_backward,
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? document_ids, str options) -> (Tensor, Tensor, Tensor)",
 )
 
 

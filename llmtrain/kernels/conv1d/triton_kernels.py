@@ -20,11 +20,16 @@ from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.conv1d.triton_launch import Walk
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, walk: Walk) -> Tensor:
-    """y like x, contiguous. document_ids: int32, contiguous; weight: contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, walk: Walk, y: Tensor | None = None
+) -> Tensor:
+    """y like x, contiguous, or put into y, if given, whose channels lie side by side. document_ids: int32, contiguous;
+    weight: contiguous.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    assert y.stride(2) == 1 and x.shape[1] * y.stride(1) < 1 << 31
     _forward[_grid(x, walk)](
-        *(x, weight, bias, document_ids, y, x.shape[1], x.shape[2], *x.stride()[:2]),
+        *(x, weight, bias, document_ids, y, x.shape[1], x.shape[2], *x.stride()[:2], *y.stride()[:2]),
         **_constants(weight, walk),
     )
     return y
@@ -38,8 +43,10 @@ def backward(
     document_ids: Tensor | None,
     walk: Walk,
     dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x (put into dx, if given, whose channels lie side by side), and of the weight and the bias."""
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x (put into dx, if given, whose channels lie side by side), and what adds up to those of the weight and
+    then, if there is one, the bias: [programs, columns] in fp32.
+    """
     _, seq_len, channels = x.shape
     width = weight.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
@@ -53,10 +60,15 @@ def backward(
         *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides),
         **_constants(weight, walk),
     )
-    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    d_bias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
-    column_sums(partials, d_weight, d_bias)
-    return dx, d_weight, d_bias
+    return dx, partials
+
+
+def parameter_gradients(partials: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the weight, and of the bias (empty where there is none), from the partial sums, [any number, columns]."""
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    d_bias = weight.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    column_sums(partials, d_weight, None if bias is None else d_bias)
+    return d_weight, d_bias
 
 
 def _grid(x: Tensor, walk: Walk) -> tuple[int, int, int]:
@@ -145,6 +157,8 @@ def _forward(
     channels,
     x_row,
     x_token,
+    y_row,
+    y_token,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     WALKERS: tl.constexpr,
@@ -158,7 +172,7 @@ def _forward(
     valid = (channel < channels)[None, :]
     weights, shift = _taps(weight, bias, channel, channels, WIDTH)
     x += row * x_row + channel[None, :]
-    y += row * seq_len * channels + channel[None, :]
+    y += row * y_row + channel[None, :]
     if ids is not None:
         ids += row * seq_len
 
@@ -174,7 +188,7 @@ def _forward(
                 total += weights[k] * _within(both[GROUP + j - k].to(tl.float32), reach, k, ids)
             silu = total / (1.0 + tl.exp(-total))
             inside = (t + j < seq_len)[:, None] & valid
-            tl.store(y + (t + j)[:, None] * channels, silu.to(y.dtype.element_ty), mask=inside)
+            tl.store(y + (t + j)[:, None] * y_token, silu.to(y.dtype.element_ty), mask=inside)
         now = before
 
 

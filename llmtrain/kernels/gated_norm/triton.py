@@ -56,21 +56,36 @@ def launch_backward(
     r: Tensor,
     norm_first: bool,
     options: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, z and weight."""
+    dx, dz, partials = partial_backward(dy, x, z, weight, r, norm_first, options)
+    return dx, dz, kernels.parameter_gradient(partials, weight)
+
+
+def partial_backward(
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    norm_first: bool,
+    options: str,
     dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, z and weight. dz: where to put z's: like z, a slice of something contiguous."""
+    """The gradients of x and z, and what parameter_gradient takes. dz: where to put z's: like z, a slice of something
+    contiguous.
+    """
     launch, rows = parsed(options), _rows(x)
     tile = fitted(launch.backward, launch.programs, len(rows), r.shape[1])
     into = None if dz is None else dz.view(-1, dz.shape[-1])
-    dx, dz, d_weight = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, into)
-    return dx.view(x.shape), dz.view(z.shape), d_weight
+    dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, into)
+    return dx.view(x.shape), dz.view(z.shape), partials
 
 
 gated_norm_backward = torch.library.custom_op(
     "llmtrain::gated_norm_backward",
     launch_backward,
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor z, Tensor weight, Tensor r, bool norm_first, str options) -> (Tensor, Tensor, Tensor)",
 )
 
 

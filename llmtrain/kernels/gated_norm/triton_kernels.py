@@ -47,20 +47,28 @@ def backward(
     tile: Tile,
     dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, z (put into dz, if given) and weight. dy, x, z, dz: [tokens, dim], channels contiguous."""
+    """The gradients of x and z (put into dz, if given), and what adds up to that of weight, [programs, dim] in fp32.
+
+    dy, x, z, dz: [tokens, dim], channels contiguous.
+    """
     (tokens, dim), n_groups = x.shape, r.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device) if dz is None else dz
     assert dz.stride(1) == 1
-    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
         *(dy, x, z, weight, r, dx, dz, partials, tokens, size, *(t.stride(0) for t in (dy, x, z, dz))),
         **_constants(size, norm_first, tile),
     )
+    return dx, dz, partials
+
+
+def parameter_gradient(partials: Tensor, weight: Tensor) -> Tensor:
+    """Of the weight, from the partial sums, [any number, dim]."""
+    d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     column_sums(partials, d_weight)
-    return dx, dz, d_weight
+    return d_weight
 
 
 def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The inside of a Mamba-2 mixer as one operator: the Triton kernels of its three parts, and one gradient buffer.
 
 Apart, the parts hand autograd the gradients of z, xBC and dt, which it copies into that of the projection's output, and
-those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place.
+those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place. The backward
+takes the slices of the batch that the scan's takes (`ssd.triton_launch.Launch.slices`): what only it needs is there for one
+slice at a time, and the gradients of weights are summed over a slice and then over slices, in fp32.
 
 Saved for the backward: the inputs (the projection's output and the parameters); the scan's output, unless
 Launch.keep_scan_output is off, for then the scan is run again; the norm's reciprocal root mean squares, fp32
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
@@ -155,27 +158,46 @@ def launch_backward(
     norm_first: bool,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state."""
+    """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
-    z, xBC, dt = sizes.parts(zxbcdt)
-    x, B, C = sizes.conv_parts(conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d))
-    scan = (A, B, C, D, dt_bias, initial_state, document_ids)
-    how = (dt_min, dt_max, launch.ssd)
-    if not launch.keep_scan_output:
-        y = ssd.launch_forward(x, dt, *scan, *how)[0].flatten(-2)
-
+    scan, (batch, seq_len, _) = ssd.parsed(launch.ssd), zxbcdt.shape
+    slices = scan.slices(batch, seq_len, sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
-    dz, dxBC, d_dt = sizes.parts(d_zxbcdt)
-    d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
-    dx, dB, dC = sizes.conv_parts(d_conv)
-    of_norm = (norm_weight, r, norm_first, launch.gated_norm)
-    dy, _, d_norm_weight = gated_norm.launch_backward(d_out, y, z, *of_norm, dz)
-    del y
-    of_scan = ssd.launch_backward(dy.view(dx.shape), None, x, dt, *scan, states, *how, (dx, d_dt, dB, dC))
-    _, _, d_A, _, _, d_D, d_bias, d_initial = of_scan
-    del dy, x, B, C, scan
-    of_conv = (conv_weight, conv_bias, document_ids, launch.conv1d)
-    _, d_conv_weight, d_conv_bias = conv1d.launch_backward(d_conv, xBC, *of_conv, dxBC)
+    d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
+    columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)
+    of_conv, of_norm = (r.new_empty((len(slices), width)) for width in (columns, sizes.d_inner))
+    r = r.unflatten(0, (batch, seq_len))
+
+    def backward(i: int, rows: slice) -> None:
+        """Of some sequences: all that is only needed on the way ends with it."""
+        z, xBC, dt = sizes.parts(zxbcdt[rows])
+        dz, dxBC, d_dt = sizes.parts(d_zxbcdt[rows])
+        initial, ids = (None if t is None else t[rows] for t in (initial_state, document_ids))
+        # The convolution's output stands where the gradient of its input will.
+        conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
+        x, B, C = sizes.conv_parts(dxBC)
+        inputs = (x, dt, A, B, C, D, dt_bias, initial, ids)
+        if launch.keep_scan_output:
+            found = y[rows]
+        else:
+            found = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd)[0].flatten(-2)
+        how = (norm_weight, r[rows].flatten(0, 1), norm_first, launch.gated_norm)
+        dy, _, partials = gated_norm.partial_backward(d_out[rows], found, z, *how, dz)
+        column_sums(partials, of_norm[i])
+        del found, partials
+        d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
+        dx, dB, dC = sizes.conv_parts(d_conv)
+        into = (dx, d_dt, dB, dC, d_initial[rows], of_scan[rows])
+        ssd.slice_backward(dy.view(x.shape), None, *inputs, states[rows], dt_min, dt_max, scan, into)
+        del dy
+        _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
+        column_sums(partials, of_conv[i])
+
+    for i, rows in enumerate(slices):
+        backward(i, rows)
+    d_conv_weight, d_conv_bias = conv1d.kernels.parameter_gradients(of_conv, conv_weight, conv_bias)
+    d_norm_weight = gated_norm.kernels.parameter_gradient(of_norm, norm_weight)
+    d_A, d_D, d_bias = ssd.parameter_gradients(of_scan, A, D, dt_bias)
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 
 
@@ -187,13 +209,11 @@ def _(
     d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, y, r, states,
     n_groups, dt_min, dt_max, norm_first, options,
 ):  # fmt: skip
-    sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
-    state = (zxbcdt.shape[0], sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
     found = [
         conv_weight.new_empty(0) if t is None else t.new_empty(t.shape)
         for t in (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
     ]
-    return *found, zxbcdt.new_empty(state, dtype=torch.float32)
+    return *found, ssd.initial_gradient(initial_state, zxbcdt)
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -2,15 +2,18 @@
 
 Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
 at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward: time steps; the states at the chunks' borders again, unless kept; their gradients, in reverse; what passes
-through pairs (x, dy and gradients of states once in, dx once out); what passes through states (x, dy, states and their
-gradients once in); the gradients of the time steps. No atomics: every sum has a fixed order.
+Backward, of one slice of the batch after the other (`Launch.slices`): time steps; the states at the chunks' borders again,
+unless kept; their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
+what passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
+every sum has a fixed order.
 
 Matrix products take the dtype of x; decays, time steps and the state passed on are fp32. The chunk is a launch
 parameter of each direction, not the spec's: results do not depend on it but for rounding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,9 +90,9 @@ def launch_forward(
         walk = (launch.chunk, keep, launch.precision, launch.walk)
         y, last, states = forward.walk(x, B, C, D, times, begun, start, *walk)
     else:
-        states, last = forward.pass_states(
-            x, B, times, begun, start, launch.chunk, False, launch.precision, launch.passing
-        )
+        last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
+        passing = (launch.chunk, False, launch.precision, launch.passing)
+        states = forward.pass_states(x, B, times, begun, start, *passing, last)
         scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
         y = forward.scan(x, B, C, D, times, begun, states, *scan)
         states = states if keep else None
@@ -129,50 +132,88 @@ def launch_backward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
-    into: tuple[Tensor | None, ...] = (None,) * 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (of zeros, if there was none).
-
-    into: where to put those of x, dt, B and C: slices, perhaps, of something contiguous; B's and C's of the same.
-    """
-    launch, limits = parsed(options), (dt_min, dt_max)
-    dx, d_dt, dB, dC = into
-    chunk, precision = launch.chunk_backward, launch.precision
-    dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
-    passing = (chunk, False, precision, launch.passing)
-    if not launch.keep_states:
-        states, _ = forward.pass_states(x, B, times, begun, _state(initial_state), *passing)
-    passing = (chunk, True, precision, launch.passing)
-    d_states, d_initial = forward.pass_states(dy, C, times, begun, _state(d_last), *passing)
-    vectors = torch.empty((*times.shape[:3], 5, chunk), dtype=torch.float32, device=x.device)
-    dx, d_pairs, diagonal = backward.through_pairs(
-        *(dy, x, B, C, D, times, begun, d_states, vectors),
-        *(chunk, precision, launch.pairs, launch.processors, dx),
-    )
-    dB, dC, passed = backward.through_states(
-        *(dy, x, B, C, times, begun, d_pairs, states, d_states, vectors),
-        *(chunk, precision, launch.states, launch.processors, dB, dC),
-    )
-    d_dt, sums = time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt)
-    d_A, d_D, d_bias = (sums[i].to(t.dtype, copy=True) for i, t in enumerate((A, D, dt_bias)))
+    """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
+    launch, (batch, seq_len, n_heads, head_dim) = parsed(options), x.shape
+    dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
+    d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
+    for rows in launch.slices(batch, seq_len, n_heads, head_dim, B.shape[3]):
+        dy_, x_, dt_, B_, C_, states_ = (t[rows] for t in (dy, x, dt, B, C, states))
+        d_last_, initial, ids = (None if t is None else t[rows] for t in (d_last, initial_state, document_ids))
+        tensors = (dy_, d_last_, x_, dt_, A, B_, C_, D, dt_bias, initial, ids, states_)
+        into = [t[rows] for t in (dx, d_dt, dB, dC, d_initial, sums)]
+        slice_backward(*tensors, dt_min, dt_max, launch, into)
+    d_A, d_D, d_bias = parameter_gradients(sums, A, D, dt_bias)
     return dx, d_dt, d_A, dB, dC, d_D, d_bias, d_initial
 
 
-ssd_backward = torch.library.custom_op(
-    "llmtrain::ssd_backward",
-    launch_backward,
-    mutates_args=(),
-    schema="(Tensor dy, Tensor? d_last, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
-    "Tensor? initial_state, Tensor? document_ids, Tensor states, float? dt_min, float? dt_max, str options) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+def slice_backward(
+    dy: Tensor,
+    d_last: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    states: Tensor,
+    dt_min: float | None,
+    dt_max: float | None,
+    launch: Launch,
+    into: Sequence[Tensor],
+) -> None:
+    """Of some sequences, in one piece.
+
+    into: where to put the gradients of x, dt, B and C (slices, perhaps, of something contiguous; B's and C's of the same), of
+    the initial state, if there is one, and what parameter_gradients takes.
+    """
+    limits = (dt_min, dt_max)
+    dx, d_dt, dB, dC, d_initial, sums = into
+    chunk, precision = launch.chunk_backward, launch.precision
+    dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
+    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
+    start, end = _state(initial_state), _state(d_last)
+    if not launch.keep_states:
+        states = forward.pass_states(x, B, times, begun, start, chunk, False, precision, launch.passing)
+    passing = (chunk, True, precision, launch.passing, None if start is None else d_initial)
+    d_states = forward.pass_states(dy, C, times, begun, end, *passing)
+    vectors = torch.empty((*times.shape[:3], 5, chunk), dtype=torch.float32, device=x.device)
+    _, d_pairs, diagonal = backward.through_pairs(
+        *(dy, x, B, C, D, times, begun, d_states, vectors),
+        *(chunk, precision, launch.pairs, launch.processors, dx),
+    )
+    _, _, passed = backward.through_states(
+        *(dy, x, B, C, times, begun, d_pairs, states, d_states, vectors),
+        *(chunk, precision, launch.states, launch.processors, dB, dC),
+    )
+    time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt, sums)
+
+
+def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
+    """Room for the gradient of the initial state, which is empty if there is none."""
+    return like.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
+
+
+def room_for_sums(dt: Tensor, launch: Launch) -> Tensor:
+    """For the gradients of A, D and dt_bias by sequence and chunk. Summed at once: slices of the batch change no bit."""
+    batch, seq_len, n_heads = dt.shape
+    return dt.new_empty((batch, -(-seq_len // launch.chunk_backward), 3, n_heads), dtype=torch.float32)
+
+
+def parameter_gradients(sums: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> Iterator[Tensor]:
+    totals = sums.sum((0, 1))
+    return (total.to(t.dtype, copy=True) for total, t in zip(totals, (A, D, dt_bias), strict=True))
+
+
+ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward, mutates_args=())
 
 
 @ssd_backward.register_fake
 def _(dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, states, dt_min, dt_max, options):
-    d_initial = x.new_empty((x.shape[0], x.shape[2], x.shape[3], B.shape[3]), dtype=torch.float32)
-    return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), d_initial
+    return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), initial_gradient(initial_state, x)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -43,21 +43,21 @@ def pass_states(
     reverse: bool,
     precision: str,
     launch: PassLaunch,
-) -> tuple[Tensor, Tensor]:
-    """The states before all chunks, like values [batch, chunks, heads, d_state, head_dim], and the last, in fp32.
+    last: Tensor | None = None,
+) -> Tensor:
+    """The states before all chunks, like values [batch, chunks, heads, d_state, head_dim]. Fills `last`, if it is wanted.
 
-    values: [batch, T, heads, head_dim]; keys: [batch, T, groups, d_state]; start: [batch, heads, head_dim, d_state],
-    fp32 and contiguous, as is the last state. Forward, values are x and keys B. With `reverse`, values are the gradient
-    of y and keys C: what is passed, from the last chunk to the first, is the gradient of the state *after* each chunk.
+    values: [batch, T, heads, head_dim]; keys: [batch, T, groups, d_state]; start, and last (the state after all):
+    [batch, heads, head_dim, d_state], fp32 and contiguous. Forward, values are x and keys B. With `reverse`, values are
+    the gradient of y and keys C: what is passed, from the last chunk to the first, is the gradient of the state *after*
+    each chunk.
     """
     batch, seq_len, n_heads, head_dim = values.shape
     n_groups, d_state = keys.shape[2:]
     chunks = times.shape[2]
     states = torch.empty((batch, chunks, n_heads, d_state, head_dim), dtype=values.dtype, device=values.device)
-    last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=values.device)
     rows, columns = min(launch.rows, padded(d_state)), min(launch.columns, padded(head_dim))
-    tiles = triton.cdiv(d_state, rows) * triton.cdiv(head_dim, columns)
-    _pass_states[tiles, n_heads, batch](
+    _pass_states[launch.tiles(d_state, head_dim), n_heads, batch](
         *(values, keys, times, begun, start, states, last),
         *(seq_len, chunks, *values.stride()[:3], *keys.stride()[:3]),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -71,7 +71,7 @@ def pass_states(
         STAGES=launch.stages,
         **launch.options,
     )
-    return states, last
+    return states
 
 
 def rows_described(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
@@ -256,7 +256,8 @@ def _pass_states(
                 weight = tl.where(count == count_end, weight, 0.0)
         weighted = (v.to(tl.float32) * weight[:, None]).to(v.dtype)
         state = tl.dot(tl.trans(k), weighted, acc=state * keep, input_precision=PRECISION)
-    tl.store(last + outside, state, mask=valid)
+    if last is not None:
+        tl.store(last + outside, state, mask=valid)
 
 
 @triton.jit

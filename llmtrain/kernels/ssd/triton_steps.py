@@ -59,10 +59,11 @@ def decay_gradients(
     diagonal: Tensor,
     passed: Tensor,
     chunk: int,
-    d_dt: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the raw dt (put into d_dt, if given, whose heads lie side by side), and of A, D and dt_bias,
-    [3, heads], from what the other kernels found, all fp32.
+    d_dt: Tensor,
+    sums: Tensor,
+) -> None:
+    """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
+    and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
 
     vectors: [batch, heads, chunks, 5, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
@@ -71,9 +72,7 @@ def decay_gradients(
     """
     batch, seq_len, n_heads = dt.shape
     chunks = passed.shape[1]
-    d_dt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device) if d_dt is None else d_dt
-    assert d_dt.stride(2) == 1
-    sums = torch.empty((3, batch, chunks, n_heads), dtype=torch.float32, device=dt.device)
+    assert d_dt.stride(2) == 1 and sums.shape == (batch, chunks, 3, n_heads) and sums.is_contiguous()
     _decay_gradients[triton.cdiv(n_heads, _HEADS), chunks, batch](
         *(dt, A, dt_bias, vectors, diagonal, passed, d_dt, sums),
         *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
@@ -81,7 +80,6 @@ def decay_gradients(
         HEADS=_HEADS,
         num_warps=4,
     )
-    return d_dt, sums.sum((1, 2))
 
 
 @triton.jit
@@ -154,7 +152,7 @@ def _decay_gradients(
 ):
     """Program (block of heads, chunk, row of the batch)."""
     block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks, batch = tl.num_programs(1), tl.num_programs(2)
+    chunks = tl.num_programs(1)
     t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS + tl.arange(0, HEADS)
     h_valid = h < n_heads
     valid = (t < seq_len)[:, None] & h_valid[None, :]
@@ -191,11 +189,10 @@ def _decay_gradients(
     to = row * d_dt_row + t[:, None].to(tl.int64) * d_dt_token + h[None, :]
     tl.store(d_dt + to, d_shifted.to(d_dt.dtype.element_ty), mask=valid)
     # Of A, D and the bias.
-    sums += (row * chunks + chunk) * n_heads + h
-    next_sum = batch.to(tl.int64) * chunks * n_heads
+    sums += (row * chunks + chunk) * 3 * n_heads + h
     tl.store(sums, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
-    tl.store(sums + next_sum, tl.sum(same, 0), mask=h_valid)
-    tl.store(sums + 2 * next_sum, tl.sum(d_shifted, 0), mask=h_valid)
+    tl.store(sums + n_heads, tl.sum(same, 0), mask=h_valid)
+    tl.store(sums + 2 * n_heads, tl.sum(d_shifted, 0), mask=h_valid)
 
 
 @triton.jit
