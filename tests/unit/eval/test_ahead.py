@@ -26,16 +26,15 @@ def test_all_come_in_order():
     assert list(Ahead([], counting([]))) == []
 
 
-def test_steps_do_the_work_of_the_next_item_and_no_further():
+def test_steps_do_the_work_of_the_next_items_in_order_and_no_further(monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.ahead.FURTHER", 2)
     log = []
-    ahead = Ahead([5, 6, 7], counting(log))
+    ahead = Ahead([5, 6, 7, 8], counting(log))
     for n, _ in ahead:
-        log.clear()
-        steps = 0
         while ahead.step():
-            steps += 1
-        assert log == ([(n + 1, step) for step in range(3)] if n < 7 else [])
-        assert (steps > 3) == (n < 7) and not ahead.step()
+            pass
+        assert log == [(item, step) for item in range(5, min(n + 3, 9)) for step in range(3)]
+        assert not ahead.step()
 
 
 def test_what_was_begun_is_finished_when_its_turn_comes():
@@ -47,6 +46,12 @@ def test_what_was_begun_is_finished_when_its_turn_comes():
     assert log[3:] == [(2, 0)]
     assert next(made) == (2, 4)
     assert log[3:] == [(2, 0), (2, 1), (2, 2)]
+
+
+def test_no_step_of_a_later_item_delays_one_whose_turn_it_is():
+    log = []
+    assert next(iter(Ahead([1, 2], counting(log)))) == (1, 1)
+    assert log == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_an_error_waits_for_its_turn():
