@@ -79,6 +79,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "gated_norm": (
         Backend("reference", "llmtrain.kernels.gated_norm.reference", gated_norm.refuse_nothing),
         Backend("triton", "llmtrain.kernels.gated_norm.triton", gated_norm.refuse_triton_rows),
+        Backend("mamba_ssm", "llmtrain.kernels.gated_norm.mamba_ssm", gated_norm.refuse_mamba_ssm),
     ),
     # The three of a Mamba-2 mixer as one, for training.
     "mamba_mixer": (
@@ -110,6 +111,8 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "ssd_step": ssd.preference_step,
     "conv1d_step": conv1d.preference_step,
 }
+# Who asks for a public scan does not want our kernels around it.
+_BELONGS = {"mamba_ssm": ("causal_conv1d", "reference")}
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
@@ -153,12 +156,13 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> 
 
 
 def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
-    """For an operation that works beside another whose backend is `name`: its own of that name if it has one that can
-    serve here, else what `auto` means.
+    """For an operation that works beside another whose backend is `name`: its own of that name, or of a name that belongs
+    to it, if it has one that can serve here, else what `auto` means.
     """
-    named = any(name in (b.name, b.family) for b in _BACKENDS[operation])
-    if named and refusal(operation, name, spec, platform) is None:
-        return resolve(operation, name, spec, platform)
+    for wanted in (name, *_BELONGS.get(name, ())):
+        named = any(wanted in (b.name, b.family) for b in _BACKENDS[operation])
+        if named and refusal(operation, wanted, spec, platform) is None:
+            return resolve(operation, wanted, spec, platform)
     return resolve(operation, "auto", spec, platform)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.bench.kernels import scan
-from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, draw, generator, leaf, run_both, wide
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, draw, generator, leaf, run_both, wide
 from llmtrain.bench.tune import ssd
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
@@ -110,26 +110,10 @@ def _built(operation: Any, name: str, spec: Any) -> Callable[..., Tensor]:
 
 def _conv_contenders(sizes: Sizes) -> list[Contender]:
     spec = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype)
-    names = [name for name in _named("conv1d", spec) if name != "causal_conv1d"]
-    found = [Contender(name, lambda name=name: _built("conv1d", name, spec), name == "aten") for name in names]
-    if _have_conv():
-        found.append(Contender("causal_conv1d", _public_conv, True))
-    return found
-
-
-def _have_conv() -> bool:
-    """The package, and the CUDA extension it is built around."""
-    names = ("causal_conv1d", "causal_conv1d_cuda")
-    return device() == "cuda" and all(importlib.util.find_spec(name) is not None for name in names)
-
-
-def _public_conv() -> Callable[..., Tensor]:
-    from causal_conv1d import causal_conv1d_fn  # type: ignore[import-not-found]
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
-
-    return run
+    return [
+        Contender(name, lambda name=name: _built("conv1d", name, spec), name in ("aten", "causal_conv1d"))
+        for name in _named("conv1d", spec)
+    ]
 
 
 def _norm(sizes: Sizes, seq_len: int) -> Cell:
@@ -162,20 +146,10 @@ def _norm_spec(sizes: Sizes) -> GatedNormSpec:
 
 def _norm_contenders(sizes: Sizes) -> list[Contender]:
     spec = _norm_spec(sizes)
-    names = _named("gated_norm", spec)
-    found = [Contender(name, lambda name=name: _built("gated_norm", name, spec)) for name in names]
-    if device() == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
-        found.append(Contender("mamba_ssm", _public_norm, True))
-    return found
-
-
-def _public_norm() -> Callable[..., Tensor]:
-    from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn  # type: ignore[import-not-found]
-
-    def run(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return rmsnorm_fn(x, weight, None, z=z, eps=EPS, norm_before_gate=False)
-
-    return run
+    return [
+        Contender(name, lambda name=name: _built("gated_norm", name, spec), name == "mamba_ssm")
+        for name in _named("gated_norm", spec)
+    ]
 
 
 def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
@@ -256,9 +230,12 @@ def _mixer_contenders(sizes: Sizes, case: ssd.Case, chunks: tuple[int, ...]) -> 
 
 
 def _public_mixer(sizes: Sizes, case: ssd.Case, chunk: int) -> Contender:
+    spec = _mixer_spec(sizes, case)
+
     def make() -> Callable[..., Tensor]:
-        conv = _public_conv() if _have_conv() else torch.compile(causal_conv1d_silu, dynamic=False)
-        return mixer(_mixer_spec(sizes, case), conv, scan.public(chunk), _public_norm())
+        conv = "causal_conv1d" if "causal_conv1d" in _named("conv1d", spec.conv1d) else "reference"
+        norm = _built("gated_norm", "mamba_ssm", spec.gated_norm)
+        return mixer(spec, _built("conv1d", conv, spec.conv1d), scan.public(chunk), norm)
 
     # Its scan has the variants of the scan's own cells.
     return Contender(f"public {chunk}", make, True)

@@ -26,5 +26,7 @@ def refuse_triton_pairs(spec: RotarySpec, platform: Platform | None) -> str | No
 
 
 def preference(spec: RotarySpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`. Ours is not yet measured beside the compiled reference."""
+    """Backends from fastest to slowest, for `auto`. On H200 ours is as fast as the compiled reference (1.01 to 1.04 x,
+    BENCHMARKS.md), which fuses with what stands around it.
+    """
     return ("reference",) if platform.vendor == "cpu" else ("reference", "triton")

@@ -1,5 +1,6 @@
 """Backends of other packages: refused where those are not installed, and called with what our specs mean."""
 
+import importlib.util
 import sys
 import types
 
@@ -9,6 +10,7 @@ import torch
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 
@@ -17,6 +19,7 @@ SPECS = {
     "attention": ("flash_attn", AttentionSpec(4, 4, 64, 0.125), "flash-attn"),
     "ssd": ("mamba_ssm", SSDSpec(4, 64, 64, 1, 256), "mamba-ssm"),
     "conv1d": ("causal_conv1d", Conv1dSpec(64, 4), "causal-conv1d"),
+    "gated_norm": ("mamba_ssm", GatedNormSpec(64, 2, 1e-5), "mamba-ssm"),
 }
 
 
@@ -98,6 +101,26 @@ def test_causal_conv1d_reads_channels_side_by_side(monkeypatch):
     (seen, *_), options = calls[0]
     assert seen.shape == (2, 64, 5) and seen.stride(1) == 1 and options == {"activation": "silu", "seq_idx": None}
     assert torch.equal(y, x)
+
+
+def test_the_norm_of_mamba_ssm_is_told_groups_and_order(monkeypatch):
+    from llmtrain.kernels.gated_norm import mamba_ssm
+
+    calls = recorded(monkeypatch, "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
+    x, z, weight = torch.randn(3, 64), torch.randn(3, 64), torch.ones(64)
+    y = mamba_ssm.build(GatedNormSpec(64, 2, 1e-5, norm_before_gate=True), H200, "")(x, z, weight)
+    (seen, of_norm, bias), options = calls[0]
+    assert seen is x and of_norm is weight and bias is None and torch.equal(y, x)
+    assert options == {"z": z, "eps": 1e-5, "group_size": 32, "norm_before_gate": True}
+
+
+def test_around_the_scan_of_mamba_ssm_stand_public_kernels(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    chosen = {
+        operation: registry.resolve_beside(operation, "mamba_ssm", SPECS[operation][1], H200).name
+        for operation in ("conv1d", "gated_norm")
+    }
+    assert chosen == {"conv1d": "causal_conv1d", "gated_norm": "mamba_ssm"}
 
 
 def test_documents_reach_the_kernels_that_take_them_and_are_refused_by_the_others(monkeypatch):

@@ -130,7 +130,10 @@ SPECS: dict[registry.Operation, registry.Spec] = {
 @pytest.mark.parametrize("where", [CPU, H200, A100, MI300X])
 def test_every_operation_serves_everywhere(where):
     assert registry.resolve("ssd", "auto", SPECS["ssd"], where).name == ("reference" if where is CPU else "triton")
-    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == ("aten" if where is CPU else "reference")
+    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == {
+        "cpu": "aten",
+        "sm90": "triton",
+    }.get(where.arch, "reference")
     for operation in registry.OPERATIONS:
         reasons = {row.backend: row.reason for row in registry.table(operation, SPECS[operation], where)}
         assert reasons["reference"] is None
@@ -142,8 +145,9 @@ def test_every_operation_serves_everywhere(where):
         ("triton", H200, "triton"),
         ("triton", CPU, "aten"),  # cannot serve: what auto means
         ("reference", CPU, "reference"),
-        ("mamba_ssm", H200, "reference"),  # a scan's, unknown here
-        ("auto", H200, "reference"),
+        ("mamba_ssm", H200, "reference"),  # not ours, even where auto would take it
+        ("auto", H200, "triton"),
+        ("auto", A100, "reference"),
     ],
 )
 def test_a_convolution_takes_the_backend_of_the_scan_beside_it_where_it_has_one(name, where, expected):
