@@ -104,17 +104,17 @@ def test_packed_documents_equal_the_documents_apart():
     around.assert_agrees(ours, around.outcome(apart, [zxbcdt, *rest], torch.float64))
 
 
-@pytest.mark.parametrize("share, slices", [(0.0, 3), (2.5, 2)], ids=["one sequence each", "two that differ"])
+@pytest.mark.parametrize("slices", [2, 3])
 @pytest.mark.parametrize("biased, keep, processors", [(True, True, 1), (False, False, 1000)])
-def test_slices_of_the_batch_change_nothing(monkeypatch, share, slices, biased, keep, processors):
+def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, processors):
     """No bit, but of the weights of convolution and norm: these are summed over a slice first, and then over slices."""
     spec, ids = mixers.spec(2, 12, 16), torch.arange(21).expand(3, -1) // torch.tensor([[5], [7], [30]])
     tensors, kernel = mixers.inputs(spec, 3, 21, biased, True), made(spec, processors, keep)
     monkeypatch.setattr(ssd, "FILLED", 0.0)
     found = []
-    for of_states, count in ((share, slices), (12.0, 1)):
-        monkeypatch.setattr(ssd, "STATES_SHARE", of_states)
-        assert len(ssd.parsed(parsed(kernel.options).ssd).slices(3, 21, 2, 12, 16)) == count
+    for count in (slices, 1):
+        monkeypatch.setattr(ssd, "SLICES", count)
+        assert len(ssd.parsed(parsed(kernel.options).ssd).slices(3, 2, 12, 16)) == count
         found.append(around.outcome(lambda *t: kernel(*t, document_ids=ids), tensors))
     names = ["y", *(name for name, t in zip(mixers.NAMES, tensors, strict=True) if t is not None)]
     for name, ours, whole in zip(names, *found, strict=True):

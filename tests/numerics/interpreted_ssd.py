@@ -137,9 +137,9 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors):
         torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("share, slices", [(0.0, None), (2.5, 2)], ids=["one sequence each", "two that differ"])
+@pytest.mark.parametrize("slices", [2, 5])
 @pytest.mark.parametrize("batch, with_state, packed, launch", SLICED.values(), ids=SLICED.keys())
-def test_slices_of_the_batch_change_no_bit(monkeypatch, share, slices, batch, with_state, packed, launch):
+def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_state, packed, launch):
     spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
     tensors, kernel_launch = scans.inputs(spec, batch, 21, torch.float32, with_state), small(spec, **launch)
     kernel = TritonSSD(spec, kernel_launch)
@@ -148,9 +148,9 @@ def test_slices_of_the_batch_change_no_bit(monkeypatch, share, slices, batch, wi
     )
     monkeypatch.setattr(triton_launch, "FILLED", 0.0)
     found = []
-    for of_states, count in ((share, slices or batch), (batch * 4.0, 1)):
-        monkeypatch.setattr(triton_launch, "STATES_SHARE", of_states)
-        assert len(kernel_launch.slices(batch, 21, 2, 16, 16)) == count
+    for most in (slices, 1):
+        monkeypatch.setattr(triton_launch, "SLICES", most)
+        assert len(kernel_launch.slices(batch, 2, 16, 16)) == min(most, batch)
         found.append(scans.outcome(kernel, tensors, **ids))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 

@@ -36,34 +36,28 @@ def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
 
 
 @pytest.mark.parametrize(
-    "heads, d_state, batch, seq_len, sizes",
+    "heads, d_state, batch, sizes",
     [
-        (80, 128, 8, 2048, [2, 2, 2, 2]),  # at chunks of 64 states and their gradients are 4 x
-        (80, 128, 5, 2048, [1, 1, 1, 1, 1]),
-        (80, 64, 5, 2048, [1, 2, 2]),
-        (80, 128, 3, 2048, [1, 1, 1]),
-        (80, 128, 2, 8192, [1, 1]),
-        (80, 64, 2, 8192, [1, 1]),  # 80 programs in each, of 132
-        (16, 128, 8, 2048, [4, 4]),  # 3 sequences make 96 programs, 2 of them 64
-        (8, 128, 8, 2048, [8]),
-        (80, 32, 4, 2048, [4]),  # as large as x
-        (80, 128, 4, 1, [1, 1, 1, 1]),
+        (80, 128, 8, [4, 4]),
+        (80, 128, 5, [2, 3]),
+        (80, 64, 2, [1, 1]),  # 80 programs in each, of 132
+        (80, 128, 1, [1]),
+        (16, 128, 8, [4, 4]),
+        (8, 128, 8, [8]),  # 4 sequences make 64 programs
     ],
 )
-def test_the_backward_takes_slices_of_the_batch_that_fill_the_device(heads, d_state, batch, seq_len, sizes):
+def test_the_backward_takes_slices_of_the_batch_that_fill_the_device(heads, d_state, batch, sizes):
     launch = default_launch(SSDSpec(heads, 64, d_state, 1, 256), H200)
-    slices = launch.slices(batch, seq_len, heads, 64, d_state)
+    slices = launch.slices(batch, heads, 64, d_state)
     assert [s.stop - s.start for s in slices] == sizes
     assert (slices[0].start, slices[-1].stop) == (0, batch)
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
 
 
 @pytest.mark.parametrize("seq_len", [2048, 4096, 8192])
-@pytest.mark.parametrize("heads, d_state, public", [(80, 128, 708), (80, 64, 548), (64, 128, 566)])
+@pytest.mark.parametrize("heads, d_state, public", [(80, 128, 695), (80, 64, 534), (64, 128, 558)])
 def test_forward_and_backward_take_no_more_memory_than_public_kernels(heads, d_state, public, seq_len):
-    """public: MiB of state-spaces/mamba's at chunks of 256, bf16, 16,384 tokens; measured on an H200 with 80 heads and
-    d_state 128, and from there estimated by sizes.
-    """
+    """public: MiB of state-spaces/mamba's at chunks of 256, bf16, 16,384 tokens; the least of the three on an H200."""
     case = Case(heads, 64, d_state, seq_len=seq_len)
     *tensors, dy = case.tensors("meta")
     options = default_launch(case.spec, H200).dump()

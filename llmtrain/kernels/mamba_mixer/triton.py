@@ -161,7 +161,7 @@ def launch_backward(
     """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, (batch, seq_len, _) = ssd.parsed(launch.ssd), zxbcdt.shape
-    slices = scan.slices(batch, seq_len, sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
+    slices = scan.slices(batch, sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
     columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)

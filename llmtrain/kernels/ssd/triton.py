@@ -134,10 +134,10 @@ def launch_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
-    launch, (batch, seq_len, n_heads, head_dim) = parsed(options), x.shape
+    launch, (batch, _, n_heads, head_dim) = parsed(options), x.shape
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
     d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
-    for rows in launch.slices(batch, seq_len, n_heads, head_dim, B.shape[3]):
+    for rows in launch.slices(batch, n_heads, head_dim, B.shape[3]):
         dy_, x_, dt_, B_, C_, states_ = (t[rows] for t in (dy, x, dt, B, C, states))
         d_last_, initial, ids = (None if t is None else t[rows] for t in (d_last, initial_state, document_ids))
         tensors = (dy_, d_last_, x_, dt_, A, B_, C_, D, dt_bias, initial, ids, states_)
