@@ -15,7 +15,6 @@ only our side is measured. --out is written anew after every task of either side
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.eval.ahead import Ahead, Steps, finished, idle
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
+from llmtrain.eval.runner import frozen
 from llmtrain.eval.scorer import HybridScorer
 from llmtrain.eval.task import Documents, Task, document_text, load_task
 from llmtrain.models.config import ModelConfig
@@ -98,8 +98,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
-    gc.freeze()  # as `llmtrain eval` does
-    with tempfile.TemporaryDirectory() as folder:
+    with frozen(), tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)
         tokenizer = find_tokenizer(found)

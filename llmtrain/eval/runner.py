@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,11 +46,10 @@ def evaluate(run: EvalRun) -> Report:
     gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
     tasks = chosen_tasks(run, gauntlet)
     documents = read_documents(tasks, run.limit)
-    gc.freeze()  # what is there by now: requests are so many objects that garbage collection would walk over it often
     models = [Evaluated(choice, run, team) for choice in run.chosen_models()]
     total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
     results: list[Result] = []
-    with Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
+    with frozen(), Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
         for model in models:
             # Prompts are written and tokenised while the GPU is busy with the task before.
             prompted = Ahead(tasks, lambda task, of=model: of.requests(task, documents[task.task.name]))
@@ -59,9 +59,18 @@ def evaluate(run: EvalRun) -> Report:
                 if world.is_main:
                     bar.print(line_of(results[-1]))
             model.unload()
-    gc.unfreeze()
     scores = gauntlet and {model.title: scores_of(gauntlet, model.title, run, results) for model in models}
     return Report(run.name, results, gauntlet, scores)
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Garbage collection does not look at what is there now: requests are so many objects that it would, again and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def scores_of(gauntlet: Gauntlet, model: str, run: EvalRun, results: Sequence[Result]) -> GauntletScores:
