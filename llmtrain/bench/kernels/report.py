@@ -119,13 +119,14 @@ def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(one.backend for _, results in cells for one in results))
+    names = [name for name in dict.fromkeys(one.backend for _, results in cells for one in results) if name != OURS]
     shown = [(cell, [r for r in results if not r.failed]) for cell, results in cells]
     shown = [(cell, results) for cell, results in shown if results]
     if not shown:
         return
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.14 * sum(len(results) + 2 for _, results in shown)))
-    colours = plt.get_cmap("tab20")
+    palette = plt.get_cmap("tab10")
+    colours = {name: palette(i % 10) for i, name in enumerate(names)} | {OURS: "black"}
     at, ticks, seen = 0.0, [], set()
     for cell, results in shown:
         reference = min((r.sum_ms for r in results if r.public), default=min(r.sum_ms for r in results))
@@ -133,15 +134,15 @@ def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:
         for one in results:
             label = one.backend if one.backend not in seen else None
             seen.add(one.backend)
-            axes.barh(at, reference / one.sum_ms, 0.9, color=colours(names.index(one.backend) % 20), label=label)
+            axes.barh(at, reference / one.sum_ms, 0.9, color=colours[one.backend], label=label)
             at += 1
         ticks.append(((first + at - 1) / 2, f"{cell.operation} {cell.name}, {cell.seq_len}"))
         at += 1
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.axvline(1.0, color="grey", linewidth=0.8, zorder=0)
     axes.set_yticks([t for t, _ in ticks], [label for _, label in ticks], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(at - 1, -1)
     axes.set_xlabel("speed of forward + backward, best public backend = 1")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
