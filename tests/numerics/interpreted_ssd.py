@@ -93,8 +93,14 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch):
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("processors", [1, 5, 1000])
 def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, processors):
+    """Tensor by tensor: where a decay is strong (-144 for a unit of time here), single elements cancel, and PyTorch in fp32 is
+    off by 4e-4 too.
+    """
     spec = SSDSpec(4, head_dim, d_state, groups, 64, **FP32)
-    assert_agrees(spec, 2 if seq_len < 64 else 1, seq_len, with_state, small(spec, processors=processors))
+    tensors = scans.inputs(spec, 2 if seq_len < 64 else 1, seq_len, torch.float32, with_state)
+    ours = scans.outcome(TritonSSD(spec, small(spec, processors=processors)), tensors)
+    wrong = {name: error for name, error in scans.errors(ours, scans.exact(spec, tensors)).items() if not error < 1e-4}
+    assert not wrong
 
 
 @pytest.mark.slow
