@@ -6,7 +6,7 @@ FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU
 temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
 documents and timed from prompts as text to log-likelihoods. Ours are timed on a second pass over all tasks (the first compiles
 kernels, once for a machine), each from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
-tokenised while the one before is scored. The harness runs with each batch size of --peer-batch, and
+tokenised while those before are scored. The harness runs with each batch size of --peer-batch, and
 its best counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is
 then that of the documents it did answer, spread evenly over the task. Without the harness (lm_eval), or with --no-peer,
 only our side is measured. --out is written anew after every task of either side.

@@ -51,7 +51,7 @@ def evaluate(run: EvalRun) -> Report:
     results: list[Result] = []
     with frozen(), Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
         for model in models:
-            # Prompts are written and tokenised while the GPU is busy with the task before.
+            # Prompts are written and tokenised while the GPU is busy with the tasks before.
             prompted = Ahead(tasks, lambda task, of=model: of.requests(task, documents[task.task.name]))
             for task, requests in prompted:
                 bar.say(f"{model.title}: {task.title}")

@@ -12,6 +12,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.tuning_files import decode
 
+# In two runs with two ways of timing, not side by side: BENCHMARKS.md. Two slices have not been timed.
 SLICES = 2
 """Of a batch that a backward takes one after the other, at most. Four, of 8 or 4 sequences, took 1.2 to 1.35 x the time of
 one on an H200."""
