@@ -30,15 +30,19 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def made(spec: MambaMixerSpec, processors: int = 1, keep: bool = True, keep_states: bool = False) -> TritonMambaMixer:
+def made(
+    spec: MambaMixerSpec, processors: int = 1, keep: bool = True, keep_states: bool = False, halves: bool = False
+) -> TritonMambaMixer:
     """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
-    programs, whose parts of dB and dC are added up.
+    programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
     """
     scan = ssd.default_launch(spec.ssd, GPU)
+    backward = 32 if halves else 16
     scan = replace(
         scan,
-        chunk=16 if keep_states else 32,
-        chunk_backward=16,
+        chunk=backward if keep_states else 32,
+        chunk_backward=backward,
+        tile=16 if halves else None,
         passing=replace(scan.passing, rows=32, columns=16),
         walk=replace(scan.walk, columns=16),
         processors=processors,
@@ -65,6 +69,16 @@ CASES = {
     "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
     "recomputed, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": False}),
     "recomputed from kept states": (ODD, 1, 33, False, True, {"keep": False, "keep_states": True}),
+    "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
+    "halves of chunks on many processors": (ODD, 2, 37, True, True, {"halves": True, "processors": 1000}),
+    "halves of chunks, recomputed from kept states": (
+        ODD,
+        1,
+        33,
+        False,
+        True,
+        {"keep": False, "keep_states": True, "halves": True},
+    ),
     "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"processors": 1000}),
 }
 
@@ -91,11 +105,12 @@ def test_gradients_have_their_tensors_dtypes():
     around.assert_agrees(ours, around.outcome(ReferenceMambaMixer(spec), tensors, torch.float64), 3e-2)
 
 
-def test_packed_documents_equal_the_documents_apart():
+@pytest.mark.parametrize("halves", [False, True])
+def test_packed_documents_equal_the_documents_apart(halves):
     lengths = [5, 1, 16, 11]
     zxbcdt, *rest, _ = mixers.inputs(SMALL, 2, sum(lengths))
     ids = torch.cat([torch.full((2, n), i % 2) for i, n in enumerate(lengths)], 1)
-    reference, kernel = ReferenceMambaMixer(SMALL), made(SMALL)
+    reference, kernel = ReferenceMambaMixer(SMALL), made(SMALL, halves=halves)
 
     def apart(zxbcdt, *rest):
         return torch.cat([reference(piece, *rest) for piece in zxbcdt.split(lengths, 1)], 1)
@@ -106,10 +121,12 @@ def test_packed_documents_equal_the_documents_apart():
 
 @pytest.mark.parametrize("slices", [2, 3])
 @pytest.mark.parametrize("biased, keep, processors", [(True, True, 1), (False, False, 1000)])
-def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, processors):
+@pytest.mark.parametrize("halves", [False, True])
+def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, processors, halves):
     """No bit, but of the weights of convolution and norm: these are summed over a slice first, and then over slices."""
-    spec, ids = mixers.spec(2, 12, 16), torch.arange(21).expand(3, -1) // torch.tensor([[5], [7], [30]])
-    tensors, kernel = mixers.inputs(spec, 3, 21, biased, True), made(spec, processors, keep)
+    seq_len = 21 * (1 + halves)
+    spec, ids = mixers.spec(2, 12, 16), torch.arange(seq_len).expand(3, -1) // torch.tensor([[5], [7], [30]])
+    tensors, kernel = mixers.inputs(spec, 3, seq_len, biased, True), made(spec, processors, keep, halves=halves)
     monkeypatch.setattr(ssd, "FILLED", 0.0)
     found = []
     for count in (slices, 1):

@@ -17,15 +17,24 @@ from tests.support import scans
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 
 
-def small(spec: SSDSpec, forward: int = 32, backward: int = 16, processors: int = 1, keep: bool = False) -> Launch:
+both_tiles = pytest.mark.parametrize("halves", [False, True], ids=["whole chunks", "halves of chunks"])
+"""What the backward takes at a time."""
+
+
+def small(
+    spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, keep: bool = False, tile: int = 16
+) -> Launch:
     """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
-    all heads of a chunk; many: it passes and scans, and heads are spread over programs.
+    all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
+    are of two tiles; with keep, the forward's are the same.
     """
     launch = default_launch(spec, GPU)
+    backward = 2 * tile if halves else tile
     return replace(
         launch,
-        chunk=forward,
+        chunk=backward if keep else forward,
         chunk_backward=backward,
+        tile=tile if halves else None,
         passing=replace(launch.passing, rows=32, columns=16),
         walk=replace(launch.walk, columns=16),
         processors=processors,
@@ -60,14 +69,14 @@ CASES = {
         1,
         33,
         True,
-        {"forward": 16, "keep": True},
+        {"keep": True},
     ),
     "kept states on many processors": (
         SSDSpec(2, 16, 16, 2, 64, **FP32),
         1,
         33,
         True,
-        {"forward": 16, "keep": True, **MANY},
+        {"keep": True, **MANY},
     ),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
 }
@@ -77,13 +86,14 @@ SLICED = {
     "3 sequences": (3, False, False, {}),
     "3 sequences, a state, documents, on many processors": (3, True, True, MANY),
     "5 sequences, a state": (5, True, False, {}),
-    "5 sequences, documents, kept states": (5, False, True, {"forward": 16, "keep": True}),
+    "5 sequences, documents, kept states": (5, False, True, {"keep": True}),
 }
 
 
+@both_tiles
 @pytest.mark.parametrize("spec, batch, seq_len, with_state, launch", CASES.values(), ids=CASES.keys())
-def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch):
-    assert_agrees(spec, batch, seq_len, with_state, small(spec, **launch))
+def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, halves):
+    assert_agrees(spec, batch, seq_len, with_state, small(spec, halves=halves, **launch))
 
 
 @pytest.mark.slow
@@ -92,13 +102,14 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("processors", [1, 5, 1000])
-def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, processors):
+@both_tiles
+def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, processors, halves):
     """Tensor by tensor: where a decay is strong (-144 for a unit of time here), single elements cancel, and PyTorch in fp32 is
     off by 4e-4 too.
     """
     spec = SSDSpec(4, head_dim, d_state, groups, 64, **FP32)
     tensors = scans.inputs(spec, 2 if seq_len < 64 else 1, seq_len, torch.float32, with_state)
-    ours = scans.outcome(TritonSSD(spec, small(spec, processors=processors)), tensors)
+    ours = scans.outcome(TritonSSD(spec, small(spec, halves=halves, processors=processors)), tensors)
     wrong = {name: error for name, error in scans.errors(ours, scans.exact(spec, tensors)).items() if not error < 1e-4}
     assert not wrong
 
@@ -121,11 +132,12 @@ def test_the_tables_agree_with_the_reference(arch):
     ],
 )
 @pytest.mark.parametrize("processors", [1, 1000])
-def test_packed_documents_equal_the_documents_apart(lengths, processors):
+@both_tiles
+def test_packed_documents_equal_the_documents_apart(lengths, processors, halves):
     spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
     tensors = scans.inputs(spec, 1, sum(lengths), torch.float32, True)
     ids = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
-    kernel = TritonSSD(spec, small(spec, processors=processors))
+    kernel = TritonSSD(spec, small(spec, halves=halves, processors=processors))
 
     def apart(x, dt, A, B, C, D, dt_bias, state):
         """The initial state goes to the first document; what is final is the last one's."""
@@ -145,12 +157,13 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors):
 
 @pytest.mark.parametrize("slices", [2, 5])
 @pytest.mark.parametrize("batch, with_state, packed, launch", SLICED.values(), ids=SLICED.keys())
-def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_state, packed, launch):
+@both_tiles
+def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_state, packed, launch, halves):
     spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
-    tensors, kernel_launch = scans.inputs(spec, batch, 21, torch.float32, with_state), small(spec, **launch)
-    kernel = TritonSSD(spec, kernel_launch)
+    seq_len, kernel_launch = 21 * (1 + halves), small(spec, halves=halves, **launch)
+    tensors, kernel = scans.inputs(spec, batch, seq_len, torch.float32, with_state), TritonSSD(spec, kernel_launch)
     ids: Any = (
-        {"document_ids": torch.arange(21).expand(batch, -1) // torch.arange(5, 5 + batch)[:, None]} if packed else {}
+        {"document_ids": torch.arange(seq_len).expand(batch, -1) // torch.arange(5, 5 + batch)[:, None]} if packed else {}
     )
     monkeypatch.setattr(triton_launch, "FILLED", 0.0)
     found = []
@@ -162,23 +175,26 @@ def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_stat
 
 
 @pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])
-def test_strong_decay_and_none_are_finite_and_right(rate, bias):
+@both_tiles
+def test_strong_decay_and_none_are_finite_and_right(rate, bias, halves):
     """Above the diagonal a decay would overflow; where all decays, so does 2^a from the start of the chunk to 0."""
     spec = SSDSpec(1, 16, 16, 1, 64, **FP32)
     tensors = scans.inputs(spec, 1, 40, torch.float32, True)
     tensors[2], tensors[6] = torch.full((1,), rate), torch.full((1,), bias)
-    ours, expected = scans.outcome(TritonSSD(spec, small(spec)), tensors), scans.exact(spec, tensors)
+    kernel = TritonSSD(spec, small(spec, halves=halves))
+    ours, expected = scans.outcome(kernel, tensors), scans.exact(spec, tensors)
     wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-4}
     assert not wrong
 
 
-def test_the_operator_is_whole():
+@both_tiles
+def test_the_operator_is_whole(halves):
     """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
     spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
     tensors = scans.inputs(spec, 1, 20, torch.float32, True)
-    launch = small(spec)
+    launch = small(spec, halves=halves)
     ids = torch.zeros(1, 20, dtype=torch.int32)
-    for kept, state, documents in ((launch, tensors[7], None), (small(spec, 16, 16, keep=True), None, ids)):
+    for kept, state, documents in ((launch, tensors[7], None), (small(spec, halves=halves, keep=True), None, ids)):
         arguments = [t.detach().requires_grad_() for t in tensors[:7]]
         state = None if state is None else state.detach().requires_grad_()
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as scans
+from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_steps as time_steps
@@ -75,7 +76,7 @@ class Case:
 
 
 class Problem:
-    """See operations.Problem. A part is KERNEL/CHUNK; `whole`: a Launch, forward and backward, as it would run here; or
+    """See operations.Problem. A part is KERNEL/CHUNK, or KERNEL/CHUNK/TILE where a tile is half a chunk; `whole`: a Launch, forward and backward, as it would run here; or
     `every`: the same with both forms of the forward, to be compiled.
     """
 
@@ -85,19 +86,20 @@ class Problem:
         self.tolerance = _TOLERANCE[case.dtype]
         *self.tensors, self.dy = case.tensors(device)
         self.launch = default_launch(self.spec, where)
-        self.chunks = {"forward": (64, 128) if where.vendor == "nvidia" else (32, 64), "backward": (32, 64)}
+        ahead = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
+        self.chunks = {"forward": ahead, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
         self.parts += [f"{kernel}/{chunk}" for kernel in BACKWARD for chunk in self.chunks["backward"]]
-        self._made: dict[int, dict[str, Tensor]] = {}
+        self._made: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._exact: tuple[Tensor, ...] = ()
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
-        kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+        kernel, chunk, tile = sizes(part)
         amd = self.where.vendor == "amd"
         more = {"matrix_instr_nonkdim": 16} if amd else {}
         depths = (1, 2) if amd or quick else (1, 2, 3)
         found: list[Any] = []
-        if chunk == (self.launch.chunk if kernel in FORWARD else self.launch.chunk_backward):
+        if (chunk, tile) == self._own(kernel):
             found.append(getattr(self.launch, kernel))
         described = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel == "passing":
@@ -109,26 +111,33 @@ class Problem:
                     found.append(WalkLaunch(columns, stages, {"num_warps": warps, **more}, fetched))
         else:
             for programs, warps, stages, fetched in itertools.product((2, 4), (4, 8), depths, described):
-                if chunk < 128 or warps > 4:
+                if tile < 128 or warps > 4:
                     found.append(HeadsLaunch(programs, stages, {"num_warps": warps, **more}, fetched))
         plain = [asdict(launch) for launch in found]
         return [launch for i, launch in enumerate(plain) if launch not in plain[:i]]
 
-    def _of_chunk(self, chunk: int) -> dict[str, Tensor]:
+    def _own(self, kernel: str) -> tuple[int, int]:
+        """The chunk and the tile of the table's launch."""
+        launch = self.launch
+        return (launch.chunk, launch.chunk) if kernel in FORWARD else (launch.chunk_backward, launch.tile_backward)
+
+    def _of_chunk(self, chunk: int, tile: int) -> dict[str, Tensor]:
         """What the kernels take from one another, for this chunk."""
-        if chunk in self._made:
-            return self._made[chunk]
+        if (chunk, tile) in self._made:
+            return self._made[chunk, tile]
         x, dt, A, B, *_, dt_bias = self.tensors
         batch, seq_len, spec = self.case.batch, self.case.seq_len, self.spec
-        count = -(-seq_len // chunk)
+        count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
             "times": (batch, spec.n_heads, count, 2, chunk),
             "states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
             "d_states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
-            "vectors": (batch, spec.n_heads, count, 5, chunk),
-            "d_pairs": (4, batch, count, spec.n_groups, chunk, chunk),
+            "vectors": (batch, spec.n_heads, count, 6 if tile < chunk else 5, chunk),
+            "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
+            "d_across": (4, batch, count, spec.n_groups, tile, tile),
+            "dx": tuple(x.shape),
         }
-        narrow = ("states", "d_states", "d_pairs")
+        narrow = ("states", "d_states", "d_pairs", "d_across", "dx")
         made = {
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
@@ -138,7 +147,7 @@ class Problem:
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
             precision = self.launch.precision
             made["states"] = forward.pass_states(x, B, made["times"], None, None, chunk, False, precision, few)
-        self._made[chunk] = made
+        self._made[chunk, tile] = made
         return made
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
@@ -146,9 +155,9 @@ class Problem:
             run = self._whole if part == "whole" else self._every
             return run(self.launch if launch is None else decode(Launch, launch, "launch"))
         assert launch is not None
-        kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+        kernel, chunk, tile = sizes(part)
         how: Any = _KINDS[kernel](**launch)
-        m, precision, processors = self._of_chunk(chunk), self.launch.precision, self.where.processors
+        m, precision, processors = self._of_chunk(chunk, tile), self.launch.precision, self.where.processors
         x, _, _, B, C, D, _ = self.tensors
         dy, times, states, d_states, vectors = self.dy, m["times"], m["states"], m["d_states"], m["vectors"]
         if kernel == "walk":
@@ -158,9 +167,17 @@ class Problem:
         if kernel == "passing":
             return lambda: forward.pass_states(dy, C, times, None, None, chunk, True, precision, how)
         if kernel == "pairs":
-            inputs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, precision, how, processors)
-            return lambda: backward.through_pairs(*inputs)
-        inputs = (dy, x, B, C, times, None, m["d_pairs"], states, d_states, vectors, chunk, precision, how, processors)
+            inputs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, tile, precision, how, processors)
+            halves = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
+
+            def pairs() -> None:
+                backward.through_pairs(*inputs)
+                if tile < chunk:
+                    across.through_halves(*halves)
+
+            return pairs
+        of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
+        inputs = (dy, x, B, C, times, None, *of_pairs, states, d_states, vectors, chunk, tile, precision, how, processors)
         return lambda: backward.through_states(*inputs)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
@@ -208,10 +225,10 @@ class Problem:
             made = decode(Launch, launch, "launch")
             walks = made.walks(self.case.batch * self._programs(made))
         else:
-            kernel, chunk = part.split("/")[0], int(part.split("/")[1])
+            kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
-            sizes: Any = {"chunk" if kernel in FORWARD else "chunk_backward": chunk, "keep_states": False}
-            made = replace(self.launch, **sizes, **{kernel: how})
+            cut: Any = {"chunk": chunk} if kernel in FORWARD else {"chunk_backward": chunk, "tile": tile}
+            made = replace(self.launch, **cut, keep_states=False, **{kernel: how})
             walks = kernel == "walk" if kernel in FORWARD else made.walks(self._programs(made))
         if made.walks(self._programs(made)) == walks:
             return made
@@ -230,14 +247,15 @@ class Problem:
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
         tried = [self.launch]
-        for chunk, chunk_backward in itertools.product(self.chunks["forward"], self.chunks["backward"]):
-            launches: Any = {kernel: self._best(best, kernel, chunk) for kernel in FORWARD}
-            launches |= {kernel: self._best(best, kernel, chunk_backward) for kernel in BACKWARD}
+        for ahead, back in itertools.product(self.chunks["forward"], self.chunks["backward"]):
+            launches: Any = {kernel: self._best(best, f"{kernel}/{ahead}") for kernel in FORWARD}
+            launches |= {kernel: self._best(best, f"{kernel}/{back}") for kernel in BACKWARD}
             if None in launches.values():
                 continue
-            sizes: Any = {"chunk": chunk, "chunk_backward": chunk_backward}
+            chunk, (_, chunk_backward, tile) = int(ahead), sizes(f"pairs/{back}")
+            cut: Any = {"chunk": chunk, "chunk_backward": chunk_backward, "tile": tile if tile < chunk_backward else None}
             kept = (False, True) if chunk == chunk_backward else (False,)
-            tried += [replace(self.launch, **sizes, **launches, keep_states=keep) for keep in kept]
+            tried += [replace(self.launch, **cut, **launches, keep_states=keep) for keep in kept]
         found = []
         for launch in tried:
             measured = measurer("whole", asdict(launch))
@@ -245,11 +263,17 @@ class Problem:
                 found.append(Winner("ssd", replace(launch, processors=1), measured.ms, 0, self.case.flops(), "tflops"))
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
-    def _best(self, best: dict[str, list[Attempt]], kernel: str, chunk: int) -> Any:
+    def _best(self, best: dict[str, list[Attempt]], part: str) -> Any:
         """The fastest; of a kernel that was not searched, the table's, at its own chunk."""
-        attempts = best.get(f"{kernel}/{chunk}")
+        kernel, *cut = sizes(part)
+        attempts = best.get(part)
         if attempts:
             return _KINDS[kernel](**attempts[0].launch)
-        searched = any(part.startswith(f"{kernel}/") for part in best)
-        own = self.launch.chunk if kernel in FORWARD else self.launch.chunk_backward
-        return None if searched or chunk != own else getattr(self.launch, kernel)
+        searched = any(other.startswith(f"{kernel}/") for other in best)
+        return None if searched or tuple(cut) != self._own(kernel) else getattr(self.launch, kernel)
+
+
+def sizes(part: str) -> tuple[str, int, int]:
+    """Its kernel, chunk and tile."""
+    kernel, chunk, *tile = part.split("/")
+    return kernel, int(chunk), int(tile[0] if tile else chunk)

@@ -4,7 +4,8 @@ Forward: time steps; then one walk from chunk to chunk with the state in registe
 at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
 Backward, of one slice of the batch after the other (`Launch.slices`): time steps; the states at the chunks' borders again,
 unless kept; their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
-what passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
+where tiles of pairs are half a chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what
+passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
 every sum has a fixed order.
 
 Matrix products take the dtype of x; decays, time steps and the state passed on are fp32. The chunk is a launch
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_steps as time_steps
@@ -172,7 +174,7 @@ def slice_backward(
     """
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, sums = into
-    chunk, precision = launch.chunk_backward, launch.precision
+    chunk, tile, precision = launch.chunk_backward, launch.tile_backward, launch.precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
     start, end = _state(initial_state), _state(d_last)
@@ -180,14 +182,16 @@ def slice_backward(
         states = forward.pass_states(x, B, times, begun, start, chunk, False, precision, launch.passing)
     passing = (chunk, True, precision, launch.passing, None if start is None else d_initial)
     d_states = forward.pass_states(dy, C, times, begun, end, *passing)
-    vectors = torch.empty((*times.shape[:3], 5, chunk), dtype=torch.float32, device=x.device)
+    halves = tile < chunk
+    vectors = torch.empty((*times.shape[:3], 6 if halves else 5, chunk), dtype=torch.float32, device=x.device)
+    how = (precision, launch.pairs, launch.processors)
     _, d_pairs, diagonal = backward.through_pairs(
-        *(dy, x, B, C, D, times, begun, d_states, vectors),
-        *(chunk, precision, launch.pairs, launch.processors, dx),
+        *(dy, x, B, C, D, times, begun, d_states, vectors), *(chunk, tile, *how, dx)
     )
+    d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, chunk, *how) if halves else None
     _, _, passed = backward.through_states(
-        *(dy, x, B, C, times, begun, d_pairs, states, d_states, vectors),
-        *(chunk, precision, launch.states, launch.processors, dB, dC),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, vectors),
+        *(chunk, tile, precision, launch.states, launch.processors, dB, dC),
     )
     time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt, sums)
 

@@ -44,33 +44,34 @@ def through_pairs(
     d_states: Tensor,
     vectors: Tensor,
     chunk: int,
+    tile: int,
     precision: str,
     launch: HeadsLaunch,
     processors: int,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What passes through the pairs of a chunk, and all of dx.
+    """What passes through the pairs of a tile, and all of dx but what comes to it through other tiles of its chunk.
 
-    d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5,
-    chunk]. dx: where to put it (`_token_stride` says what it may be), else memory of its own. Returns dx; the gradients
-    of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk, chunk]; and B_j . C_j, [batch, chunks, groups,
-    chunk].
+    d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5 or
+    more, chunk]. dx: where to put it (`token_stride` says what it may be), else memory of its own. Returns dx; the
+    gradients of the pairs by blocks of heads, [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks,
+    groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
-    chunks = times.shape[2]
-    heads, blocks = _blocks(x, n_groups, chunks, launch, processors)
+    chunks, tiles = times.shape[2], triton.cdiv(seq_len, tile)
+    heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # What comes next multiplies them with B and C, in their dtype.
-    d_pairs = torch.empty((blocks, batch, chunks, n_groups, chunk, chunk), dtype=B.dtype, device=x.device)
+    d_pairs = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=B.dtype, device=x.device)
     diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
-    tiles = [rows_described(wanted, t, chunk) for t in (dy, x)]
-    tiles.append(rows_described(wanted, d_states.view(1, -1, 1, head_dim), d_state))
-    fetched = all(tile is not None for tile in tiles)
-    dy, x, d_states = tiles if fetched else (dy, x, d_states)
-    _through_pairs[n_groups * blocks, chunks, batch](
+    views = [rows_described(wanted, t, tile) for t in (dy, x)]
+    views.append(rows_described(wanted, d_states.view(1, -1, 1, head_dim), d_state))
+    fetched = all(view is not None for view in views)
+    dy, x, d_states = views if fetched else (dy, x, d_states)
+    _through_pairs[n_groups * blocks, tiles, batch](
         *(dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -78,10 +79,12 @@ def through_pairs(
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
+        TILE=tile,
+        VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         HEADS=heads,
-        TOKEN=_token_stride(dx),
+        TOKEN=token_stride(dx),
         DESCRIBED=fetched,
         PRECISION=precision,
         STAGES=launch.stages,
@@ -98,10 +101,12 @@ def through_states(
     times: Tensor,
     begun: Tensor | None,
     d_pairs: Tensor,
+    d_across: Tensor | None,
     states: Tensor,
     d_states: Tensor,
     vectors: Tensor,
     chunk: int,
+    tile: int,
     precision: str,
     launch: HeadsLaunch,
     processors: int,
@@ -110,33 +115,37 @@ def through_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the states before and after a chunk: dB, dC, and 2^a_end S . R, [batch, chunks, heads].
 
-    d_pairs: by blocks of heads, whose number may be another here. Fills the last two of `vectors`. dB, dC: where to put
+    And all that becomes of the gradients of pairs. d_pairs, and d_across from triton_across.py if tiles are halves of
+    chunks: by blocks of heads, whose number may be another here. Fills the next two of `vectors`. dB, dC: where to put
     them, slices of one tensor (as dx of through_pairs).
     """
     batch, seq_len, n_heads, head_dim = dy.shape
     n_groups, d_state = C.shape[2:]
-    heads, blocks = _blocks(x, n_groups, times.shape[2], launch, processors)
+    tiles = triton.cdiv(seq_len, tile)
+    heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
     passed = torch.empty(states.shape[:3], dtype=torch.float32, device=dy.device)
     dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
     # With one block of heads its sums are final.
     of_B, of_C = (dB, dC) if blocks == 1 else (_parts(B, blocks), _parts(C, blocks))
-    token = _token_stride(of_B[-1] if blocks > 1 else dB)
-    assert blocks > 1 or token == _token_stride(dC)
-    grid = (n_groups * blocks, times.shape[2], batch)
+    token = token_stride(of_B[-1] if blocks > 1 else dB)
+    assert blocks > 1 or token == token_stride(dC)
+    grid = (n_groups * blocks, tiles, batch)
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
-    tiles = [rows_described(wanted, t, chunk) for t in (dy, x)]
-    tiles += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
-    fetched = all(tile is not None for tile in tiles)
-    dy, x, states, d_states = tiles if fetched else (dy, x, states, d_states)
+    views = [rows_described(wanted, t, tile) for t in (dy, x)]
+    views += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
+    fetched = all(view is not None for view in views)
+    dy, x, states, d_states = views if fetched else (dy, x, states, d_states)
     _through_states[grid](
-        *(dy, x, B, C, times, begun, d_pairs, states, d_states, of_B, of_C, passed, vectors),
-        *(seq_len, d_pairs.shape[0], *strides),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, of_B, of_C, passed, vectors),
+        *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
+        TILE=tile,
+        VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         HEADS=heads,
@@ -152,7 +161,7 @@ def through_states(
     return dB, dC, passed
 
 
-def _token_stride(t: Tensor) -> int:
+def token_stride(t: Tensor) -> int:
     """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
@@ -161,10 +170,10 @@ def _token_stride(t: Tensor) -> int:
     return token
 
 
-def _blocks(x: Tensor, n_groups: int, chunks: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
+def blocks_of_heads(x: Tensor, n_groups: int, tiles: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
     """Heads of one program, and programs that share the heads of a group."""
     per_group = x.shape[2] // n_groups
-    heads = launch.heads(per_group, x.shape[0] * chunks * n_groups, processors)
+    heads = launch.heads(per_group, x.shape[0] * tiles * n_groups, processors)
     return heads, triton.cdiv(per_group, heads)
 
 
@@ -177,7 +186,7 @@ def _add(parts: Tensor, out: Tensor) -> None:
     blocks, count = parts.shape[0], out.numel()
     width = out.shape[2] * out.shape[3]
     _add_blocks[(triton.cdiv(count, _ADDED),)](
-        *(parts, out, count, blocks), WIDTH=width, TOKEN=_token_stride(out), BLOCK=_ADDED, num_warps=4
+        *(parts, out, count, blocks), WIDTH=width, TOKEN=token_stride(out), BLOCK=_ADDED, num_warps=4
     )
 
 
@@ -186,25 +195,29 @@ def _through_pairs(
     dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, chunk, row of the batch). Matrices over pairs are [j, i], j <= i."""
+    """Program (group and block of its heads, tile, row of the batch). Matrices over pairs are [j, i], j <= i."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
     N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
+    TILES: tl.constexpr = CHUNK // TILE
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks, batch = tl.num_programs(1), tl.num_programs(2)
-    first = chunk * CHUNK
-    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles, batch = tl.num_programs(1), tl.num_programs(2)
+    # The tiles of a chunk are neighbours: one finds in the L2 cache the states that the other has read.
+    chunk, chunks, within = tile // TILES, (tiles + TILES - 1) // TILES, tile % TILES * TILE
+    first = tile * TILE
+    q, n, p = tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
 
     if not DESCRIBED:
         dy += row * dy_row + first.to(tl.int64) * dy_token
         x += row * x_row + first.to(tl.int64) * x_token
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
     dx += (row * seq_len + first) * TOKEN
-    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
-    vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
+    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
+    vectors += (row * N_HEADS * chunks + chunk) * (VECTORS * CHUNK) + within
     of_group = (row * chunks + chunk) * N_GROUPS + group
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -213,17 +226,17 @@ def _through_pairs(
     c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
     same = tl.sum(b.to(tl.float32) * c.to(tl.float32), 1)
     if block == 0:
-        tl.store(diagonal + of_group * CHUNK + q, same)
+        tl.store(diagonal + of_group * CHUNK + within + q, same)
     count, count_end = None, None
     if begun is not None:
         count = tl.load(begun + row * chunks * CHUNK + first + q)
-        count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+        count_end = tl.load(begun + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
 
-    d_bc = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_bc = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (5 * CHUNK) + q
+        found = vectors + head * chunks * (VECTORS * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
             token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
@@ -234,7 +247,7 @@ def _through_pairs(
             x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
             dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
-        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+        a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
         to_end = tl.exp2(a_end - a)
         later = q[None, :] + never(a_end)
@@ -264,28 +277,32 @@ def _through_pairs(
     paired = q[:, None] <= q[None, :]
     if begun is not None:
         paired = paired & (count[:, None] == count[None, :])
-    of_block = ((block * batch + row) * chunks + chunk) * N_GROUPS + group
+    of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
     d_bc = tl.where(paired, d_bc, 0.0).to(d_pairs.dtype.element_ty)
-    tl.store(d_pairs + of_block * (CHUNK * CHUNK) + q[:, None] * CHUNK + q[None, :], d_bc)
+    tl.store(d_pairs + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :], d_bc)
 
 
 @triton.jit
 def _through_states(
-    dy, x, B, C, times, begun, d_pairs, states, d_states, dB, dC, passed, vectors,
-    seq_len, pair_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
+    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, dB, dC, passed, vectors,
+    seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, chunk, row of the batch)."""
+    """Program (group and block of its heads, tile, row of the batch)."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
     N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
+    TILES: tl.constexpr = CHUNK // TILE
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks, batch = tl.num_programs(1), tl.num_programs(2)
-    first = chunk * CHUNK
-    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles, batch = tl.num_programs(1), tl.num_programs(2)
+    # The tiles of a chunk are neighbours: one finds in the L2 cache the states that the other has read.
+    chunk, chunks, within = tile // TILES, (tiles + TILES - 1) // TILES, tile % TILES * TILE
+    first = tile * TILE
+    q, n, p = tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
 
     if not DESCRIBED:
         dy += row * dy_row + first.to(tl.int64) * dy_token
@@ -293,8 +310,8 @@ def _through_states(
         states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
     of_block = ((block * batch + row) * seq_len + first) * TOKEN + group * D_STATE
-    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
-    vectors += (row * N_HEADS * chunks + chunk) * (5 * CHUNK)
+    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
+    vectors += (row * N_HEADS * chunks + chunk) * (VECTORS * CHUNK) + within
     passed += (row * chunks + chunk) * N_HEADS
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -304,19 +321,32 @@ def _through_states(
     count, count_end = None, None
     if begun is not None:
         count = tl.load(begun + row * chunks * CHUNK + first + q)
-        count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
+        count_end = tl.load(begun + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
 
-    d_b, d_c = tl.zeros((CHUNK, ROWS), tl.float32), tl.zeros((CHUNK, ROWS), tl.float32)
+    d_b, d_c = tl.zeros((TILE, ROWS), tl.float32), tl.zeros((TILE, ROWS), tl.float32)
     # Each block of heads here takes the pairs of as many blocks there.
     for other in range(block, pair_blocks, BLOCKS):
-        of_pairs = d_pairs + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (CHUNK * CHUNK)
-        d_bc = tl.load(of_pairs + q[:, None] * CHUNK + q[None, :])
+        of_pairs = d_pairs + (((other * batch + row) * tiles + tile) * N_GROUPS + group) * (TILE * TILE)
+        d_bc = tl.load(of_pairs + q[:, None] * TILE + q[None, :])
         d_b += tl.dot(d_bc, c, input_precision=PRECISION)
         d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
+    if d_across is not None:
+        # Keys of the first half and queries of the second: each takes what the other's matrix gives it.
+        B += row * B_row + group * B_group + chunk.to(tl.int64) * CHUNK * B_token
+        C += row * C_row + group * C_group + (chunk.to(tl.int64) * CHUNK + TILE) * C_token
+        for other in range(block, across_blocks, BLOCKS):
+            of_pairs = d_across + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (TILE * TILE)
+            d_bc = tl.load(of_pairs + q[:, None] * TILE + q[None, :])
+            if within == 0:
+                c_later = rows_of(C, q, n, C_token, seq_len - TILE, D_STATE)
+                d_b += tl.dot(d_bc, c_later, input_precision=PRECISION)
+            else:
+                b_earlier = rows_of(B, q, n, B_token, TILE, D_STATE)
+                d_c += tl.dot(tl.trans(d_bc), b_earlier, input_precision=PRECISION)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (5 * CHUNK) + q
+        found = vectors + head * chunks * (VECTORS * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
             token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
@@ -329,7 +359,7 @@ def _through_states(
             dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
             state = rows_of(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
-        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+        a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
         keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
         if begun is not None:
@@ -337,7 +367,7 @@ def _through_states(
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
         kept = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
-        tl.store(passed + head, keep * kept)
+        tl.store(passed + head, keep * kept, mask=within == 0)
         taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
         tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
         d_b += taken * step[:, None]

@@ -71,7 +71,8 @@ class Launch:
     """Every launch parameter: what tuning turns.
 
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
-    walk; passing, scan: the two forms of the forward. pairs, states: the two kernels of the backward within chunks.
+    tile: tokens that a program of the backward takes at a time, chunk_backward (None) or half of it, from 16 on.
+    walk; passing, scan: the two forms of the forward. pairs, states: the kernels of the backward within chunks.
     keep_states: the backward takes the states of the forward, 2 * T * heads * head_dim * d_state / chunk bytes in bf16,
         instead of computing them again. Wants chunk == chunk_backward.
     precision: of fp32 matrix products. processors: of the device; no row has it.
@@ -87,9 +88,15 @@ class Launch:
     keep_states: bool = False
     precision: str = "ieee"
     processors: int = 1
+    tile: int | None = None
 
     def __post_init__(self) -> None:
+        assert self.chunk_backward in (self.tile_backward, 2 * self.tile_backward), "a tile is a chunk or half of one"
         assert not self.keep_states or self.chunk == self.chunk_backward, "kept states are those of one chunk size"
+
+    @property
+    def tile_backward(self) -> int:
+        return self.tile or self.chunk_backward
 
     def walks(self, programs: int) -> bool:
         """Whether the forward is one walk per head: if its last wave, one program per processor, is nearly full.
