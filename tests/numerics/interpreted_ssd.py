@@ -163,7 +163,9 @@ def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_stat
     seq_len, kernel_launch = 21 * (1 + halves), small(spec, halves=halves, **launch)
     tensors, kernel = scans.inputs(spec, batch, seq_len, torch.float32, with_state), TritonSSD(spec, kernel_launch)
     ids: Any = (
-        {"document_ids": torch.arange(seq_len).expand(batch, -1) // torch.arange(5, 5 + batch)[:, None]} if packed else {}
+        {"document_ids": torch.arange(seq_len).expand(batch, -1) // torch.arange(5, 5 + batch)[:, None]}
+        if packed
+        else {}
     )
     monkeypatch.setattr(triton_launch, "FILLED", 0.0)
     found = []

@@ -76,8 +76,8 @@ class Case:
 
 
 class Problem:
-    """See operations.Problem. A part is KERNEL/CHUNK, or KERNEL/CHUNK/TILE where a tile is half a chunk; `whole`: a Launch, forward and backward, as it would run here; or
-    `every`: the same with both forms of the forward, to be compiled.
+    """See operations.Problem. A part is KERNEL/CHUNK, or KERNEL/CHUNK/TILE where a tile is half a chunk; `whole`: a Launch,
+    forward and backward, as it would run here; or `every`: the same with both forms of the forward, to be compiled.
     """
 
     def __init__(self, case: Case, device: str, where: Platform):
@@ -177,7 +177,23 @@ class Problem:
 
             return pairs
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (dy, x, B, C, times, None, *of_pairs, states, d_states, vectors, chunk, tile, precision, how, processors)
+        inputs = (
+            dy,
+            x,
+            B,
+            C,
+            times,
+            None,
+            *of_pairs,
+            states,
+            d_states,
+            vectors,
+            chunk,
+            tile,
+            precision,
+            how,
+            processors,
+        )
         return lambda: backward.through_states(*inputs)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
@@ -253,7 +269,11 @@ class Problem:
             if None in launches.values():
                 continue
             chunk, (_, chunk_backward, tile) = int(ahead), sizes(f"pairs/{back}")
-            cut: Any = {"chunk": chunk, "chunk_backward": chunk_backward, "tile": tile if tile < chunk_backward else None}
+            cut: Any = {
+                "chunk": chunk,
+                "chunk_backward": chunk_backward,
+                "tile": tile if tile < chunk_backward else None,
+            }
             kept = (False, True) if chunk == chunk_backward else (False,)
             tried += [replace(self.launch, **cut, **launches, keep_states=keep) for keep in kept]
         found = []

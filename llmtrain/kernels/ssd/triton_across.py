@@ -128,17 +128,17 @@ def _through_halves(
         to_mid, from_mid = tl.exp2(a_mid - a), tl.exp2(tl.load(of_head + TILE + q) - a_mid)
         weight = to_mid * step
 
-        d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION)
-        d_bc += d_pair * weight[:, None] * from_mid[None, :]
-        decayed = bc * from_mid[None, :]  # what depends on j alone comes after the product
-        d_pair *= decayed
-        found = vectors + head * chunks * (6 * CHUNK) + q
-        tl.store(found, tl.sum(d_pair, 1) * to_mid)
-        tl.store(found + TILE, tl.sum(d_pair * weight[:, None], 0))
-        u = tl.dot(decayed.to(dy_in.dtype), dy_in, input_precision=PRECISION) * weight[:, None]
+        # What depends on j alone comes after the product.
+        u = tl.dot((bc * from_mid[None, :]).to(dy_in.dtype), dy_in, input_precision=PRECISION) * weight[:, None]
         to = dx + head * HEAD_DIM + q[:, None] * TOKEN + p[None, :]
         d_x = tl.load(to, mask=inside, other=0.0).to(tl.float32) + u
         tl.store(to, d_x.to(dx.dtype.element_ty), mask=inside)
+        d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION) * from_mid[None, :]
+        d_bc += d_pair * weight[:, None]
+        d_pair *= bc
+        found = vectors + head * chunks * (6 * CHUNK) + q
+        tl.store(found, tl.sum(d_pair, 1) * to_mid)
+        tl.store(found + TILE, tl.sum(d_pair * weight[:, None], 0))
 
     if begun is not None:
         d_bc = tl.where(tl.load(begun)[:, None] == tl.load(begun + TILE)[None, :], d_bc, 0.0)
