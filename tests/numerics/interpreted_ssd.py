@@ -96,6 +96,15 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
     assert_agrees(spec, batch, seq_len, with_state, small(spec, halves=halves, **launch))
 
 
+@both_tiles
+@pytest.mark.parametrize("seq_len", [48, 64])
+def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves):
+    """Two sequences, one after the other; of 48 tokens a last chunk of 32 has no second half but that of the next sequence."""
+    spec, launch = SSDSpec(4, 16, 16, 2, 64, **FP32), small(SSDSpec(4, 16, 16, 2, 64, **FP32), halves=halves)
+    fetching = {name: replace(getattr(launch, name), described=True, stages=2) for name in ("pairs", "states")}
+    assert_agrees(spec, 2, seq_len, True, replace(launch, **fetching))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 63, 64, 65, 128])
 @pytest.mark.parametrize("head_dim, d_state", [(16, 16), (24, 5), (64, 128), (128, 64), (20, 130)])

@@ -4,6 +4,7 @@ In one process of its own: Triton reads TRITON_INTERPRET when it is imported. Th
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import triton_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import launch_backward, launch_forward
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch, parsed
@@ -54,13 +56,21 @@ def test_the_backward_takes_slices_of_the_batch_that_fill_the_device(heads, d_st
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
 
 
+@pytest.mark.parametrize("halves", [False, True], ids=["in slices", "in one piece, by halves of chunks of 128"])
 @pytest.mark.parametrize("seq_len", [2048, 4096, 8192])
 @pytest.mark.parametrize("heads, d_state, public", [(80, 128, 695), (80, 64, 534), (64, 128, 558)])
-def test_forward_and_backward_take_no_more_memory_than_public_kernels(heads, d_state, public, seq_len):
+def test_forward_and_backward_take_no_more_memory_than_public_kernels(
+    monkeypatch, heads, d_state, public, seq_len, halves
+):
     """public: MiB of state-spaces/mamba's at chunks of 256, bf16, 16,384 tokens; the least of the three on an H200."""
     case = Case(heads, 64, d_state, seq_len=seq_len)
     *tensors, dy = case.tensors("meta")
-    options = default_launch(case.spec, H200).dump()
+    launch = default_launch(case.spec, H200)
+    if halves:
+        monkeypatch.setattr(triton_launch, "SLICES", 1)
+        launch = replace(launch, chunk_backward=128, tile=64)
+    assert not halves or len(launch.slices(case.batch, heads, 64, d_state)) == 1
+    options = launch.dump()
 
     def run() -> Any:
         given: list[Any] = [*tensors, None, None, None, None, options]
