@@ -31,7 +31,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def made(
-    spec: MambaMixerSpec, processors: int = 1, keep: bool = True, keep_states: bool = False, halves: bool = False
+    spec: MambaMixerSpec, processors: int = 1, keep: bool = True, halves: bool = False
 ) -> TritonMambaMixer:
     """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
     programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
@@ -40,13 +40,12 @@ def made(
     backward = 32 if halves else 16
     scan = replace(
         scan,
-        chunk=backward if keep_states else 32,
+        chunk=32,
         chunk_backward=backward,
         tile=16 if halves else None,
-        passing=replace(scan.passing, rows=32, columns=16),
+        passing=replace(scan.passing, columns=16),
         walk=replace(scan.walk, columns=16),
         processors=processors,
-        keep_states=keep_states,
     )
     walk, tile = conv1d.Walk(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
     conv, norm = conv1d.Launch(walk, walk, programs=0), gated_norm.Launch(tile, tile, programs=0)
@@ -68,7 +67,7 @@ CASES = {
     "the same on many processors": (ODD, 2, 37, True, True, {"processors": 1000}),
     "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
     "recomputed, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": False}),
-    "recomputed from kept states": (ODD, 1, 33, False, True, {"keep": False, "keep_states": True}),
+    "recomputed from kept states": (ODD, 1, 33, False, True, {"keep": False}),
     "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
     "halves of chunks on many processors": (ODD, 2, 37, True, True, {"halves": True, "processors": 1000}),
     "halves of chunks, recomputed from kept states": (
@@ -77,7 +76,7 @@ CASES = {
         33,
         False,
         True,
-        {"keep": False, "keep_states": True, "halves": True},
+        {"keep": False, "halves": True},
     ),
     "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"processors": 1000}),
 }
@@ -131,7 +130,7 @@ def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, p
     found = []
     for count in (slices, 1):
         monkeypatch.setattr(ssd, "SLICES", count)
-        assert len(ssd.parsed(parsed(kernel.options).ssd).slices(3, 2, 12, 16)) == count
+        assert len(ssd.parsed(parsed(kernel.options).ssd).slices(3, 2, 12)) == count
         found.append(around.outcome(lambda *t: kernel(*t, document_ids=ids), tensors))
     names = ["y", *(name for name, t in zip(mixers.NAMES, tensors, strict=True) if t is not None)]
     for name, ours, whole in zip(names, *found, strict=True):

@@ -22,23 +22,22 @@ both_tiles = pytest.mark.parametrize("halves", [False, True], ids=["whole chunks
 
 
 def small(
-    spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, keep: bool = False, tile: int = 16
+    spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, tile: int = 16
 ) -> Launch:
     """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
     all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
-    are of two tiles; with keep, the forward's are the same.
+    are of two tiles.
     """
     launch = default_launch(spec, GPU)
     backward = 2 * tile if halves else tile
     return replace(
         launch,
-        chunk=backward if keep else forward,
+        chunk=forward,
         chunk_backward=backward,
         tile=tile if halves else None,
-        passing=replace(launch.passing, rows=32, columns=16),
+        passing=replace(launch.passing, columns=16),
         walk=replace(launch.walk, columns=16),
         processors=processors,
-        keep_states=keep,
     )
 
 
@@ -64,20 +63,7 @@ CASES = {
     ),
     "one token": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, {}),
     "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
-    "kept states, limited dt": (
-        SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32),
-        1,
-        33,
-        True,
-        {"keep": True},
-    ),
-    "kept states on many processors": (
-        SSDSpec(2, 16, 16, 2, 64, **FP32),
-        1,
-        33,
-        True,
-        {"keep": True, **MANY},
-    ),
+    "limited dt": (SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32), 1, 33, True, {}),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
 }
 
@@ -86,7 +72,7 @@ SLICED = {
     "3 sequences": (3, False, False, {}),
     "3 sequences, a state, documents, on many processors": (3, True, True, MANY),
     "5 sequences, a state": (5, True, False, {}),
-    "5 sequences, documents, kept states": (5, False, True, {"keep": True}),
+    "5 sequences, documents": (5, False, True, {}),
 }
 
 
@@ -180,7 +166,7 @@ def test_slices_of_the_batch_change_no_bit(monkeypatch, slices, batch, with_stat
     found = []
     for most in (slices, 1):
         monkeypatch.setattr(triton_launch, "SLICES", most)
-        assert len(kernel_launch.slices(batch, 2, 16, 16)) == min(most, batch)
+        assert len(kernel_launch.slices(batch, 2, 16)) == min(most, batch)
         found.append(scans.outcome(kernel, tensors, **ids))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
@@ -205,11 +191,11 @@ def test_the_operator_is_whole(halves):
     tensors = scans.inputs(spec, 1, 20, torch.float32, True)
     launch = small(spec, halves=halves)
     ids = torch.zeros(1, 20, dtype=torch.int32)
-    for kept, state, documents in ((launch, tensors[7], None), (small(spec, halves=halves, keep=True), None, ids)):
+    for state, documents in ((tensors[7], None), (None, ids)):
         arguments = [t.detach().requires_grad_() for t in tensors[:7]]
         state = None if state is None else state.detach().requires_grad_()
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ssd_forward, (*arguments, state, documents, None, 0.5, kept.dump()), test_utils=checks)
+        torch.library.opcheck(ssd_forward, (*arguments, state, documents, None, 0.5, launch.dump()), test_utils=checks)
 
     compiled = torch.compile(TritonSSD(spec, launch).__call__, fullgraph=True, backend="aot_eager")
     ours, eager = scans.outcome(compiled, tensors), scans.outcome(TritonSSD(spec, launch), tensors)

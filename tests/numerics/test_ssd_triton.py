@@ -50,7 +50,7 @@ def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
 )
 def test_the_backward_takes_slices_of_the_batch_that_fill_the_device(heads, d_state, batch, sizes):
     launch = default_launch(SSDSpec(heads, 64, d_state, 1, 256), H200)
-    slices = launch.slices(batch, heads, 64, d_state)
+    slices = launch.slices(batch, heads, 64)
     assert [s.stop - s.start for s in slices] == sizes
     assert (slices[0].start, slices[-1].stop) == (0, batch)
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
@@ -69,14 +69,14 @@ def test_forward_and_backward_take_no_more_memory_than_public_kernels(
     if halves:
         monkeypatch.setattr(triton_launch, "SLICES", 1)
         launch = replace(launch, chunk_backward=128, tile=64)
-    assert not halves or len(launch.slices(case.batch, heads, 64, d_state)) == 1
+    assert not halves or len(launch.slices(case.batch, heads, 64)) == 1
     options = launch.dump()
 
     def run() -> Any:
         given: list[Any] = [*tensors, None, None, None, None, options]
-        y, last, states = launch_forward(*given)
+        y, last = launch_forward(*given)
         del last
-        given = [dy, None, *tensors, None, None, states, None, None, options]
+        given = [dy, None, *tensors, None, None, None, None, options]
         return y, launch_backward(*given)
 
     assert peak_mib(run) <= public

@@ -16,6 +16,7 @@ from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -90,7 +91,7 @@ class Problem:
         self.chunks = {"forward": ahead, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
         self.parts += [f"{kernel}/{chunk}" for kernel in BACKWARD for chunk in self.chunks["backward"]]
-        self._made: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._made: dict[tuple[int, int], dict[str, Any]] = {}
         self._exact: tuple[Tensor, ...] = ()
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
@@ -103,8 +104,8 @@ class Problem:
             found.append(getattr(self.launch, kernel))
         described = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel == "passing":
-            for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), depths):
-                found.append(PassLaunch(rows, columns, stages, {"num_warps": warps, **more}))
+            for columns, warps, stages in itertools.product((32, 64), (4, 8), (1, 2, 3)):
+                found.append(PassLaunch(columns, stages, {"num_warps": warps, **more}))
         elif kernel == "walk":
             for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
                 if chunk < 128 or warps > 4:
@@ -121,32 +122,34 @@ class Problem:
         launch = self.launch
         return (launch.chunk, launch.chunk) if kernel in FORWARD else (launch.chunk_backward, launch.tile_backward)
 
-    def _of_chunk(self, chunk: int, tile: int) -> dict[str, Tensor]:
+    def _of_chunk(self, chunk: int, tile: int) -> dict[str, Any]:
         """What the kernels take from one another, for this chunk."""
         if (chunk, tile) in self._made:
             return self._made[chunk, tile]
-        x, dt, A, B, *_, dt_bias = self.tensors
+        x, dt, A, B, C, _, dt_bias = self.tensors
         batch, seq_len, spec = self.case.batch, self.case.seq_len, self.spec
         count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
             "times": (batch, spec.n_heads, count, 2, chunk),
-            "states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
-            "d_states": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
             "vectors": (batch, spec.n_heads, count, 6 if tile < chunk else 5, chunk),
             "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
             "d_across": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
         }
-        narrow = ("states", "d_states", "d_pairs", "d_across", "dx")
-        made = {
+        narrow = ("d_pairs", "d_across", "dx")
+        made: dict[str, Any] = {
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
         if self.device != "meta":
             few = replace(self.launch.passing, stages=1)
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
-            precision = self.launch.precision
-            made["states"] = forward.pass_states(x, B, made["times"], None, None, chunk, False, precision, few)
+            how = (chunk, False, self.launch.precision, few)
+            made["plain states"] = borders.pass_states(x, B, made["times"], None, None, *how).values
+            scaled = x.element_size() == 2
+            made["states"] = borders.pass_states(x, B, made["times"], None, None, *how, None, scaled)
+            how = (chunk, True, self.launch.precision, few, None, scaled)
+            made["d_states"] = borders.pass_states(self.dy, C, made["times"], None, None, *how)
         self._made[chunk, tile] = made
         return made
 
@@ -159,15 +162,16 @@ class Problem:
         how: Any = _KINDS[kernel](**launch)
         m, precision, processors = self._of_chunk(chunk, tile), self.launch.precision, self.where.processors
         x, _, _, B, C, D, _ = self.tensors
-        dy, times, states, d_states, vectors = self.dy, m["times"], m["states"], m["d_states"], m["vectors"]
+        dy, times, vectors = self.dy, m["times"], m["vectors"]
         if kernel == "walk":
-            return lambda: forward.walk(x, B, C, D, times, None, None, chunk, False, precision, how)
+            return lambda: forward.walk(x, B, C, D, times, None, None, chunk, precision, how)
         if kernel == "scan":
-            return lambda: forward.scan(x, B, C, D, times, None, states, chunk, precision, how, processors)
+            return lambda: forward.scan(x, B, C, D, times, None, m["plain states"], chunk, precision, how, processors)
         if kernel == "passing":
-            return lambda: forward.pass_states(dy, C, times, None, None, chunk, True, precision, how)
+            options = (chunk, True, precision, how, None, x.element_size() == 2)
+            return lambda: borders.pass_states(dy, C, times, None, None, *options)
         if kernel == "pairs":
-            inputs = (dy, x, B, C, D, times, None, d_states, vectors, chunk, tile, precision, how, processors)
+            inputs = (dy, x, B, C, D, times, None, m["d_states"], vectors, chunk, tile, precision, how, processors)
             halves = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
 
             def pairs() -> None:
@@ -177,24 +181,8 @@ class Problem:
 
             return pairs
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (
-            dy,
-            x,
-            B,
-            C,
-            times,
-            None,
-            *of_pairs,
-            states,
-            d_states,
-            vectors,
-            chunk,
-            tile,
-            precision,
-            how,
-            processors,
-        )
-        return lambda: backward.through_states(*inputs)
+        inputs = (dy, x, B, C, times, None, *of_pairs, m["states"], m["d_states"])
+        return lambda: backward.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
         """y and every gradient. slices: of the first sequence alone."""
@@ -208,8 +196,8 @@ class Problem:
         settings = (None, None, launch.dump())
 
         def run() -> tuple[Tensor, ...]:
-            y, _, states = scans.launch_forward(*tensors, state, ids, *settings)  # type: ignore[arg-type]
-            found = scans.launch_backward(dy, None, *tensors, state, ids, states, *settings)  # type: ignore[arg-type]
+            y, _ = scans.launch_forward(*tensors, state, ids, *settings)  # type: ignore[arg-type]
+            found = scans.launch_backward(dy, None, *tensors, state, ids, *settings)  # type: ignore[arg-type]
             return (y, *found[:7])
 
         return run
@@ -244,7 +232,7 @@ class Problem:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
             cut: Any = {"chunk": chunk} if kernel in FORWARD else {"chunk_backward": chunk, "tile": tile}
-            made = replace(self.launch, **cut, keep_states=False, **{kernel: how})
+            made = replace(self.launch, **cut, **{kernel: how})
             walks = kernel == "walk" if kernel in FORWARD else made.walks(self._programs(made))
         if made.walks(self._programs(made)) == walks:
             return made
@@ -274,8 +262,7 @@ class Problem:
                 "chunk_backward": chunk_backward,
                 "tile": tile if tile < chunk_backward else None,
             }
-            kept = (False, True) if chunk == chunk_backward else (False,)
-            tried += [replace(self.launch, **cut, **launches, keep_states=keep) for keep in kept]
+            tried.append(replace(self.launch, **cut, **launches))
         found = []
         for launch in tried:
             measured = measurer("whole", asdict(launch))

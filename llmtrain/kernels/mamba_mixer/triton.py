@@ -7,7 +7,7 @@ slice at a time, and the gradients of weights are summed over a slice and then o
 
 Saved for the backward: the inputs (the projection's output and the parameters); the scan's output, unless
 Launch.keep_scan_output is off, for then the scan is run again; the norm's reciprocal root mean squares, fp32
-[tokens, groups]; the scan's states, if its own launch keeps them. Not the convolution's output: that is one pass over
+[tokens, groups]. Not the convolution's output: that is one pass over
 memory, taken again in the backward.
 """
 
@@ -106,18 +106,16 @@ def launch_forward(
     eps: float,
     norm_first: bool,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output; and for the backward y before the norm, its reciprocal root mean squares, and the states before every
-    chunk (the first and the last empty where they are not kept).
-    """
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output; and for the backward y before the norm (empty where it is not kept) and its reciprocal root mean squares."""
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     z, xBC, dt = sizes.parts(zxbcdt)
     x, B, C = sizes.conv_parts(conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d))
     scan = (A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, launch.ssd)
-    y, _, states = ssd.launch_forward(x, dt, *scan)
+    y, _ = ssd.launch_forward(x, dt, *scan)
     y = y.flatten(-2)
     out, r = gated_norm.launch_forward(y, z, norm_weight, norm_groups, eps, norm_first, launch.gated_norm)
-    return out, y if launch.keep_scan_output else y.new_empty(0), r, states
+    return out, y if launch.keep_scan_output else y.new_empty(0), r
 
 
 mamba_mixer_forward = torch.library.custom_op("llmtrain::mamba_mixer_forward", launch_forward, mutates_args=())
@@ -132,10 +130,8 @@ def _(
     batch, seq_len = zxbcdt.shape[:2]
     out = zxbcdt.new_empty((batch, seq_len, sizes.d_inner))
     r = zxbcdt.new_empty((batch * seq_len, norm_groups), dtype=torch.float32)
-    head_dim = sizes.d_inner // sizes.n_heads
-    states = ssd.kept_states(launch.ssd, batch, seq_len, sizes.n_heads, sizes.d_state, head_dim)
     y = out.new_empty(out.shape if launch.keep_scan_output else (0,))
-    return out, y, r, zxbcdt.new_empty(states)
+    return out, y, r
 
 
 def launch_backward(
@@ -151,7 +147,6 @@ def launch_backward(
     document_ids: Tensor | None,
     y: Tensor,
     r: Tensor,
-    states: Tensor,
     n_groups: int,
     dt_min: float | None,
     dt_max: float | None,
@@ -161,7 +156,7 @@ def launch_backward(
     """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, (batch, seq_len, _) = ssd.parsed(launch.ssd), zxbcdt.shape
-    slices = scan.slices(batch, sizes.n_heads, sizes.d_inner // sizes.n_heads, sizes.d_state)
+    slices = scan.slices(batch, sizes.n_heads, sizes.d_inner // sizes.n_heads)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
     columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)
@@ -188,7 +183,7 @@ def launch_backward(
         d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
         dx, dB, dC = sizes.conv_parts(d_conv)
         into = (dx, d_dt, dB, dC, d_initial[rows], of_scan[rows])
-        ssd.slice_backward(dy.view(x.shape), None, *inputs, states[rows], dt_min, dt_max, scan, into)
+        ssd.slice_backward(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, into)
         del dy
         _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
         column_sums(partials, of_conv[i])
@@ -206,7 +201,7 @@ mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward",
 
 @mamba_mixer_backward.register_fake
 def _(
-    d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, y, r, states,
+    d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, y, r,
     n_groups, dt_min, dt_max, norm_first, options,
 ):  # fmt: skip
     found = [

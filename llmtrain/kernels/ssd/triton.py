@@ -2,8 +2,8 @@
 
 Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
 at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward, of one slice of the batch after the other (`Launch.slices`): time steps; the states at the chunks' borders again,
-unless kept; their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
+Backward, of one slice of the batch after the other (`Launch.slices`): time steps; the states at the chunks' borders again;
+their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
 where tiles of pairs are half a chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what
 passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
 every sum has a fixed order.
@@ -23,6 +23,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import Launch, default_launch, parsed
@@ -65,8 +66,7 @@ class TritonSSD:
         assert x.dtype == B.dtype == C.dtype
         assert A.shape == D.shape == dt_bias.shape == (spec.n_heads,)
         dt_min, dt_max = spec.dt_limit or (None, None)
-        y, last, _ = ssd_forward(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, self.options)
-        return y, last
+        return ssd_forward(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, self.options)
 
 
 def launch_forward(
@@ -82,23 +82,19 @@ def launch_forward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states before every chunk if they are to be kept (else an empty tensor)."""
+) -> tuple[Tensor, Tensor]:
+    """y and the last state."""
     launch = parsed(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
-    start, keep = _state(initial_state), launch.keep_states
+    start = _state(initial_state)
     if launch.walks(x.shape[0] * x.shape[2] * -(-x.shape[3] // launch.walk.columns)):
-        walk = (launch.chunk, keep, launch.precision, launch.walk)
-        y, last, states = forward.walk(x, B, C, D, times, begun, start, *walk)
-    else:
-        last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-        passing = (launch.chunk, False, launch.precision, launch.passing)
-        states = forward.pass_states(x, B, times, begun, start, *passing, last)
-        scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
-        y = forward.scan(x, B, C, D, times, begun, states, *scan)
-        states = states if keep else None
-    return y, last, x.new_empty(0) if states is None else states
+        return forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, launch.walk)
+    last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
+    passing = (launch.chunk, False, launch.precision, launch.passing)
+    states = borders.pass_states(x, B, times, begun, start, *passing, last).values
+    scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
+    return forward.scan(x, B, C, D, times, begun, states, *scan), last
 
 
 ssd_forward = torch.library.custom_op("llmtrain::ssd_forward", launch_forward, mutates_args=())
@@ -106,16 +102,8 @@ ssd_forward = torch.library.custom_op("llmtrain::ssd_forward", launch_forward, m
 
 @ssd_forward.register_fake
 def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
-    batch, seq_len, n_heads, head_dim = x.shape
-    d_state = B.shape[3]
-    last = x.new_empty((batch, n_heads, head_dim, d_state), dtype=torch.float32)
-    return x.new_empty(x.shape), last, x.new_empty(kept_states(options, batch, seq_len, n_heads, d_state, head_dim))
-
-
-def kept_states(options: str, batch: int, seq_len: int, n_heads: int, d_state: int, head_dim: int) -> tuple[int, ...]:
-    """The shape of the third output."""
-    launch = parsed(options)
-    return (batch, -(-seq_len // launch.chunk), n_heads, d_state, head_dim) if launch.keep_states else (0,)
+    last = x.new_empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32)
+    return x.new_empty(x.shape), last
 
 
 def launch_backward(
@@ -130,7 +118,6 @@ def launch_backward(
     dt_bias: Tensor,
     initial_state: Tensor | None,
     document_ids: Tensor | None,
-    states: Tensor,
     dt_min: float | None,
     dt_max: float | None,
     options: str,
@@ -139,10 +126,10 @@ def launch_backward(
     launch, (batch, _, n_heads, head_dim) = parsed(options), x.shape
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
     d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
-    for rows in launch.slices(batch, n_heads, head_dim, B.shape[3]):
-        dy_, x_, dt_, B_, C_, states_ = (t[rows] for t in (dy, x, dt, B, C, states))
+    for rows in launch.slices(batch, n_heads, head_dim):
+        dy_, x_, dt_, B_, C_ = (t[rows] for t in (dy, x, dt, B, C))
         d_last_, initial, ids = (None if t is None else t[rows] for t in (d_last, initial_state, document_ids))
-        tensors = (dy_, d_last_, x_, dt_, A, B_, C_, D, dt_bias, initial, ids, states_)
+        tensors = (dy_, d_last_, x_, dt_, A, B_, C_, D, dt_bias, initial, ids)
         into = [t[rows] for t in (dx, d_dt, dB, dC, d_initial, sums)]
         slice_backward(*tensors, dt_min, dt_max, launch, into)
     d_A, d_D, d_bias = parameter_gradients(sums, A, D, dt_bias)
@@ -161,7 +148,6 @@ def slice_backward(
     dt_bias: Tensor,
     initial_state: Tensor | None,
     document_ids: Tensor | None,
-    states: Tensor,
     dt_min: float | None,
     dt_max: float | None,
     launch: Launch,
@@ -178,10 +164,9 @@ def slice_backward(
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
     start, end = _state(initial_state), _state(d_last)
-    if not launch.keep_states:
-        states = forward.pass_states(x, B, times, begun, start, chunk, False, precision, launch.passing)
-    passing = (chunk, True, precision, launch.passing, None if start is None else d_initial)
-    d_states = forward.pass_states(dy, C, times, begun, end, *passing)
+    how, scaled = (precision, launch.passing), x.element_size() == 2
+    states = borders.pass_states(x, B, times, begun, start, chunk, False, *how, None, scaled)
+    d_states = borders.pass_states(dy, C, times, begun, end, chunk, True, *how, None if start is None else d_initial, scaled)
     halves = tile < chunk
     vectors = torch.empty((*times.shape[:3], 6 if halves else 5, chunk), dtype=torch.float32, device=x.device)
     how = (precision, launch.pairs, launch.processors)
@@ -216,22 +201,22 @@ ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward
 
 
 @ssd_backward.register_fake
-def _(dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, states, dt_min, dt_max, options):
+def _(dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
     return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), initial_gradient(initial_state, x)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.dt_min, ctx.dt_max, ctx.options = inputs
     ctx.state_dtype = None if tensors[7] is None else tensors[7].dtype
-    ctx.save_for_backward(*tensors, output[2])
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, d_last, _):
-    *tensors, states = ctx.saved_tensors
+def _backward(ctx, dy, d_last):
+    tensors = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    *found, d_initial = ssd_backward(dy, d_last, *tensors, states, ctx.dt_min, ctx.dt_max, ctx.options)
+    *found, d_initial = ssd_backward(dy, d_last, *tensors, ctx.dt_min, ctx.dt_max, ctx.options)
     return *found, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None, None, None
 
 

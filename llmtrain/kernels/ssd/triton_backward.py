@@ -29,6 +29,7 @@ from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import never, padded, rows_described, rows_of
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
+from llmtrain.kernels.ssd.triton_passing import States, exponent_of, parts_of, scaled_down
 
 _ADDED = 1024  # elements per program of the last sum
 
@@ -41,7 +42,7 @@ def through_pairs(
     D: Tensor,
     times: Tensor,
     begun: Tensor | None,
-    d_states: Tensor,
+    d_states: States,
     vectors: Tensor,
     chunk: int,
     tile: int,
@@ -68,11 +69,11 @@ def through_pairs(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    views.append(rows_described(wanted, d_states.view(1, -1, 1, head_dim), d_state))
+    views.append(rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state))
     fetched = all(view is not None for view in views)
-    dy, x, d_states = views if fetched else (dy, x, d_states)
+    dy, x, after = views if fetched else (dy, x, d_states.values)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors),
+        *(dy, x, B, C, D, times, begun, after, d_states.exponents, dx, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -83,6 +84,7 @@ def through_pairs(
         VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
+        PART=d_states.columns,
         HEADS=heads,
         TOKEN=token_stride(dx),
         DESCRIBED=fetched,
@@ -102,8 +104,8 @@ def through_states(
     begun: Tensor | None,
     d_pairs: Tensor,
     d_across: Tensor | None,
-    states: Tensor,
-    d_states: Tensor,
+    states: States,
+    d_states: States,
     vectors: Tensor,
     chunk: int,
     tile: int,
@@ -123,7 +125,7 @@ def through_states(
     n_groups, d_state = C.shape[2:]
     tiles = triton.cdiv(seq_len, tile)
     heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
-    passed = torch.empty(states.shape[:3], dtype=torch.float32, device=dy.device)
+    passed = torch.empty(states.values.shape[:3], dtype=torch.float32, device=dy.device)
     dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
     # With one block of heads its sums are final.
     of_B, of_C = (dB, dC) if blocks == 1 else (_parts(B, blocks), _parts(C, blocks))
@@ -133,11 +135,12 @@ def through_states(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    views += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
+    views += [rows_described(wanted, t.values.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
     fetched = all(view is not None for view in views)
-    dy, x, states, d_states = views if fetched else (dy, x, states, d_states)
+    dy, x, before, after = views if fetched else (dy, x, states.values, d_states.values)
     _through_states[grid](
-        *(dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, of_B, of_C, passed, vectors),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after, states.exponents, d_states.exponents),
+        *(of_B, of_C, passed, vectors),
         *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -148,6 +151,7 @@ def through_states(
         VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
+        PART=states.columns,
         HEADS=heads,
         TOKEN=token,
         DESCRIBED=fetched,
@@ -192,11 +196,11 @@ def _add(parts: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _through_pairs(
-    dy, x, B, C, D, times, begun, d_states, dx, d_pairs, diagonal, vectors,
+    dy, x, B, C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, tile, row of the batch). Matrices over pairs are [j, i], j <= i."""
@@ -231,6 +235,11 @@ def _through_pairs(
     if begun is not None:
         count = tl.load(begun + row * chunks * CHUNK + first + q)
         count_end = tl.load(begun + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
+    # Powers of two are put back where an exponential is taken anyway.
+    of_b, of_pair = 0.0, 0.0
+    if d_exponents is not None:
+        of_b, of_c = exponent_of(b.to(tl.float32)), exponent_of(c.to(tl.float32))
+        b, c, of_pair = scaled_down(b, of_b), scaled_down(c, of_c), of_b + of_c
 
     d_bc = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS
@@ -249,7 +258,11 @@ def _through_pairs(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        to_end = tl.exp2(a_end - a)
+        of_state, highest = 0.0, 0.0
+        if d_exponents is not None:
+            of_state = parts_of(d_exponents, (row * chunks + chunk) * N_HEADS + head, p, HEAD_DIM, PART)
+            highest = tl.max(of_state) if HEAD_DIM > PART else of_state
+        to_end = tl.exp2(a_end - a + (of_b + highest))
         later = q[None, :] + never(a_end)
         paired = q[:, None] < later
         if begun is not None:
@@ -258,14 +271,16 @@ def _through_pairs(
 
         d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION)
         tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == later, d_pair, 0.0), 1))
-        decay = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
-        d_bc += d_pair * decay * step[:, None]  # masked after the loop
+        decay = tl.exp2(tl.minimum((a + of_pair)[None, :] - a[:, None], of_pair))
+        d_bc += d_pair * decay * step[:, None]  # masked, and divided by 2^of_pair, after the loop
         # B C^T again for every head: held over the loop it would cost as many registers as d_bc.
         decayed = tl.where(paired, tl.dot(b, tl.trans(c), input_precision=PRECISION) * decay, 0.0)
         d_pair *= decayed
         tl.store(found + CHUNK, tl.sum(d_pair, 1))
         tl.store(found, tl.sum(d_pair * step[:, None], 0))
         u = tl.dot(b, d_state, input_precision=PRECISION) * to_end[:, None]
+        if d_exponents is not None and HEAD_DIM > PART:
+            u *= tl.exp2(of_state - highest)
         u = tl.dot(decayed.to(dy_in.dtype), dy_in, acc=u, input_precision=PRECISION)
         # Where j = i nothing decays: in da it cancels, and its rounding could be all that is left. So it is not in there.
         on_dy = tl.load(D + head).to(tl.float32) + same * step
@@ -278,18 +293,18 @@ def _through_pairs(
     if begun is not None:
         paired = paired & (count[:, None] == count[None, :])
     of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
-    d_bc = tl.where(paired, d_bc, 0.0).to(d_pairs.dtype.element_ty)
+    d_bc = tl.where(paired, d_bc * tl.exp2(-of_pair), 0.0).to(d_pairs.dtype.element_ty)
     tl.store(d_pairs + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :], d_bc)
 
 
 @triton.jit
 def _through_states(
-    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, dB, dC, passed, vectors,
+    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, exponents, d_exponents, dB, dC, passed, vectors,
     seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, tile, row of the batch)."""
@@ -361,13 +376,25 @@ def _through_states(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
+        kept = state.to(tl.float32) * d_state.to(tl.float32)
+        of_kept, of_x, of_dy = 0.0, 0.0, 0.0
+        if exponents is not None:
+            at, all_heads = (row * chunks + chunk) * N_HEADS + head, batch.to(tl.int64) * chunks * N_HEADS
+            of_state = parts_of(exponents, at, p, HEAD_DIM, PART)
+            of_d_state = parts_of(d_exponents, at, p, HEAD_DIM, PART)
+            of_x = of_d_state + parts_of(exponents, all_heads + at, p, HEAD_DIM, PART)
+            of_dy = of_state + parts_of(d_exponents, all_heads + at, p, HEAD_DIM, PART)
+            of_kept = of_state + of_d_state
+            if HEAD_DIM > PART:
+                kept *= tl.exp2(of_kept)
+                of_kept, of_x, of_dy = 0.0, tl.max(of_x), tl.max(of_dy)
+            x_in, dy_in = scaled_down(x_in, of_x - of_d_state), scaled_down(dy_in, of_dy - of_state)
+        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
         if begun is not None:
             keep = tl.where(count_end == 0, keep, 0.0)
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
-        kept = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
-        tl.store(passed + head, keep * kept, mask=within == 0)
+        tl.store(passed + head, keep * tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
         taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
         tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
         d_b += taken * step[:, None]

@@ -25,53 +25,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, PassLaunch, WalkLaunch
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, WalkLaunch
 
 
 def padded(size: int) -> int:
     """What a matrix instruction takes: a power of two from 16 on."""
     return max(16, triton.next_power_of_2(size))
-
-
-def pass_states(
-    values: Tensor,
-    keys: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
-    start: Tensor | None,
-    chunk: int,
-    reverse: bool,
-    precision: str,
-    launch: PassLaunch,
-    last: Tensor | None = None,
-) -> Tensor:
-    """The states before all chunks, like values [batch, chunks, heads, d_state, head_dim]. Fills `last`, if it is wanted.
-
-    values: [batch, T, heads, head_dim]; keys: [batch, T, groups, d_state]; start, and last (the state after all):
-    [batch, heads, head_dim, d_state], fp32 and contiguous. Forward, values are x and keys B. With `reverse`, values are
-    the gradient of y and keys C: what is passed, from the last chunk to the first, is the gradient of the state *after*
-    each chunk.
-    """
-    batch, seq_len, n_heads, head_dim = values.shape
-    n_groups, d_state = keys.shape[2:]
-    chunks = times.shape[2]
-    states = torch.empty((batch, chunks, n_heads, d_state, head_dim), dtype=values.dtype, device=values.device)
-    rows, columns = min(launch.rows, padded(d_state)), min(launch.columns, padded(head_dim))
-    _pass_states[launch.tiles(d_state, head_dim), n_heads, batch](
-        *(values, keys, times, begun, start, states, last),
-        *(seq_len, chunks, *values.stride()[:3], *keys.stride()[:3]),
-        HEADS_PER_GROUP=n_heads // n_groups,
-        HEAD_DIM=head_dim,
-        D_STATE=d_state,
-        CHUNK=chunk,
-        ROWS=rows,
-        COLUMNS=columns,
-        REVERSE=reverse,
-        PRECISION=precision,
-        STAGES=launch.stages,
-        **launch.options,
-    )
-    return states
 
 
 def rows_described(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
@@ -98,11 +57,10 @@ def walk(
     begun: Tensor | None,
     start: Tensor | None,
     chunk: int,
-    keep_states: bool,
     precision: str,
     launch: WalkLaunch,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, like x but contiguous; the last state in fp32; with keep_states, those before all chunks, as of pass_states.
+) -> tuple[Tensor, Tensor]:
+    """y, like x but contiguous, and the last state in fp32.
 
     Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
     """
@@ -110,7 +68,6 @@ def walk(
     n_groups, d_state = B.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=x.device)
-    states = x.new_empty((batch, times.shape[2], n_heads, d_state, head_dim)) if keep_states else None
     columns = min(launch.columns, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     wanted = launch.described
@@ -118,7 +75,7 @@ def walk(
     fetched = all(tile is not None for tile in tiles)
     _walk[triton.cdiv(head_dim, columns), n_heads, batch](
         *(tiles if fetched else (x, B, C)),
-        *(D, times, begun, start, y, states, last),
+        *(D, times, begun, start, y, last),
         *(seq_len, times.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
@@ -131,7 +88,7 @@ def walk(
         STAGES=launch.stages,
         **launch.options,
     )
-    return y, last, states
+    return y, last
 
 
 def scan(
@@ -185,82 +142,6 @@ def rows_of(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _pass_states(
-    values,
-    keys,
-    times,
-    begun,
-    start,
-    states,
-    last,
-    seq_len,
-    chunks,
-    values_row,
-    values_token,
-    values_head,
-    keys_row,
-    keys_token,
-    keys_group,
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Program (tile of the state, head, row of the batch). The state stays in fp32 registers from end to end."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_heads = tl.num_programs(1)
-    ACROSS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    n = tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS)
-    p = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
-    valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
-    q = tl.arange(0, CHUNK)
-
-    values += row * values_row + head * values_head
-    keys += row * keys_row + (head // HEADS_PER_GROUP) * keys_group
-    times += (row * n_heads + head) * chunks * (2 * CHUNK)
-    states += (row * chunks * n_heads + head) * (D_STATE * HEAD_DIM)
-    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
-    outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
-
-    state = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if start is not None:
-        state = tl.load(start + outside, mask=valid, other=0.0)
-    for i in tl.range(0, chunks, num_stages=STAGES):
-        c = i
-        if REVERSE:
-            c = chunks - 1 - i
-        to = states + c.to(tl.int64) * n_heads * (D_STATE * HEAD_DIM)
-        tl.store(to + inside, state.to(states.dtype.element_ty), mask=valid)
-
-        first = c * CHUNK
-        v = rows_of(values + first.to(tl.int64) * values_token, q, p, values_token, seq_len - first, HEAD_DIM)
-        k = rows_of(keys + first.to(tl.int64) * keys_token, q, n, keys_token, seq_len - first, D_STATE)
-        a, a_end = tl.load(times + 2 * first + q), tl.load(times + 2 * first + CHUNK - 1)
-        keep = tl.exp2(a_end)
-        if REVERSE:
-            weight = tl.exp2(a)
-        else:
-            weight = tl.exp2(a_end - a) * tl.load(times + 2 * first + CHUNK + q)
-        if begun is not None:
-            count = tl.load(begun + row * chunks * CHUNK + first + q)
-            count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
-            keep = tl.where(count_end == 0, keep, 0.0)
-            if REVERSE:
-                weight = tl.where(count == 0, weight, 0.0)
-            else:
-                weight = tl.where(count == count_end, weight, 0.0)
-        weighted = (v.to(tl.float32) * weight[:, None]).to(v.dtype)
-        state = tl.dot(tl.trans(k), weighted, acc=state * keep, input_precision=PRECISION)
-    if last is not None:
-        tl.store(last + outside, state, mask=valid)
-
-
-@triton.jit
 def never(value):
     """0, in a way that the compiler cannot know: what is compared with it is not taken for the same in every turn of a
     loop. Masks of pairs, [CHUNK, CHUNK], would be kept over the whole loop otherwise, in 32 registers or more.
@@ -270,7 +151,7 @@ def never(value):
 
 @triton.jit
 def _walk(
-    x, B, C, D, times, begun, start, y, states, last,
+    x, B, C, D, times, begun, start, y, last,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -291,7 +172,6 @@ def _walk(
     y += (row * seq_len * n_heads + head) * HEAD_DIM
     times += (row * n_heads + head) * chunks * (2 * CHUNK)
     skip = tl.load(D + head).to(tl.float32)
-    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
     outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
 
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -319,10 +199,6 @@ def _walk(
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
             paired = paired & (count[:, None] == count[None, :])
-        if states is not None:
-            to = states + ((row * chunks + chunk) * n_heads + head) * (D_STATE * HEAD_DIM)
-            tl.store(to + inside, state.to(states.dtype.element_ty), mask=valid)
-
         scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
         scores *= tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * step[None, :]
         scores = tl.where(paired, scores, 0.0).to(x_in.dtype)

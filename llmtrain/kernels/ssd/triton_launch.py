@@ -23,15 +23,14 @@ sequence with 80 heads, a program each, is a slice on an H200 (132 processors)."
 
 @dataclass(frozen=True)
 class PassLaunch:
-    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own."""
+    """How states are passed. columns of head_dim per program, each with all of d_state; options: Triton's own."""
 
-    rows: int
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
 
-    def tiles(self, d_state: int, head_dim: int) -> int:
-        return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
+    def tiles(self, head_dim: int) -> int:
+        return math.ceil(head_dim / self.columns)
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,6 @@ class Launch:
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
     tile: tokens that a program of the backward takes at a time, chunk_backward (None) or half of it, from 16 on.
     walk; passing, scan: the two forms of the forward. pairs, states: the kernels of the backward within chunks.
-    keep_states: the backward takes the states of the forward, 2 * T * heads * head_dim * d_state / chunk bytes in bf16,
-        instead of computing them again. Wants chunk == chunk_backward.
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
 
@@ -85,14 +82,12 @@ class Launch:
     passing: PassLaunch
     pairs: HeadsLaunch
     states: HeadsLaunch
-    keep_states: bool = False
     precision: str = "ieee"
     processors: int = 1
     tile: int | None = None
 
     def __post_init__(self) -> None:
         assert self.chunk_backward in (self.tile_backward, 2 * self.tile_backward), "a tile is a chunk or half of one"
-        assert not self.keep_states or self.chunk == self.chunk_backward, "kept states are those of one chunk size"
 
     @property
     def tile_backward(self) -> int:
@@ -106,14 +101,14 @@ class Launch:
         waves = programs / self.processors
         return waves / math.ceil(waves) > 0.85
 
-    def slices(self, batch: int, n_heads: int, head_dim: int, d_state: int) -> list[slice]:
+    def slices(self, batch: int, n_heads: int, head_dim: int) -> list[slice]:
         """Of the batch: what the backward takes one after the other, so that states, which can be several times larger than
         x, are there for a part of the sequences at a time.
 
         None leaves processors idle (FILLED) where states are passed: that kernel's programs go through whole sequences,
         and only sequences, heads and tiles make more of them.
         """
-        least = max(1, math.ceil(FILLED * self.processors / (n_heads * self.passing.tiles(d_state, head_dim))))
+        least = max(1, math.ceil(FILLED * self.processors / (n_heads * self.passing.tiles(head_dim))))
         count = max(1, min(SLICES, batch // least))
         return [slice(batch * i // count, batch * (i + 1) // count) for i in range(count)]
 
