@@ -101,15 +101,16 @@ def walk(
     keep_states: bool,
     precision: str,
     launch: WalkLaunch,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, like x but contiguous; the last state in fp32; with keep_states, those before all chunks, as of pass_states.
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """y, like x but contiguous; and with keep_states the states before all chunks. Fills `last`, if it is wanted, and start
+    and states are as of pass_states.
 
     Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=x.device)
     states = x.new_empty((batch, times.shape[2], n_heads, d_state, head_dim)) if keep_states else None
     columns = min(launch.columns, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
@@ -131,7 +132,7 @@ def walk(
         STAGES=launch.stages,
         **launch.options,
     )
-    return y, last, states
+    return y, states
 
 
 def scan(
@@ -334,7 +335,8 @@ def _walk(
         y += CHUNK * n_heads * HEAD_DIM
         weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
         state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
-    tl.store(last + outside, state, mask=valid)
+    if last is not None:
+        tl.store(last + outside, state, mask=valid)
 
 
 @triton.jit
