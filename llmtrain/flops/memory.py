@@ -18,8 +18,8 @@ The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4
 of FlashAttention and without dropout masks. Mamba-2 keeps in_proj's output, the convolution's, y and the gated norm's
 output, and in fp32 per chunk the state and C B^T; the reference backend run without torch.compile keeps several
 chunk-by-chunk squares per head more. With `backend: triton` the inside of a mixer is one operator
-(kernels/mamba_mixer/triton.py): the convolution's output, states and C B^T are computed again rather than kept, and of
-the norm there is one fp32 number per group more.
+(kernels/mamba_mixer/triton.py): states and C B^T are computed again rather than kept, and of the norm there is one fp32
+number per group more.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def _saved_by(block: Block, model: ModelConfig, width: int) -> Saved:
         d_inner, d_bc = block.expand * d_model, block.n_groups * block.d_state
         n_heads = d_inner // block.head_dim
         in_proj = 2 * d_inner + 2 * d_bc + n_heads
-        elements = 2 * d_model + in_proj + 2 * d_inner
+        elements = 2 * d_model + in_proj + (d_inner + 2 * d_bc) + 2 * d_inner
         if block.backend == "triton":
-            saved = Saved(width * elements + 4 * block.n_groups, width * in_proj)
+            wide = block.n_groups
         else:
-            states = 4 * (d_inner * block.d_state / block.chunk_size + block.n_groups * block.chunk_size)
-            saved = Saved(width * (elements + d_inner + 2 * d_bc) + states, width * in_proj)
+            wide = d_inner * block.d_state / block.chunk_size + block.n_groups * block.chunk_size
+        saved = Saved(width * elements + 4 * wide, width * in_proj)
     elif isinstance(block, AttentionBlock | SharedAttentionBlock):
         shared = isinstance(block, SharedAttentionBlock)
         d_in = 2 * d_model if shared else d_model

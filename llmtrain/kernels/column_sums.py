@@ -14,16 +14,19 @@ from torch import Tensor
 _ROWS, _COLUMNS, _WARPS = 32, 32, 4
 
 
-def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None) -> None:
-    """Fills `first`, then `second`, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
+def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
+    """Fills `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
 
-    first and second are contiguous, of any dtype and shape; together they have as many elements as there are columns.
+    They are contiguous, of any dtype and shape; together they have as many elements as there are columns.
     """
     rows, columns = partials.shape
-    assert partials.dtype == torch.float32 and partials.is_contiguous() and first.is_contiguous()
-    assert columns == first.numel() + (0 if second is None else second.numel())
+    second_at = first.numel()
+    third_at = second_at + (0 if second is None else second.numel())
+    assert columns == third_at + (0 if third is None else third.numel())
+    assert partials.dtype == torch.float32
+    assert all(t is None or t.is_contiguous() for t in (partials, first, second, third))
     _column_sums[(triton.cdiv(columns, _COLUMNS),)](
-        *(partials, first, second, rows, columns, first.numel()),
+        *(partials, first, second, third, rows, columns, second_at, third_at),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
@@ -31,7 +34,9 @@ def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None) -
 
 
 @triton.jit
-def _column_sums(partials, first, second, rows, columns, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums(
+    partials, first, second, third, rows, columns, second_at, third_at, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Program (block of columns)."""
     column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -41,7 +46,10 @@ def _column_sums(partials, first, second, rows, columns, split, ROWS: tl.constex
             partials + r * columns + column[None, :], mask=(r < rows) & (column < columns)[None, :], other=0.0
         )
     found = tl.sum(total, 0)
-    tl.store(first + column, found.to(first.dtype.element_ty), mask=column < split)
+    tl.store(first + column, found.to(first.dtype.element_ty), mask=column < second_at)
     if second is not None:
-        inside = (column >= split) & (column < columns)
-        tl.store(second + (column - split), found.to(second.dtype.element_ty), mask=inside)
+        inside = (column >= second_at) & (column < third_at)
+        tl.store(second + (column - second_at), found.to(second.dtype.element_ty), mask=inside)
+    if third is not None:
+        inside = (column >= third_at) & (column < columns)
+        tl.store(third + (column - third_at), found.to(third.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.mamba_mixer.triton import (
+    Keep,
     Launch,
     TritonMambaMixer,
     launch_backward,
@@ -30,9 +31,7 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def made(
-    spec: MambaMixerSpec, processors: int = 1, keep: bool = True, halves: bool = False
-) -> TritonMambaMixer:
+def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: bool = False) -> TritonMambaMixer:
     """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
     programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
     """
@@ -66,18 +65,10 @@ CASES = {
     "odd sizes, groups, a state": (ODD, 2, 37, True, True, {}),
     "the same on many processors": (ODD, 2, 37, True, True, {"processors": 1000}),
     "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
-    "recomputed, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": False}),
-    "recomputed from kept states": (ODD, 1, 33, False, True, {"keep": False}),
     "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
     "halves of chunks on many processors": (ODD, 2, 37, True, True, {"halves": True, "processors": 1000}),
-    "halves of chunks, recomputed from kept states": (
-        ODD,
-        1,
-        33,
-        False,
-        True,
-        {"keep": False, "halves": True},
-    ),
+    "convolved again, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": "scan"}),
+    "all computed again": (ODD, 1, 33, False, True, {"keep": "nothing", "halves": True}),
     "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"processors": 1000}),
 }
 
@@ -119,7 +110,7 @@ def test_packed_documents_equal_the_documents_apart(halves):
 
 
 @pytest.mark.parametrize("slices", [2, 3])
-@pytest.mark.parametrize("biased, keep, processors", [(True, True, 1), (False, False, 1000)])
+@pytest.mark.parametrize("biased, keep, processors", [(True, "all", 1), (False, "scan", 1000), (True, "nothing", 1000)])
 @pytest.mark.parametrize("halves", [False, True])
 def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, processors, halves):
     """No bit, but of the weights of convolution and norm: these are summed over a slice first, and then over slices."""
@@ -166,21 +157,24 @@ def test_gradients_are_written_where_they_stay():
     assert of_graph(made(SMALL)) == ["llmtrain::mamba_mixer_backward"]
 
     tensors, options = [t if t is None else t.detach() for t in tensors], made(SMALL).options
-    out, y, r, states = mamba_mixer_forward(*tensors, None, 2, None, None, 2, 1e-5, False, options)
-    arguments: list[Any] = [out, *tensors, None, y, r, states, 2, None, None, False, options]
+    out, *kept = mamba_mixer_forward(*tensors, None, 2, None, None, 2, 1e-5, False, options)
+    arguments: list[Any] = [out, *tensors, None, *kept, 2, None, None, False, options]
     with Operators() as ran:
         launch_backward(*arguments)
     assert "aten::split_with_sizes" in ran.names
     assert not {"part", "aten::cat", "aten::clone"}.intersection(ran.names)
 
 
-def test_every_run_is_equal_bit_by_bit_whether_it_keeps_the_scans_output_or_not():
+def test_every_run_is_equal_bit_by_bit_whatever_it_keeps():
     tensors = mixers.inputs(SMALL, 2, 37)
-    first, *others = (around.outcome(made(SMALL, 1000, keep), tensors) for keep in (True, True, False))
+    first, *others = (around.outcome(made(SMALL, 1000, keep), tensors) for keep in ("all", *get_args(Keep)))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("biased, with_state, launch", [(True, True, {}), (False, False, {"keep": False})])
+@pytest.mark.parametrize(
+    "biased, with_state, launch",
+    [(True, True, {}), (False, False, {"keep": "scan"}), (False, True, {"keep": "nothing"})],
+)
 def test_the_operator_is_whole(biased, with_state, launch):
     """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
     tensors, kernel = mixers.inputs(SMALL, 1, 20, biased, with_state), made(SMALL, **launch)
@@ -188,8 +182,8 @@ def test_the_operator_is_whole(biased, with_state, launch):
     leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     how = (2, 0.05, None, 2, 1e-5, False, kernel.options)
     torch.library.opcheck(mamba_mixer_forward, (*leaves, ids, *how), test_utils=CHECKS)
-    out, y, r, states = mamba_mixer_forward(*tensors, ids, *how)
-    arguments = (out, *tensors, ids, y, r, states, 2, 0.05, None, False, kernel.options)
+    out, *kept = mamba_mixer_forward(*tensors, ids, *how)
+    arguments = (out, *tensors, ids, *kept, 2, 0.05, None, False, kernel.options)
     torch.library.opcheck(mamba_mixer_backward, arguments, test_utils=CHECKS)
 
     compiled = torch.compile(kernel.__call__, fullgraph=True, backend="aot_eager")

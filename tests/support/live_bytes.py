@@ -1,4 +1,7 @@
-"""How much memory an operation takes at its peak, without a GPU: tensors on the device `meta`, kernels not launched."""
+"""What an operation launches, and how much memory it takes at its peak, without a GPU.
+
+Tensors are on the device `meta`, and Triton's kernels are not launched.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +44,38 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+class _Operators(TorchDispatchMode):
+    """Names those that would launch a kernel: all but views and what makes room."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def no_launches() -> Iterator[None]:
-    launch = JITFunction.run
-    JITFunction.run = lambda self, *args, **options: None
+def launches() -> Iterator[list[str]]:
+    """What was launched inside, in order: Triton's kernels as folder.name, which do not run, and PyTorch's operators."""
+    launch, found = JITFunction.run, []
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        folder = self.fn.__module__.removeprefix("llmtrain.kernels.").split(".")[0]
+        found.append(f"{folder}.{self.fn.__name__}")
+
+    JITFunction.run = run
     try:
-        yield
+        with _Operators(found):
+            yield found
     finally:
         JITFunction.run = launch
 
 
 def peak_mib(run: Callable[[], Any]) -> float:
     """Of all that `run` makes, until it returns; what it is given does not count."""
-    with no_launches(), LiveBytes() as live:
+    with launches(), LiveBytes() as live:
         run()
     return live.peak / 2**20

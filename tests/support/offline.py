@@ -36,7 +36,7 @@ ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
 GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
-WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks")
+WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums")
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
     "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
@@ -191,7 +191,7 @@ def source(operation: str) -> str:
     kernels = ROOT / "llmtrain/kernels"
     files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
     files += [] if files else sorted((kernels / operation).glob("triton*.py"))
-    if operation in ("conv1d", "gated_norm"):
+    if operation in ("conv1d", "gated_norm", "ssd"):
         files.append(kernels / "column_sums.py")
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])

@@ -71,14 +71,15 @@ def partial_backward(
     norm_first: bool,
     options: str,
     dz: Tensor | None = None,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z, and what parameter_gradient takes. dz: where to put z's: like z, a slice of something
-    contiguous.
+    """The gradients of x and z, and what parameter_gradient takes. dz, dx: where to put them: like z and x, slices of
+    something contiguous.
     """
     launch, rows = parsed(options), _rows(x)
     tile = fitted(launch.backward, launch.programs, len(rows), r.shape[1])
-    into = None if dz is None else dz.view(-1, dz.shape[-1])
-    dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, into)
+    into = (None if t is None else t.view(-1, t.shape[-1]) for t in (dz, dx))
+    dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, *into)
     return dx.view(x.shape), dz.view(z.shape), partials
 
 

@@ -46,19 +46,20 @@ def backward(
     norm_first: bool,
     tile: Tile,
     dz: Tensor | None = None,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z (put into dz, if given), and what adds up to that of weight, [programs, dim] in fp32.
+    """The gradients of x and z (put into dx and dz, if given), and what adds up to that of weight, [programs, dim] in fp32.
 
-    dy, x, z, dz: [tokens, dim], channels contiguous.
+    dy, x, z, dz, dx: [tokens, dim], channels contiguous.
     """
     (tokens, dim), n_groups = x.shape, r.shape[1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device) if dz is None else dz
-    assert dz.stride(1) == 1
+    assert dx.stride(1) == dz.stride(1) == 1
     size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, *(t.stride(0) for t in (dy, x, z, dz))),
+        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, *(t.stride(0) for t in (dy, x, z, dx, dz))),
         **_constants(size, norm_first, tile),
     )
     return dx, dz, partials
@@ -175,6 +176,7 @@ def _backward(
     dy_row,
     x_row,
     z_row,
+    dx_row,
     dz_row,
     NORM_FIRST: tl.constexpr,
     PARTS: tl.constexpr,
@@ -227,7 +229,7 @@ def _backward(
             added = added + (sums[p] + upstream * value * gate * scale,)
             column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             at, inside = row.to(tl.int64)[:, None], (row < tokens)[:, None] & (column < size)
-            tl.store(dx + at * dim + column, found.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dx + at * dx_row + column, found.to(dx.dtype.element_ty), mask=inside)
             tl.store(dz + at * dz_row + column, d_gate.to(dz.dtype.element_ty), mask=inside)
         sums = added
 

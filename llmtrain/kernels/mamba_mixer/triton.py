@@ -5,10 +5,8 @@ those of x, B and C, which it copies into that of the convolution's. Here the ke
 takes the slices of the batch that the scan's takes (`ssd.triton_launch.Launch.slices`): what only it needs is there for one
 slice at a time, and the gradients of weights are summed over a slice and then over slices, in fp32.
 
-Saved for the backward: the inputs (the projection's output and the parameters); the scan's output, unless
-Launch.keep_scan_output is off, for then the scan is run again; the norm's reciprocal root mean squares, fp32
-[tokens, groups]. Not the convolution's output: that is one pass over
-memory, taken again in the backward.
+Saved for the backward: the inputs (the projection's output and the parameters); the outputs of the convolution and of
+the scan, as Launch.keep says; the norm's reciprocal root mean squares, fp32 [tokens, groups].
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,18 +26,32 @@ from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
 
+Keep = Literal["all", "scan", "nothing"]
+
 
 @dataclass(frozen=True)
 class Launch:
     """conv1d, ssd, gated_norm: the parts' own, dumped.
 
-    keep_scan_output: y before the norm, as large as the output, is kept for the backward, which else computes it again.
+    keep: which outputs the backward finds rather than computes again: "all", the convolution's and the scan's, each about as
+        large as the mixer's own; "scan": not the convolution's, which is one pass over memory; "nothing".
     """
 
     conv1d: str
     ssd: str
     gated_norm: str
-    keep_scan_output: bool = True
+    keep: Keep = "all"
+
+    def __post_init__(self) -> None:
+        assert self.keep in get_args(Keep)
+
+    @property
+    def keeps_conv(self) -> bool:
+        return self.keep == "all"
+
+    @property
+    def keeps_scan(self) -> bool:
+        return self.keep != "nothing"
 
     def dump(self) -> str:
         """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
@@ -83,6 +96,8 @@ class TritonMambaMixer:
         assert conv_weight.shape == (spec.conv1d.channels, spec.conv1d.width)
         assert A.shape == D.shape == dt_bias.shape == (scan.n_heads,)
         assert document_ids is None or document_ids.shape == zxbcdt.shape[:2]
+        if document_ids is not None:  # once, for the kernels of both directions
+            document_ids = document_ids.to(torch.int32).contiguous()
         tensors = (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids)
         limits = scan.dt_limit or (None, None)
         of_norm = (norm.n_groups, norm.eps, norm.norm_before_gate)
@@ -106,16 +121,19 @@ def launch_forward(
     eps: float,
     norm_first: bool,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output; and for the backward y before the norm (empty where it is not kept) and its reciprocal root mean squares."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output; and for the backward the convolution's, y before the norm, and its reciprocal root mean squares (empty what
+    is not kept).
+    """
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     z, xBC, dt = sizes.parts(zxbcdt)
-    x, B, C = sizes.conv_parts(conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d))
+    convolved = conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d)
+    x, B, C = sizes.conv_parts(convolved)
     scan = (A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, launch.ssd)
-    y, _ = ssd.launch_forward(x, dt, *scan)
-    y = y.flatten(-2)
+    y = ssd.launch_forward(x, dt, *scan, with_last=False)[0].flatten(-2)
     out, r = gated_norm.launch_forward(y, z, norm_weight, norm_groups, eps, norm_first, launch.gated_norm)
-    return out, y if launch.keep_scan_output else y.new_empty(0), r
+    convolved = convolved if launch.keeps_conv else y.new_empty(0)
+    return out, convolved, y if launch.keeps_scan else y.new_empty(0), r
 
 
 mamba_mixer_forward = torch.library.custom_op("llmtrain::mamba_mixer_forward", launch_forward, mutates_args=())
@@ -130,8 +148,9 @@ def _(
     batch, seq_len = zxbcdt.shape[:2]
     out = zxbcdt.new_empty((batch, seq_len, sizes.d_inner))
     r = zxbcdt.new_empty((batch * seq_len, norm_groups), dtype=torch.float32)
-    y = out.new_empty(out.shape if launch.keep_scan_output else (0,))
-    return out, y, r
+    convolved = out.new_empty((batch, seq_len, sizes.channels) if launch.keeps_conv else (0,))
+    y = out.new_empty(out.shape if launch.keeps_scan else (0,))
+    return out, convolved, y, r
 
 
 def launch_backward(
@@ -145,6 +164,7 @@ def launch_backward(
     norm_weight: Tensor,
     initial_state: Tensor | None,
     document_ids: Tensor | None,
+    convolved: Tensor,
     y: Tensor,
     r: Tensor,
     n_groups: int,
@@ -160,7 +180,7 @@ def launch_backward(
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
     columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)
-    of_conv, of_norm = (r.new_empty((len(slices), width)) for width in (columns, sizes.d_inner))
+    of_weights = r.new_empty((len(slices), columns + sizes.d_inner))
     r = r.unflatten(0, (batch, seq_len))
 
     def backward(i: int, rows: slice) -> None:
@@ -168,17 +188,20 @@ def launch_backward(
         z, xBC, dt = sizes.parts(zxbcdt[rows])
         dz, dxBC, d_dt = sizes.parts(d_zxbcdt[rows])
         initial, ids = (None if t is None else t[rows] for t in (initial_state, document_ids))
-        # The convolution's output stands where the gradient of its input will.
-        conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
-        x, B, C = sizes.conv_parts(dxBC)
+        # dxBC is written last; until then it lends its memory to dy, or to the convolution's output made again.
+        if launch.keeps_conv:
+            conv_output, dy = convolved[rows], dxBC[..., : sizes.d_inner]
+        else:
+            conv_output, dy = conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC), None
+        x, B, C = sizes.conv_parts(conv_output)
         inputs = (x, dt, A, B, C, D, dt_bias, initial, ids)
-        if launch.keep_scan_output:
+        if launch.keeps_scan:
             found = y[rows]
         else:
-            found = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd)[0].flatten(-2)
+            found = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd, with_last=False)[0].flatten(-2)
         how = (norm_weight, r[rows].flatten(0, 1), norm_first, launch.gated_norm)
-        dy, _, partials = gated_norm.partial_backward(d_out[rows], found, z, *how, dz)
-        column_sums(partials, of_norm[i])
+        dy, _, partials = gated_norm.partial_backward(d_out[rows], found, z, *how, dz, dy)
+        column_sums(partials, of_weights[i, columns:])
         del found, partials
         d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
         dx, dB, dC = sizes.conv_parts(d_conv)
@@ -186,14 +209,19 @@ def launch_backward(
         ssd.slice_backward(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, into)
         del dy
         _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
-        column_sums(partials, of_conv[i])
+        column_sums(partials, of_weights[i, :columns])
 
     for i, rows in enumerate(slices):
         backward(i, rows)
-    d_conv_weight, d_conv_bias = conv1d.kernels.parameter_gradients(of_conv, conv_weight, conv_bias)
-    d_norm_weight = gated_norm.kernels.parameter_gradient(of_norm, norm_weight)
+    d_conv_weight, d_conv_bias, d_norm_weight = _room(conv_weight, conv_bias, norm_weight)
+    column_sums(of_weights, d_conv_weight, d_conv_bias, d_norm_weight)
     d_A, d_D, d_bias = ssd.parameter_gradients(of_scan, A, D, dt_bias)
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
+
+
+def _room(first: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """For the gradients of tensors, contiguous; empty where there is no tensor."""
+    return [first.new_empty(0) if t is None else t.new_empty(t.shape) for t in (first, *others)]
 
 
 mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward", launch_backward, mutates_args=())
@@ -201,13 +229,10 @@ mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward",
 
 @mamba_mixer_backward.register_fake
 def _(
-    d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, y, r,
+    d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, convolved, y, r,
     n_groups, dt_min, dt_max, norm_first, options,
 ):  # fmt: skip
-    found = [
-        conv_weight.new_empty(0) if t is None else t.new_empty(t.shape)
-        for t in (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
-    ]
+    found = _room(zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
     return *found, ssd.initial_gradient(initial_state, zxbcdt)
 
 

@@ -14,11 +14,12 @@ parameter of each direction, not the spec's: results do not depend on it but for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
@@ -82,22 +83,32 @@ def launch_forward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
+    with_last: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y and the last state."""
+    """y, and the last state (an empty tensor without with_last)."""
     launch = parsed(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
-    start = _state(initial_state)
+    start, last = _state(initial_state), None
+    if with_last:
+        last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
     if launch.walks(x.shape[0] * x.shape[2] * -(-x.shape[3] // launch.walk.columns)):
-        return forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, launch.walk)
-    last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-    passing = (launch.chunk, False, launch.precision, launch.passing)
-    states = borders.pass_states(x, B, times, begun, start, *passing, last).values
-    scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
-    return forward.scan(x, B, C, D, times, begun, states, *scan), last
+        y = forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, launch.walk, last)
+    else:
+        passing = (launch.chunk, False, launch.precision, launch.passing)
+        states = borders.pass_states(x, B, times, begun, start, *passing, last).values
+        scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
+        y = forward.scan(x, B, C, D, times, begun, states, *scan)
+    return y, x.new_empty(0) if last is None else last
 
 
-ssd_forward = torch.library.custom_op("llmtrain::ssd_forward", launch_forward, mutates_args=())
+ssd_forward = torch.library.custom_op(
+    "llmtrain::ssd_forward",
+    launch_forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
+    "Tensor? document_ids, float? dt_min, float? dt_max, str options) -> (Tensor, Tensor)",
+)
 
 
 @ssd_forward.register_fake
@@ -192,9 +203,10 @@ def room_for_sums(dt: Tensor, launch: Launch) -> Tensor:
     return dt.new_empty((batch, -(-seq_len // launch.chunk_backward), 3, n_heads), dtype=torch.float32)
 
 
-def parameter_gradients(sums: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> Iterator[Tensor]:
-    totals = sums.sum((0, 1))
-    return (total.to(t.dtype, copy=True) for total, t in zip(totals, (A, D, dt_bias), strict=True))
+def parameter_gradients(sums: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> list[Tensor]:
+    found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (A, D, dt_bias)]
+    column_sums(sums.flatten(0, 1).flatten(1), *found)
+    return found
 
 
 ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward, mutates_args=())

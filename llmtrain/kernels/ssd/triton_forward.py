@@ -59,15 +59,15 @@ def walk(
     chunk: int,
     precision: str,
     launch: WalkLaunch,
-) -> tuple[Tensor, Tensor]:
-    """y, like x but contiguous, and the last state in fp32.
+    last: Tensor | None = None,
+) -> Tensor:
+    """y, like x but contiguous. Fills `last`, if it is wanted; it and start are as of pass_states.
 
     Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    last = torch.empty((batch, n_heads, head_dim, d_state), dtype=torch.float32, device=x.device)
     columns = min(launch.columns, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     wanted = launch.described
@@ -88,7 +88,7 @@ def walk(
         STAGES=launch.stages,
         **launch.options,
     )
-    return y, last
+    return y
 
 
 def scan(
@@ -210,7 +210,8 @@ def _walk(
         y += CHUNK * n_heads * HEAD_DIM
         weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
         state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
-    tl.store(last + outside, state, mask=valid)
+    if last is not None:
+        tl.store(last + outside, state, mask=valid)
 
 
 @triton.jit

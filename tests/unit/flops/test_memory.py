@@ -56,11 +56,11 @@ def test_an_mpt_layer_keeps_sixteen_hidden_vectors_per_token():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_mamba_layer_keeps_less_as_one_operator(backend):
-    """in_proj's 10,576 numbers (z and x of 5120, B and C of 128, 80 of dt), y, the norm's output, the block's norm; then the
-    convolution's 5376 with states and C B^T per chunk of 256, or one number of the gated norm.
+    """in_proj's 10,576 numbers (z and x of 5120, B and C of 128, 80 of dt), the convolution's 5376, y, the norm's output, the
+    block's norm; then states and C B^T per chunk of 256, or one number of the gated norm.
     """
-    layer = 2 * (2 * 2560 + 10_576 + 2 * 5120)
-    layer += 4 if backend == "triton" else 2 * 5376 + 4 * (5120 * 128 // 256 + 256)
+    layer = 2 * (2 * 2560 + 10_576 + 5376 + 2 * 5120)
+    layer += 4 if backend == "triton" else 4 * (5120 * 128 // 256 + 256)
     mamba = load_config(
         MPT_1B,
         [
