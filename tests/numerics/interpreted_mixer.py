@@ -41,7 +41,7 @@ def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: 
         scan,
         chunk=32,
         chunk_backward=backward,
-        tile=16 if halves else None,
+        halves=scan.pairs if halves else None,
         passing=replace(scan.passing, columns=16),
         walk=replace(scan.walk, columns=16),
         processors=processors,

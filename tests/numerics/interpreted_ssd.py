@@ -34,7 +34,7 @@ def small(
         launch,
         chunk=forward,
         chunk_backward=backward,
-        tile=tile if halves else None,
+        halves=launch.pairs if halves else None,
         passing=replace(launch.passing, columns=16),
         walk=replace(launch.walk, columns=16),
         processors=processors,

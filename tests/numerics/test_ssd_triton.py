@@ -68,7 +68,7 @@ def test_forward_and_backward_take_no_more_memory_than_public_kernels(
     launch = default_launch(case.spec, H200)
     if halves:
         monkeypatch.setattr(triton_launch, "SLICES", 1)
-        launch = replace(launch, chunk_backward=128, tile=64)
+        launch = replace(launch, chunk_backward=128, halves=launch.pairs)
     assert not halves or len(launch.slices(case.batch, heads, 64)) == 1
     options = launch.dump()
 

@@ -23,8 +23,8 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, Launch, PassLaunch, WalkLaunch, default_launch
 from llmtrain.kernels.tuning_files import decode
 
-FORWARD, BACKWARD = ("walk", "scan"), ("passing", "pairs", "states")
-_KINDS = {"walk": WalkLaunch, "scan": HeadsLaunch, "passing": PassLaunch, "pairs": HeadsLaunch, "states": HeadsLaunch}
+FORWARD, BACKWARD = ("walk", "scan"), ("passing", "pairs", "halves", "states")
+_KINDS = {kernel: HeadsLaunch for kernel in (*FORWARD, *BACKWARD)} | {"walk": WalkLaunch, "passing": PassLaunch}
 _TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 _NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
 
@@ -90,7 +90,8 @@ class Problem:
         ahead = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
         self.chunks = {"forward": ahead, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
-        self.parts += [f"{kernel}/{chunk}" for kernel in BACKWARD for chunk in self.chunks["backward"]]
+        backward = ((kernel, chunk) for kernel in BACKWARD for chunk in self.chunks["backward"])
+        self.parts += [f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "halves" or "/" in chunk]
         self._made: dict[tuple[int, int], dict[str, Any]] = {}
         self._exact: tuple[Tensor, ...] = ()
 
@@ -120,7 +121,7 @@ class Problem:
     def _own(self, kernel: str) -> tuple[int, int]:
         """The chunk and the tile of the table's launch."""
         launch = self.launch
-        return (launch.chunk, launch.chunk) if kernel in FORWARD else (launch.chunk_backward, launch.tile_backward)
+        return (launch.chunk, launch.chunk) if kernel in FORWARD else (launch.chunk_backward, launch.tile)
 
     def _of_chunk(self, chunk: int, tile: int) -> dict[str, Any]:
         """What the kernels take from one another, for this chunk."""
@@ -131,25 +132,27 @@ class Problem:
         count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
             "times": (batch, spec.n_heads, count, 2, chunk),
+            "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
             "vectors": (batch, spec.n_heads, count, 6 if tile < chunk else 5, chunk),
             "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
             "d_across": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
         }
-        narrow = ("d_pairs", "d_across", "dx")
+        narrow = ("plain", "d_pairs", "d_across", "dx")
         made: dict[str, Any] = {
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
+        scaled = x.element_size() == 2
+        room = (chunk, tile, scaled, self.launch.passing)
+        made["states"], made["d_states"] = borders.room(x, B, *room), borders.room(self.dy, C, *room)
         if self.device != "meta":
             few = replace(self.launch.passing, stages=1)
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
-            how = (chunk, False, self.launch.precision, few)
-            made["plain states"] = borders.pass_states(x, B, made["times"], None, None, *how).values
-            scaled = x.element_size() == 2
-            made["states"] = borders.pass_states(x, B, made["times"], None, None, *how, None, scaled)
-            how = (chunk, True, self.launch.precision, few, None, scaled)
-            made["d_states"] = borders.pass_states(self.dy, C, made["times"], None, None, *how)
+            precision = self.launch.precision
+            made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
+            both = (x, B, None, self.dy, C, None, None, made["times"], None, chunk, tile, precision, few)
+            made["states"], made["d_states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made
         return made
 
@@ -166,20 +169,16 @@ class Problem:
         if kernel == "walk":
             return lambda: forward.walk(x, B, C, D, times, None, None, chunk, precision, how)
         if kernel == "scan":
-            return lambda: forward.scan(x, B, C, D, times, None, m["plain states"], chunk, precision, how, processors)
+            return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
         if kernel == "passing":
-            options = (chunk, True, precision, how, None, x.element_size() == 2)
-            return lambda: borders.pass_states(dy, C, times, None, None, *options)
+            both = (x, B, None, dy, C, None, None, times, None, chunk, tile, precision, how)
+            return lambda: borders.pass_both(*both)
         if kernel == "pairs":
             inputs = (dy, x, B, C, D, times, None, m["d_states"], vectors, chunk, tile, precision, how, processors)
-            halves = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
-
-            def pairs() -> None:
-                backward.through_pairs(*inputs)
-                if tile < chunk:
-                    across.through_halves(*halves)
-
-            return pairs
+            return lambda: backward.through_pairs(*inputs)
+        if kernel == "halves":
+            inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
+            return lambda: across.through_halves(*inputs)
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
         inputs = (dy, x, B, C, times, None, *of_pairs, m["states"], m["d_states"])
         return lambda: backward.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
@@ -231,8 +230,11 @@ class Problem:
         else:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
-            cut: Any = {"chunk": chunk} if kernel in FORWARD else {"chunk_backward": chunk, "tile": tile}
-            made = replace(self.launch, **cut, **{kernel: how})
+            cut: Any = {"chunk": chunk}
+            if kernel in BACKWARD:
+                halves = (self.launch.halves or self.launch.pairs) if tile < chunk else None
+                cut = {"chunk_backward": chunk, "halves": halves}
+            made = replace(self.launch, **(cut | {kernel: how}))
             walks = kernel == "walk" if kernel in FORWARD else made.walks(self._programs(made))
         if made.walks(self._programs(made)) == walks:
             return made
@@ -253,15 +255,12 @@ class Problem:
         tried = [self.launch]
         for ahead, back in itertools.product(self.chunks["forward"], self.chunks["backward"]):
             launches: Any = {kernel: self._best(best, f"{kernel}/{ahead}") for kernel in FORWARD}
-            launches |= {kernel: self._best(best, f"{kernel}/{back}") for kernel in BACKWARD}
+            kernels = [kernel for kernel in BACKWARD if kernel != "halves" or "/" in back]
+            launches |= {kernel: self._best(best, f"{kernel}/{back}") for kernel in kernels}
             if None in launches.values():
                 continue
-            chunk, (_, chunk_backward, tile) = int(ahead), sizes(f"pairs/{back}")
-            cut: Any = {
-                "chunk": chunk,
-                "chunk_backward": chunk_backward,
-                "tile": tile if tile < chunk_backward else None,
-            }
+            cut: Any = {"chunk": int(ahead), "chunk_backward": sizes(f"pairs/{back}")[1]}
+            launches = {"halves": None} | launches
             tried.append(replace(self.launch, **cut, **launches))
         found = []
         for launch in tried:

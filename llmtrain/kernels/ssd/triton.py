@@ -95,8 +95,8 @@ def launch_forward(
     if launch.walks(x.shape[0] * x.shape[2] * -(-x.shape[3] // launch.walk.columns)):
         y = forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, launch.walk, last)
     else:
-        passing = (launch.chunk, False, launch.precision, launch.passing)
-        states = borders.pass_states(x, B, times, begun, start, *passing, last).values
+        passing = (launch.chunk, launch.precision, launch.passing)
+        states = borders.pass_states(x, B, times, begun, start, *passing, last)
         scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
         y = forward.scan(x, B, C, D, times, begun, states, *scan)
     return y, x.new_empty(0) if last is None else last
@@ -171,20 +171,22 @@ def slice_backward(
     """
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, sums = into
-    chunk, tile, precision = launch.chunk_backward, launch.tile_backward, launch.precision
+    chunk, tile, precision = launch.chunk_backward, launch.tile, launch.precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
     start, end = _state(initial_state), _state(d_last)
-    how, scaled = (precision, launch.passing), x.element_size() == 2
-    states = borders.pass_states(x, B, times, begun, start, chunk, False, *how, None, scaled)
-    d_states = borders.pass_states(dy, C, times, begun, end, chunk, True, *how, None if start is None else d_initial, scaled)
-    halves = tile < chunk
-    vectors = torch.empty((*times.shape[:3], 6 if halves else 5, chunk), dtype=torch.float32, device=x.device)
-    how = (precision, launch.pairs, launch.processors)
+    of_start = None if start is None else d_initial
+    passing = (chunk, tile, precision, launch.passing)
+    states, d_states = borders.pass_both(x, B, start, dy, C, end, of_start, times, begun, *passing)
+    vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
-        *(dy, x, B, C, D, times, begun, d_states, vectors), *(chunk, tile, *how, dx)
+        *(dy, x, B, C, D, times, begun, d_states, vectors),
+        *(chunk, tile, precision, launch.pairs, launch.processors, dx),
     )
-    d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, chunk, *how) if halves else None
+    d_across = None
+    if launch.halves:
+        halves = (chunk, precision, launch.halves, launch.processors)
+        d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, *halves)
     _, _, passed = backward.through_states(
         *(dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, vectors),
         *(chunk, tile, precision, launch.states, launch.processors, dB, dC),

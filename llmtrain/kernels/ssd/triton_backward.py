@@ -69,11 +69,11 @@ def through_pairs(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    views.append(rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state))
+    views += [rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state), rows_described(wanted, dx, tile)]
     fetched = all(view is not None for view in views)
-    dy, x, after = views if fetched else (dy, x, d_states.values)
+    dy, x, after, into = views if fetched else (dy, x, d_states.values, dx)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, B, C, D, times, begun, after, d_states.exponents, dx, d_pairs, diagonal, vectors),
+        *(dy, x, B, C, D, times, begun, after, d_states.exponents, into, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -139,7 +139,7 @@ def through_states(
     fetched = all(view is not None for view in views)
     dy, x, before, after = views if fetched else (dy, x, states.values, d_states.values)
     _through_states[grid](
-        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after, states.exponents, d_states.exponents),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after, *states[1:3], *d_states[1:3]),
         *(of_B, of_C, passed, vectors),
         *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -219,7 +219,7 @@ def _through_pairs(
         dy += row * dy_row + first.to(tl.int64) * dy_token
         x += row * x_row + first.to(tl.int64) * x_token
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-    dx += (row * seq_len + first) * TOKEN
+        dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
     vectors += (row * N_HEADS * chunks + chunk) * (VECTORS * CHUNK) + within
     of_group = (row * chunks + chunk) * N_GROUPS + group
@@ -262,7 +262,8 @@ def _through_pairs(
         if d_exponents is not None:
             of_state = parts_of(d_exponents, (row * chunks + chunk) * N_HEADS + head, p, HEAD_DIM, PART)
             highest = tl.max(of_state) if HEAD_DIM > PART else of_state
-        to_end = tl.exp2(a_end - a + (of_b + highest))
+        a_end += of_b + highest
+        to_end = tl.exp2(a_end - a)
         later = q[None, :] + never(a_end)
         paired = q[:, None] < later
         if begun is not None:
@@ -285,9 +286,12 @@ def _through_pairs(
         # Where j = i nothing decays: in da it cancels, and its rounding could be all that is left. So it is not in there.
         on_dy = tl.load(D + head).to(tl.float32) + same * step
         d_x = u * step[:, None] + on_dy[:, None] * dy_in.to(tl.float32)
-        to = q[:, None] * TOKEN + p[None, :]
-        inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
-        tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
+        if DESCRIBED:
+            dx.store([token, head * HEAD_DIM], d_x.to(dx.dtype))
+        else:
+            to = q[:, None] * TOKEN + p[None, :]
+            inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
+            tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
 
     paired = q[:, None] <= q[None, :]
     if begun is not None:
@@ -299,7 +303,7 @@ def _through_pairs(
 
 @triton.jit
 def _through_states(
-    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, exponents, d_exponents, dB, dC, passed, vectors,
+    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, exponents, added, d_exponents, d_added, dB, dC, passed, vectors,
     seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
@@ -376,25 +380,25 @@ def _through_states(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        kept = state.to(tl.float32) * d_state.to(tl.float32)
-        of_kept, of_x, of_dy = 0.0, 0.0, 0.0
+        of_state, of_d_state, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
         if exponents is not None:
-            at, all_heads = (row * chunks + chunk) * N_HEADS + head, batch.to(tl.int64) * chunks * N_HEADS
-            of_state = parts_of(exponents, at, p, HEAD_DIM, PART)
-            of_d_state = parts_of(d_exponents, at, p, HEAD_DIM, PART)
-            of_x = of_d_state + parts_of(exponents, all_heads + at, p, HEAD_DIM, PART)
-            of_dy = of_state + parts_of(d_exponents, all_heads + at, p, HEAD_DIM, PART)
-            of_kept = of_state + of_d_state
+            of_chunk, of_tile = (row * chunks + chunk) * N_HEADS + head, (row * chunks * TILES + tile) * N_HEADS + head
+            of_state = parts_of(exponents, of_chunk, p, HEAD_DIM, PART)
+            of_d_state = parts_of(d_exponents, of_chunk, p, HEAD_DIM, PART)
+            of_x = of_d_state + parts_of(added, of_tile, p, HEAD_DIM, PART)
+            of_dy = of_state + parts_of(d_added, of_tile, p, HEAD_DIM, PART)
             if HEAD_DIM > PART:
-                kept *= tl.exp2(of_kept)
-                of_kept, of_x, of_dy = 0.0, tl.max(of_x), tl.max(of_dy)
-            x_in, dy_in = scaled_down(x_in, of_x - of_d_state), scaled_down(dy_in, of_dy - of_state)
-        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
+                of_x, of_dy = tl.max(of_x), tl.max(of_dy)
+        kept = state.to(tl.float32) * d_state.to(tl.float32) * tl.exp2(a_end + (of_state + of_d_state))
         if begun is not None:
-            keep = tl.where(count_end == 0, keep, 0.0)
+            kept = tl.where(count_end == 0, kept, 0.0)
+        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
+        if exponents is not None:
+            x_in, dy_in = scaled_down(x_in, of_x - of_d_state), scaled_down(dy_in, of_dy - of_state)
+        from_start, to_end = tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
+        if begun is not None:
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
-        tl.store(passed + head, keep * tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
         taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
         tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
         d_b += taken * step[:, None]

@@ -70,7 +70,8 @@ class Launch:
     """Every launch parameter: what tuning turns.
 
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
-    tile: tokens that a program of the backward takes at a time, chunk_backward (None) or half of it, from 16 on.
+    halves: if there is one, a program of the backward takes half a chunk at a time, and so runs the kernel of what passes
+        from half to half; else a whole chunk.
     walk; passing, scan: the two forms of the forward. pairs, states: the kernels of the backward within chunks.
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
@@ -84,14 +85,12 @@ class Launch:
     states: HeadsLaunch
     precision: str = "ieee"
     processors: int = 1
-    tile: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.chunk_backward in (self.tile_backward, 2 * self.tile_backward), "a tile is a chunk or half of one"
+    halves: HeadsLaunch | None = None
 
     @property
-    def tile_backward(self) -> int:
-        return self.tile or self.chunk_backward
+    def tile(self) -> int:
+        """Tokens that a program of the backward takes at a time."""
+        return self.chunk_backward // (2 if self.halves else 1)
 
     def walks(self, programs: int) -> bool:
         """Whether the forward is one walk per head: if its last wave, one program per processor, is nearly full.

@@ -11,7 +11,7 @@ through them (docs/kernels.md).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,102 +23,146 @@ from llmtrain.kernels.ssd.triton_launch import PassLaunch
 
 
 class States(NamedTuple):
-    """States at the borders of all chunks, as their kernels pass them on.
+    """States at the borders of all chunks, as the kernels pass them on.
 
     values: [batch, chunks, heads, d_state, head_dim], in the dtype of x; or, if there are exponents, fp16, to be multiplied
-    by 2^exponent. exponents: [2, batch, chunks, heads, tiles] in fp32, for tiles of `columns` of head_dim: of the state, and
-    of what was added in that chunk (x, or the gradient of y), which is at most 2^14 after division by 2^exponent.
+    by 2^exponent. exponents: [batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added: those of what
+    is added to a state, x or dy, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
     """
 
     values: Tensor
     exponents: Tensor | None
+    added: Tensor | None
     columns: int
 
 
 def pass_states(
-    values: Tensor,
-    keys: Tensor,
+    x: Tensor,
+    B: Tensor,
     times: Tensor,
     begun: Tensor | None,
     start: Tensor | None,
     chunk: int,
-    reverse: bool,
     precision: str,
     launch: PassLaunch,
     last: Tensor | None = None,
-    scaled: bool = False,
-) -> States:
-    """The states before all chunks. Fills `last`, if it is wanted.
+) -> Tensor:
+    """The states before all chunks, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
 
-    values: [batch, T, heads, head_dim]; keys: [batch, T, groups, d_state]; start, and last (the state after all):
-    [batch, heads, head_dim, d_state], fp32 and contiguous. Forward, values are x and keys B. With `reverse`, values are
-    the gradient of y and keys C: what is passed, from the last chunk to the first, is the gradient of the state *after*
-    each chunk. scaled: with exponents, and with an eighth of bf16's rounding.
+    x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; start, and last (the state after all, filled if it is
+    wanted): [batch, heads, head_dim, d_state], fp32 and contiguous.
     """
+    states = room(x, B, chunk, chunk, False, launch)
+    _launch((x, B, start, states, last), None, times, begun, chunk, chunk, precision, launch)
+    return states.values
+
+
+def pass_both(
+    x: Tensor,
+    B: Tensor,
+    start: Tensor | None,
+    dy: Tensor,
+    C: Tensor,
+    end: Tensor | None,
+    d_start: Tensor | None,
+    times: Tensor,
+    begun: Tensor | None,
+    chunk: int,
+    tile: int,
+    precision: str,
+    launch: PassLaunch,
+) -> tuple[States, States]:
+    """The states before all chunks, and the gradients of those after them, which are passed on from the last chunk to the
+    first: dy and C in place of x and B.
+
+    end: the gradient of the last state; d_start: that of start, filled if it is wanted; both as start of pass_states.
+    tile: tokens that are read at a time, a chunk or a part of one.
+    """
+    scaled = x.element_size() == 2
+    states, d_states = (room(*t, chunk, tile, scaled, launch) for t in ((x, B), (dy, C)))
+    back = (dy, C, end, d_states, d_start)
+    _launch((x, B, start, states, None), back, times, begun, chunk, tile, precision, launch)
+    return states, d_states
+
+
+def room(values: Tensor, keys: Tensor, chunk: int, tile: int, scaled: bool, launch: PassLaunch) -> States:
+    batch, seq_len, n_heads, head_dim = values.shape
+    chunks, columns = triton.cdiv(seq_len, chunk), min(launch.columns, padded(head_dim))
+    dtype = torch.float16 if scaled else values.dtype
+    states = torch.empty((batch, chunks, n_heads, keys.shape[3], head_dim), dtype=dtype, device=values.device)
+    exponents, added = None, None
+    if scaled:
+        shape = (batch, chunks, n_heads, launch.tiles(head_dim))
+        exponents = torch.empty(shape, dtype=torch.float32, device=values.device)
+        added = torch.empty((batch, chunks * (chunk // tile), *shape[2:]), dtype=torch.float32, device=values.device)
+    return States(states, exponents, added, columns)
+
+
+def _launch(
+    ahead: tuple[Any, ...],
+    back: tuple[Any, ...] | None,
+    times: Tensor,
+    begun: Tensor | None,
+    chunk: int,
+    tile: int,
+    precision: str,
+    launch: PassLaunch,
+) -> None:
+    """ahead, back: values, keys, what to start with, where to put the states, and where the last of them."""
+    pointers, strides = [], []
+    for direction in (ahead, back):
+        values, keys, start, states, last = direction or ahead
+        pointers += [values, keys, start, *states[:3], last]
+        strides += [*values.stride()[:3], *keys.stride()[:3]]
+    values, keys, _, states, _ = ahead
     batch, seq_len, n_heads, head_dim = values.shape
     n_groups, d_state = keys.shape[2:]
-    chunks = times.shape[2]
-    dtype = torch.float16 if scaled else values.dtype
-    states = torch.empty((batch, chunks, n_heads, d_state, head_dim), dtype=dtype, device=values.device)
-    exponents = None
-    if scaled:
-        shape = (2, batch, chunks, n_heads, launch.tiles(head_dim))
-        exponents = torch.empty(shape, dtype=torch.float32, device=values.device)
-    columns = min(launch.columns, padded(head_dim))
-    _pass_states[launch.tiles(head_dim), n_heads, batch](
-        *(values, keys, times, begun, start, states, exponents, last),
-        *(seq_len, chunks, *values.stride()[:3], *keys.stride()[:3]),
+    _pass_states[launch.tiles(head_dim), n_heads, batch * (1 if back is None else 2)](
+        *pointers,
+        *(times, begun, seq_len, times.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
+        TILE=tile,
         ROWS=padded(d_state),
-        COLUMNS=columns,
-        REVERSE=reverse,
+        COLUMNS=states.columns,
+        BOTH=back is not None,
         PRECISION=precision,
         STAGES=launch.stages,
         **launch.options,
     )
-    return States(states, exponents, columns)
 
 
 @triton.jit
 def _pass_states(
-    values,
-    keys,
-    times,
-    begun,
-    start,
-    states,
-    exponents,
-    last,
-    seq_len,
-    chunks,
-    values_row,
-    values_token,
-    values_head,
-    keys_row,
-    keys_token,
-    keys_group,
-    HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Program (tile of the state, head, row of the batch). The state stays in fp32 registers from end to end."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_heads = tl.num_programs(1)
-    n, p = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    x, B, start, states, exponents, added, last, dy, C, end, d_states, d_exponents, d_added, d_start,
+    times, begun, seq_len, chunks,
+    x_row, x_token, x_head, B_row, B_token, B_group, dy_row, dy_token, dy_head, C_row, C_token, C_group,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of the state's columns, head, direction and row of the batch). The state stays in fp32 registers from
+    end to end.
+    """
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    parts, n_heads = tl.num_programs(0), tl.num_programs(1)
+    n, p, q = tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
-    q = tl.arange(0, CHUNK)
+    TILES: tl.constexpr = CHUNK // TILE
+    back = False
+    if BOTH:
+        batch = tl.num_programs(2) // 2
+        back = row >= batch
+        row = tl.where(back, row - batch, row)
+        x, B, states = tl.where(back, dy, x), tl.where(back, C, B), tl.where(back, d_states, states)
+        x_row, x_token, x_head = tl.where(back, dy_row, x_row), tl.where(back, dy_token, x_token), tl.where(back, dy_head, x_head)
+        B_row, B_token, B_group = tl.where(back, C_row, B_row), tl.where(back, C_token, B_token), tl.where(back, C_group, B_group)
+        if exponents is not None:
+            exponents, added = tl.where(back, d_exponents, exponents), tl.where(back, d_added, added)
 
-    values += row * values_row + head * values_head
-    keys += row * keys_row + (head // HEADS_PER_GROUP) * keys_group
+    x += row * x_row + head * x_head
+    B += row * B_row + (head // HEADS_PER_GROUP) * B_group
     times += (row * n_heads + head) * chunks * (2 * CHUNK)
     states += (row * chunks * n_heads + head) * (D_STATE * HEAD_DIM)
     inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
@@ -126,47 +170,52 @@ def _pass_states(
 
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
     if start is not None:
-        state = tl.load(start + outside, mask=valid, other=0.0)
-    for i in tl.range(0, chunks, num_stages=STAGES):
-        c = i
-        if REVERSE:
-            c = chunks - 1 - i
-        to = states + c.to(tl.int64) * n_heads * (D_STATE * HEAD_DIM)
-        stored = state
-        if exponents is not None:
-            of_state = exponent_of(state)
-            stored = state * tl.exp2(-of_state)
-            of_tile = ((row * chunks + c) * n_heads + head) * tl.num_programs(0) + tl.program_id(0)
-            tl.store(exponents + of_tile, of_state)
-        tl.store(to + inside, stored.to(states.dtype.element_ty), mask=valid)
+        state = tl.load(start + outside, mask=valid & (not back), other=0.0)
+    if BOTH and end is not None:
+        state += tl.load(end + outside, mask=valid & back, other=0.0)
+    for turn in tl.range(0, chunks * TILES, num_stages=STAGES):
+        tile = turn
+        if BOTH:
+            tile = tl.where(back, chunks * TILES - 1 - turn, turn)
+        chunk, within = tile // TILES, tile % TILES
+        if turn % TILES == 0:
+            stored = state
+            if exponents is not None:
+                of_state = exponent_of(state)
+                stored = state * tl.exp2(-of_state)
+                tl.store(exponents + ((row * chunks + chunk) * n_heads + head) * parts + part, of_state)
+            to = states + chunk.to(tl.int64) * n_heads * (D_STATE * HEAD_DIM)
+            tl.store(to + inside, stored.to(states.dtype.element_ty), mask=valid)
 
-        first = c * CHUNK
-        v = rows_of(values + first.to(tl.int64) * values_token, q, p, values_token, seq_len - first, HEAD_DIM)
-        k = rows_of(keys + first.to(tl.int64) * keys_token, q, n, keys_token, seq_len - first, D_STATE)
-        a, a_end = tl.load(times + 2 * first + q), tl.load(times + 2 * first + CHUNK - 1)
-        keep = tl.exp2(a_end)
-        if REVERSE:
-            weight = tl.exp2(a)
-        else:
-            weight = tl.exp2(a_end - a) * tl.load(times + 2 * first + CHUNK + q)
+        first = tile * TILE
+        v = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
+        k = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+        of_chunk = times + chunk * (2 * CHUNK) + within * TILE
+        a, a_end = tl.load(of_chunk + q), tl.load(of_chunk + TILE - 1)
+        a_begin = tl.load(of_chunk - 1, mask=within > 0, other=0.0)
+        step = tl.load(of_chunk + CHUNK + q)
+        keep = tl.exp2(a_end - a_begin)
+        weight = tl.exp2(a_end - a) * step
+        if BOTH:
+            weight = tl.where(back, tl.exp2(a - a_begin), weight)
         if begun is not None:
-            count = tl.load(begun + row * chunks * CHUNK + first + q)
-            count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
-            keep = tl.where(count_end == 0, keep, 0.0)
-            if REVERSE:
-                weight = tl.where(count == 0, weight, 0.0)
-            else:
-                weight = tl.where(count == count_end, weight, 0.0)
+            count_at = begun + row * chunks * CHUNK + first
+            count, count_end = tl.load(count_at + q), tl.load(count_at + TILE - 1)
+            count_begin = tl.load(count_at - 1, mask=within > 0, other=0)
+            keep = tl.where(count_end == count_begin, keep, 0.0)
+            weight = tl.where(count == tl.where(back, count_begin, count_end), weight, 0.0)
         weighted = v.to(tl.float32) * weight[:, None]
         rounded = weighted.to(v.dtype)
         state = tl.dot(tl.trans(k), rounded, acc=state * keep, input_precision=PRECISION)
         if exponents is not None:
             rest = (weighted - rounded.to(tl.float32)).to(v.dtype)
             state = tl.dot(tl.trans(k), rest, acc=state, input_precision=PRECISION)
-            of_all = tl.num_programs(2).to(tl.int64) * chunks * n_heads * tl.num_programs(0)
-            tl.store(exponents + of_all + of_tile, exponent_of(v.to(tl.float32)))
-    if last is not None:
+            of_tile = ((row * chunks * TILES + tile) * n_heads + head) * parts + part
+            tl.store(added + of_tile, exponent_of(v.to(tl.float32)))
+    if last is not None and not BOTH:
         tl.store(last + outside, state, mask=valid)
+    if BOTH and d_start is not None:
+        tl.store(d_start + outside, state, mask=valid & back)
 
 
 @triton.jit
