@@ -192,7 +192,7 @@ def source(operation: str) -> str:
     files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
     files += [] if files else sorted((kernels / operation).glob("triton*.py"))
     if operation in ("conv1d", "gated_norm"):
-        files.append(kernels / "column_sums.py")
+        files += [kernels / "column_sums.py", kernels / "sigmoid.py"]
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])
 
