@@ -60,18 +60,17 @@ class Problem(MemoryBound):
         forward, lanes = part == "forward", 64 if self.where.vendor == "amd" else 32
         held = (4, 8) if forward else (2, 4) if quick else (2, 4, 8)
         widths = (128, 256, 512) if forward else (64, 128, 256)
-        runs = (
-            ((64, 4), (32, 4)) if quick else ((32, 4), (64, 4), (16, 4), (128, 4), (32, 8), (64, 8), (48, 3), (96, 3))
-        )
-        fetched: list[dict[str, Any]] = [{}, {"ahead": True}, {"stages": 2}, *([] if quick else [{"stages": 3}])]
+        runs = ((64, 4), (32, 4), *(() if quick else ((128, 4), (64, 8), (48, 3), (96, 3))))
+        fetched: tuple[dict[str, Any], ...] = ({}, {"ahead": True}, {"stages": 2})
         for channels, walkers, warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
             if channels * walkers // (lanes * warps) not in held:
                 continue
             for (run, group), how in itertools.product(runs, fetched):
-                usual = group == 4 and run in (32, 64)
-                if group >= self.case.width - 1 and (usual or (walkers == 4 and how.get("stages", 1) == 1)):
+                if how and (walkers != 4 or (run, group) not in runs[:2]):
+                    continue
+                if group >= self.case.width - 1 and (walkers == 4 or (group == 4 and run in (32, 64))):
                     yield self._fitted(Walk(channels, walkers, run, group, warps, **how))
-            if quick and forward and channels * walkers // (lanes * warps) == 4:
+            if forward and walkers == 4 and channels * walkers // (lanes * warps) == 4:
                 yield self._fitted(Walk(channels, walkers, 64, 8, warps, ahead=True))
 
     def _fitted(self, walk: Walk) -> Walk:

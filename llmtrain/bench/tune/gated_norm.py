@@ -59,16 +59,17 @@ class Problem(MemoryBound):
         for columns, warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
             held, parts = columns // (lanes * warps), -(-size // columns)
             row = parts * held
-            if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward or lanes == 64 else 28):
+            if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40 if lanes == 64 else 28):
                 continue
-            if quick and size >= 1024 and (columns < 1024 or 4 * columns * parts > 5 * size or held > 8):
+            if size >= 1024 and (4 * columns * parts > 5 * size or (quick and (columns < 1024 or held > 8))):
                 continue
             if forward:
                 yield self._fitted(Tile(columns, warps, 1))
             programs = (12, 24) if forward else (2, 6)
-            programs = programs if quick else (1, *programs, 48)
             for share, how in itertools.product(programs, self._fetched(forward, quick)):
-                if not (quick and forward and how and share == 24):
+                if row > 28 and not how.get("again", True):
+                    continue
+                if not (forward and how and share == 24):  # what fetches ahead begins seldom
                     yield self._fitted(Tile(columns, warps, long, programs=share, **how))
         if size <= 256:  # narrow groups: how many rows at once
             for rows, warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
