@@ -48,7 +48,7 @@ class Problem(MemoryBound):
             self.r = torch.rsqrt(mean + self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 2 to 16 numbers of a part and up to 48 of a row; backward, which keeps more of each, on NVIDIA 28.
+        """A thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in registers.
 
         Programs of a processor: a number that as many as may run there at once (1 to 3, forward 4 or 6) divide, so that no
         wave is left half empty. `long`: as long as that allows.
@@ -59,7 +59,7 @@ class Problem(MemoryBound):
         for columns, warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
             held, parts = columns // (lanes * warps), -(-size // columns)
             row = parts * held
-            if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40 if lanes == 64 else 28):
+            if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40):
                 continue
             if size >= 1024 and (4 * columns * parts > 5 * size or (quick and (columns < 1024 or held > 8))):
                 continue
