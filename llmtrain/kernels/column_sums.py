@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program's tile: few columns, for many programs; columns are in fp32, so 32 of them fill 128 bytes.
-_ROWS, _COLUMNS, _WARPS = 32, 32, 4
+# A program's tile: few columns, for many programs, and many rows, for many bytes in flight; columns are in fp32, so 32 of them
+# fill 128 bytes.
+_ROWS, _COLUMNS, _WARPS = 128, 32, 8
 
 
 def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:

@@ -10,9 +10,11 @@ from llmtrain.kernels.conv1d.triton_launch import Launch, Walk
 from tests.support import around
 
 
-def made(channels: int, width: int, run: int = 8, group: int = 4, walkers: int = 2, stages: int = 1) -> TritonConv1d:
+def made(
+    channels: int, width: int, run: int = 8, group: int = 4, walkers: int = 2, ahead: bool = False
+) -> TritonConv1d:
     """Several programs, walkers and groups in a small problem."""
-    walk = Walk(16, walkers, run, group, 1, stages)
+    walk = Walk(16, walkers, run, group, 1, ahead=ahead)
     return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(walk, walk, programs=0))
 
 
@@ -34,6 +36,13 @@ def test_how_it_walks_changes_nothing_but_rounding(run, group, walkers):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
     ours = around.outcome(made(20, 4, run, group, walkers), tensors)
     around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
+
+
+@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
+def test_when_tokens_are_read_changes_no_bit(run, group, walkers):
+    tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
+    runs = [around.outcome(made(20, 4, run, group, walkers, ahead), tensors) for ahead in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

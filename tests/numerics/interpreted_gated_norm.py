@@ -1,5 +1,7 @@
 """Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,10 +12,10 @@ from llmtrain.kernels.gated_norm.triton_launch import Launch, Tile
 from tests.support import around
 
 
-def made(spec: GatedNormSpec, columns: int = 16, rows: int = 1, run: int = 2) -> TritonGatedNorm:
+def made(spec: GatedNormSpec, columns: int = 16, rows: int = 1, run: int = 2, **how: Any) -> TritonGatedNorm:
     """Several parts, tiles and programs in a small problem."""
-    tile = Tile(columns, 1, run, rows)
-    return TritonGatedNorm(spec, Launch(tile, tile, programs=0))
+    tile = Tile(columns, 1, run, rows, **how)
+    return TritonGatedNorm(spec, Launch(tile, tile, processors=0))
 
 
 def spec(dim: int, groups: int = 1, norm_first: bool = False) -> GatedNormSpec:
@@ -33,6 +35,22 @@ def assert_agrees(kernel: TritonGatedNorm, tensors) -> None:
 def test_agrees_with_the_reference(dim, groups, norm_first, columns, rows, run):
     tensors = around.norm_inputs((3, 5), dim, torch.float32)
     assert_agrees(made(spec(dim, groups, norm_first), columns, rows, run), tensors)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("columns, rows, run", [(16, 1, 3), (64, 2, 1)])
+@pytest.mark.parametrize("how", [{"ahead": True}, {"again": False}, {"ahead": True, "again": False}])
+def test_when_rows_are_read_changes_no_bit(norm_first, columns, rows, run, how):
+    tensors = around.norm_inputs((2, 4), 40, torch.float32)
+    runs = [around.outcome(made(spec(40, 2, norm_first), columns, rows, run, **more), tensors) for more in ({}, how)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_gates_of_any_size_are_as_exact(norm_first):
+    """exp(-z) is infinite, and nothing."""
+    x, z, weight = around.norm_inputs((2, 3), 20, torch.float32)
+    assert_agrees(made(spec(20, 2, norm_first)), [x, 40 * z, weight])
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

@@ -21,9 +21,7 @@ both_tiles = pytest.mark.parametrize("halves", [False, True], ids=["whole chunks
 """What the backward takes at a time."""
 
 
-def small(
-    spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, tile: int = 16
-) -> Launch:
+def small(spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, tile: int = 16) -> Launch:
     """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
     all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
     are of two tiles.

@@ -48,7 +48,7 @@ def test_launches_come_from_the_tables_and_survive_their_dump(arch, dtype):
     assert (norm.forward, norm.backward) == (row("gated_norm.forward", **sizes), row("gated_norm.backward", **sizes))
     turned = rotary.default_launch(RotarySpec(80, dtype), here)
     assert turned == row("rotary", head_dim=80)
-    assert conv.programs == norm.programs == 400
+    assert conv.programs == 4 * norm.processors == 400
     assert conv1d.parsed(conv.dump()) == conv
     assert gated_norm.parsed(norm.dump()) == norm
     assert rotary.parsed(turned.dump()) == turned
@@ -62,9 +62,10 @@ def test_small_problems_get_short_runs_and_narrow_tiles():
     few = conv1d.default_launch(Conv1dSpec(40, 4), Platform("nvidia", "sm90", "", 1 << 36))
     assert few.forward.channels == few.backward.channels == 64
     tile = gated_norm.Tile(1024, 4, 32)
-    assert gated_norm.fitted(tile, 500, 16384, 1) == tile
-    assert gated_norm.fitted(tile, 500, 2048, 2).run == 8
-    assert gated_norm.fitted(tile, 500, 1, 1).run == 1
+    assert gated_norm.fitted(tile, 83, 16384, 1) == tile
+    assert gated_norm.fitted(tile, 83, 2048, 2).run == 9  # 456 programs, as equal as can be
+    assert gated_norm.fitted(tile, 83, 1, 1).run == 1
+    assert gated_norm.fitted(replace(tile, run=512, programs=2), 132, 16384, 1).run == 63  # 261 of the 264 at once
     launch = gated_norm.default_launch(GatedNormSpec(8192, 64, 1e-5), Platform("nvidia", "sm90", "", 1 << 36))
     assert (launch.forward.columns, launch.forward.rows) == (128, 8)
 

@@ -193,6 +193,8 @@ def source(operation: str) -> str:
     files += [] if files else sorted((kernels / operation).glob("triton*.py"))
     if operation in ("conv1d", "gated_norm", "ssd"):
         files.append(kernels / "column_sums.py")
+    if operation in ("conv1d", "gated_norm"):
+        files.append(kernels / "sigmoid.py")
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,17 +58,20 @@ class Problem(MemoryBound):
         """
         yield self._fitted(getattr(self.table, part))
         forward, lanes = part == "forward", 64 if self.where.vendor == "amd" else 32
-        held = (4, 8) if forward else (2, 4, 8)
+        held = (4, 8) if forward else (2, 4) if quick else (2, 4, 8)
         widths = (128, 256, 512) if forward else (64, 128, 256)
-        runs = ((32, 4), (64, 4), (16, 4), (128, 4), (32, 8), (64, 8), (48, 3), (96, 3))
+        runs = ((64, 4), (32, 4), *(() if quick else ((128, 4), (64, 8), (48, 3), (96, 3))))
+        fetched: tuple[dict[str, Any], ...] = ({}, {"ahead": True}, {"stages": 2})
         for channels, walkers, warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
             if channels * walkers // (lanes * warps) not in held:
                 continue
-            for run, group in runs[:2] if quick else runs:
+            for (run, group), how in itertools.product(runs, fetched):
+                if how and (walkers != 4 or (run, group) not in runs[:2]):
+                    continue
                 if group >= self.case.width - 1 and (walkers == 4 or (group == 4 and run in (32, 64))):
-                    yield self._fitted(Walk(channels, walkers, run, group, warps))
-            if walkers == 4 and not quick:
-                yield self._fitted(Walk(channels, walkers, 64, 4, warps, stages=2))
+                    yield self._fitted(Walk(channels, walkers, run, group, warps, **how))
+            if forward and walkers == 4 and channels * walkers // (lanes * warps) == 4:
+                yield self._fitted(Walk(channels, walkers, 64, 8, warps, ahead=True))
 
     def _fitted(self, walk: Walk) -> Walk:
         case = self.case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,23 +48,47 @@ class Problem(MemoryBound):
             self.r = torch.rsqrt(mean + self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 4 to 16 numbers of a part."""
+        """A thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in registers.
+
+        Programs of a processor: a number that as many as may run there at once (1 to 3, forward 4 or 6) divide, so that no
+        wave is left half empty. `long`: as long as that allows.
+        """
         yield self._fitted(getattr(self.table, part))
-        lanes = 64 if self.where.vendor == "amd" else 32
-        runs = (8, 16) if quick else (1, 4, 8, 16, 32) if part == "forward" else (8, 16, 32, 64)
-        for columns, warps, run in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16), runs):
-            if columns // (lanes * warps) in (4, 8, 16) and columns < 2 * self.case.group_size:
-                yield self._fitted(Tile(columns, warps, run))
-                if columns == 1024 and run in (8, 16) and not quick:
-                    yield self._fitted(Tile(columns, warps, run, stages=2))
-        if self.case.group_size <= 256:  # narrow groups: how many rows at once
-            for rows, warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), runs[:3]):
-                columns = 1 << (self.case.group_size - 1).bit_length()
+        lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.group_size
+        forward, long = part == "forward", 512
+        for columns, warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
+            held, parts = columns // (lanes * warps), -(-size // columns)
+            row = parts * held
+            if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40):
+                continue
+            if size >= 1024 and (4 * columns * parts > 5 * size or (quick and (columns < 1024 or held > 8))):
+                continue
+            if forward:
+                yield self._fitted(Tile(columns, warps, 1))
+            programs = (12, 24) if forward else (2, 6)
+            for share, how in itertools.product(programs, self._fetched(forward, quick)):
+                if row > 28 and not how.get("again", True):
+                    continue
+                if not (forward and how and share == 24):  # what fetches ahead begins seldom
+                    yield self._fitted(Tile(columns, warps, long, programs=share, **how))
+        if size <= 256:  # narrow groups: how many rows at once
+            for rows, warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
+                columns = 1 << (size - 1).bit_length()
                 if columns * rows // (lanes * warps) in (4, 8, 16):
                     yield self._fitted(Tile(columns, warps, run, rows))
 
+    def _fetched(self, forward: bool, quick: bool) -> list[dict[str, Any]]:
+        """How a row is: with what is fetched through shared memory, a second read would be fetched so as well."""
+        again: list[dict[str, Any]] = [{}, {"ahead": True}]
+        through = [{"stages": stages} for stages in ((3,) if quick and not forward else (2, 3))]
+        if forward:
+            return [*again, *through]
+        # Held in registers, a row leaves room for few programs, which must fetch ahead.
+        kept = [{"ahead": True}, *through] if quick else [*again, *through]
+        return [*again, *({**how, "again": False} for how in kept)]
+
     def _fitted(self, tile: Tile) -> Tile:
-        return fitted(narrowed(tile, self.case.group_size), self.table.programs, self.case.tokens, self.case.groups)
+        return fitted(narrowed(tile, self.case.group_size), self.table.processors, self.case.tokens, self.case.groups)
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         spec = self.spec

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.conv1d.triton_launch import Walk
+from llmtrain.kernels.sigmoid import sigmoid
 
 
 def forward(
@@ -85,6 +86,7 @@ def _constants(weight: Tensor, walk: Walk) -> dict[str, int]:
         "RUN": walk.run,
         "GROUP": walk.group,
         "STAGES": walk.stages,
+        "AHEAD": walk.ahead,
         "num_warps": walk.warps,
     }
 
@@ -96,6 +98,15 @@ def _group(base, t, token_stride, seq_len, valid, GROUP: tl.constexpr):
     for j in tl.static_range(GROUP):
         inside = ((t + j >= 0) & (t + j < seq_len))[:, None] & valid
         found = found + (tl.load(base + (t + j)[:, None] * token_stride, mask=inside, other=0.0),)
+    return found
+
+
+@triton.jit
+def _in_fp32(group):
+    """Once, for a group is used in two turns of the loop."""
+    found = ()
+    for j in tl.static_range(len(group)):
+        found = found + (group[j].to(tl.float32),)
     return found
 
 
@@ -165,6 +176,7 @@ def _forward(
     RUN: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (tile of channels, block of tokens, row of the batch)."""
     channel, row = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(2).to(tl.int64)
@@ -176,17 +188,24 @@ def _forward(
     if ids is not None:
         ids += row * seq_len
 
-    now = _group(x, end - GROUP, x_token, seq_len, valid, GROUP)
+    now = _in_fp32(_group(x, end - GROUP, x_token, seq_len, valid, GROUP))
+    if AHEAD:
+        fetched = _group(x, end - 2 * GROUP, x_token, seq_len, valid, GROUP)
     for i in tl.range(0, RUN // GROUP, num_stages=STAGES):
         t = end - GROUP * (i + 1)
-        before = _group(x, t - GROUP, x_token, seq_len, valid, GROUP)
+        if AHEAD:
+            before = _in_fp32(fetched)
+            more = valid & (i + 1 < RUN // GROUP)
+            fetched = _group(x, t - 2 * GROUP, x_token, seq_len, more, GROUP)
+        else:
+            before = _in_fp32(_group(x, t - GROUP, x_token, seq_len, valid, GROUP))
         both = before + now
         for j in tl.static_range(GROUP):
             reach = _reach(ids, t + j, seq_len, WIDTH)
             total = shift
             for k in tl.static_range(WIDTH):
-                total += weights[k] * _within(both[GROUP + j - k].to(tl.float32), reach, k, ids)
-            silu = total / (1.0 + tl.exp(-total))
+                total += weights[k] * _within(both[GROUP + j - k], reach, k, ids)
+            silu = total * sigmoid(total)
             inside = (t + j < seq_len)[:, None] & valid
             tl.store(y + (t + j)[:, None] * y_token, silu.to(y.dtype.element_ty), mask=inside)
         now = before
@@ -215,6 +234,7 @@ def _backward(
     RUN: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (tile of channels, block of tokens, row of the batch). u: before SiLU."""
     block, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -228,13 +248,22 @@ def _backward(
     if ids is not None:
         ids += row * seq_len
 
-    now = _group(x, end - GROUP, x_token, seq_len, valid, GROUP)
+    now = _in_fp32(_group(x, end - GROUP, x_token, seq_len, valid, GROUP))
     later = _after(dy, x, now, weights, shift, ids, end, seq_len, dy_token, x_token, valid, WIDTH, GROUP)
     sums = (tl.zeros((WALKERS, CHANNELS), tl.float32),) * (WIDTH + 1)
+    if AHEAD:
+        next_dy = _group(dy, end - GROUP, dy_token, seq_len, valid, GROUP)
+        next_x = _group(x, end - 2 * GROUP, x_token, seq_len, valid, GROUP)
     for i in tl.range(0, RUN // GROUP, num_stages=STAGES):
         t = end - GROUP * (i + 1)
-        upstream = _group(dy, t, dy_token, seq_len, valid, GROUP)
-        before = _group(x, t - GROUP, x_token, seq_len, valid, GROUP)
+        if AHEAD:
+            upstream, before = next_dy, _in_fp32(next_x)
+            more = valid & (i + 1 < RUN // GROUP)
+            next_dy = _group(dy, t - GROUP, dy_token, seq_len, more, GROUP)
+            next_x = _group(x, t - 2 * GROUP, x_token, seq_len, more, GROUP)
+        else:
+            upstream = _group(dy, t, dy_token, seq_len, valid, GROUP)
+            before = _in_fp32(_group(x, t - GROUP, x_token, seq_len, valid, GROUP))
         both = before + now
         reaches = _reaches(ids, t, seq_len, GROUP + WIDTH - 1, WIDTH)
         du = ()
@@ -245,7 +274,7 @@ def _backward(
         for k in tl.static_range(WIDTH):
             found = sums[k]
             for j in tl.static_range(GROUP):
-                found += du[j] * _within(both[GROUP + j - k].to(tl.float32), reaches[j], k, ids)
+                found += du[j] * _within(both[GROUP + j - k], reaches[j], k, ids)
             added = added + (found,)
         total = sums[WIDTH]
         for j in tl.static_range(GROUP):
@@ -277,7 +306,7 @@ def _after(
     dy, x, now, weights, shift, ids, end, seq_len, dy_token, x_token, valid, WIDTH: tl.constexpr, GROUP: tl.constexpr
 ):
     """du of the tokens after a run that reach back into it. now: the run's last group."""
-    tokens = now + _group(x, end, x_token, seq_len, valid, WIDTH - 1)
+    tokens = now + _in_fp32(_group(x, end, x_token, seq_len, valid, WIDTH - 1))
     upstream = _group(dy, end, dy_token, seq_len, valid, WIDTH - 1)
     reaches = _reaches(ids, end, seq_len, WIDTH - 1, WIDTH)
     found = ()
@@ -291,6 +320,7 @@ def _d_preactivation(upstream, tokens, at: tl.constexpr, weights, shift, reach, 
     """dy SiLU'(u) of the token at place `at` of those at hand."""
     total = shift
     for k in tl.static_range(WIDTH):
-        total += weights[k] * _within(tokens[at - k].to(tl.float32), reach, k, ids)
-    gate = 1.0 / (1.0 + tl.exp(-total))
-    return upstream.to(tl.float32) * gate * (1.0 + total * (1.0 - gate))
+        total += weights[k] * _within(tokens[at - k], reach, k, ids)
+    gate = sigmoid(total)
+    silu = total * gate
+    return upstream.to(tl.float32) * (gate + (silu - silu * gate))

@@ -22,6 +22,7 @@ class Walk:
     run: tokens of one walker, a multiple of `group`. At its borders a group is read twice.
     group: tokens in flight at once, at least width - 1.
     stages: groups fetched ahead through shared memory; 1: none.
+    ahead: whether the next group is fetched into registers.
     """
 
     channels: int
@@ -30,6 +31,7 @@ class Walk:
     group: int
     warps: int
     stages: int = 1
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         assert self.run % self.group == 0, f"a run of {self.run} tokens is not made of groups of {self.group}"

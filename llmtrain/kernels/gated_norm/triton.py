@@ -35,7 +35,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
     launch, rows = parsed(options), _rows(x)
-    tile = fitted(launch.forward, launch.programs, len(rows), n_groups)
+    tile = fitted(launch.forward, launch.processors, len(rows), n_groups)
     y, r = kernels.forward(rows, _rows(z), weight.contiguous(), n_groups, eps, norm_first, tile)
     return y.view(x.shape), r
 
@@ -77,7 +77,7 @@ def partial_backward(
     something contiguous.
     """
     launch, rows = parsed(options), _rows(x)
-    tile = fitted(launch.backward, launch.programs, len(rows), r.shape[1])
+    tile = fitted(launch.backward, launch.processors, len(rows), r.shape[1])
     into = (None if t is None else t.view(-1, t.shape[-1]) for t in (dz, dx))
     dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, *into)
     return dx.view(x.shape), dz.view(z.shape), partials

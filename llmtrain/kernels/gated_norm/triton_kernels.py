@@ -1,8 +1,8 @@
 """The gated RMSNorm in Triton, forward and backward, and the launches of both.
 
-A row is one token's group of channels, taken in parts, so that a size between two powers of two wastes little. The
-forward keeps it in registers; the backward, which would spill, reads it twice, the second time from the L1 cache (`.ca`
-keeps the compiler from merging both reads). r: the reciprocal root mean square, kept for the backward.
+A row is one token's group of channels, taken in parts, so that a size between two powers of two wastes little. It stays in
+registers, or (`again`) is read once more from the L1 cache after its sum is known (`.ca` keeps the compiler from merging both
+reads). r: the reciprocal root mean square, kept for the backward.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.gated_norm.triton_launch import Tile
+from llmtrain.kernels.sigmoid import sigmoid
 
 
 def forward(
@@ -31,7 +32,7 @@ def forward(
     r = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
     size = dim // n_groups
     _forward[triton.cdiv(tokens, tile.rows * tile.run), n_groups](
-        *(x, z, weight, y, r, tokens, size, x.stride(0), z.stride(0), eps),
+        *(x, z, weight, y, r, tokens, tile.run, size, x.stride(0), z.stride(0), eps),
         **_constants(size, norm_first, tile),
     )
     return y, r
@@ -59,8 +60,9 @@ def backward(
     size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(dy, x, z, weight, r, dx, dz, partials, tokens, size, *(t.stride(0) for t in (dy, x, z, dx, dz))),
+        *(dy, x, z, weight, r, dx, dz, partials, tokens, tile.run, size, *(t.stride(0) for t in (dy, x, z, dx, dz))),
         **_constants(size, norm_first, tile),
+        AGAIN=tile.again,
     )
     return dx, dz, partials
 
@@ -78,28 +80,27 @@ def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:
         "PARTS": triton.cdiv(size, tile.columns),
         "COLUMNS": tile.columns,
         "ROWS": tile.rows,
-        "RUN": tile.run,
         "STAGES": tile.stages,
+        "AHEAD": tile.ahead,
         "num_warps": tile.warps,
     }
 
 
 @triton.jit
-def _part(base, row, row_stride, tokens, size, p: tl.constexpr, COLUMNS: tl.constexpr, AGAIN: tl.constexpr):
+def _part(base, row, stride, tokens, size, p: tl.constexpr, COLUMNS: tl.constexpr, AGAIN: tl.constexpr):
     """Part p of some rows, [rows, columns]; zeros outside."""
     column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < tokens)[:, None] & (column < size)
-    at = base + row.to(tl.int64)[:, None] * row_stride + column
+    at, inside = base + row.to(tl.int64)[:, None] * stride + column, (row < tokens)[:, None] & (column < size)
     if AGAIN:
         return tl.load(at, mask=inside, other=0.0, cache_modifier=".ca")
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _row(base, row, row_stride, tokens, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _row(base, row, stride, tokens, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     found = ()
     for p in tl.static_range(PARTS):
-        found = found + (_part(base, row, row_stride, tokens, size, p, COLUMNS, False),)
+        found = found + (_part(base, row, stride, tokens, size, p, COLUMNS, False),)
     return found
 
 
@@ -113,6 +114,15 @@ def _weights(weight, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _gated(x, z):
+    """x, silu(z) and silu'(z), in fp32."""
+    gate = z.to(tl.float32)
+    sig = sigmoid(gate)
+    silu = gate * sig
+    return x.to(tl.float32), silu, sig + (silu - silu * sig)
+
+
+@triton.jit
 def _forward(
     x,
     z,
@@ -120,6 +130,7 @@ def _forward(
     y,
     r,
     tokens,
+    run,
     size,
     x_row,
     z_row,
@@ -128,8 +139,8 @@ def _forward(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (block of tokens, group)."""
     group, n_groups = tl.program_id(1), tl.num_programs(1)
@@ -137,14 +148,24 @@ def _forward(
     z += group * size
     y += group * size
     weights = _weights(weight + group * size, size, PARTS, COLUMNS)
-    for i in tl.range(0, RUN, num_stages=STAGES):
-        row = (tl.program_id(0) * RUN + i) * ROWS + tl.arange(0, ROWS)
-        xs, zs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS), _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+    row = tl.program_id(0) * (run * ROWS) + tl.arange(0, ROWS)
+    if AHEAD:
+        next_x = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
+        next_z = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+    for i in tl.range(0, run, num_stages=STAGES):
+        if AHEAD:
+            xs, zs = next_x, next_z
+            later = tl.where(i + 1 < run, row + ROWS, tokens)
+            next_x = _row(x, later, x_row, tokens, size, PARTS, COLUMNS)
+            next_z = _row(z, later, z_row, tokens, size, PARTS, COLUMNS)
+        else:
+            xs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
+            zs = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         values, gates = (), ()
         for p in tl.static_range(PARTS):
             gate = zs[p].to(tl.float32)
-            gate = gate / (1.0 + tl.exp(-gate))
+            gate *= sigmoid(gate)
             value = xs[p].to(tl.float32)
             if not NORM_FIRST:
                 value *= gate
@@ -159,6 +180,7 @@ def _forward(
             column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             to = row.to(tl.int64)[:, None] * (size * n_groups) + column
             tl.store(y + to, found.to(y.dtype.element_ty), mask=(row < tokens)[:, None] & (column < size))
+        row += ROWS
 
 
 @triton.jit
@@ -172,6 +194,7 @@ def _backward(
     dz,
     partials,
     tokens,
+    run,
     size,
     dy_row,
     x_row,
@@ -182,12 +205,13 @@ def _backward(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Program (block of tokens, group).
 
-    With u what is normed (x silu(z), or x) and d the gradient of u r: du = r (d - u r^2 mean(d u)).
+    With u what is normed (x silu(z), or x) and d the gradient of u, were r constant: du = d - u r^2 mean(d u).
     """
     block, group, n_groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     dim = size * n_groups
@@ -198,40 +222,54 @@ def _backward(
     dz += group * size
     weights = _weights(weight + group * size, size, PARTS, COLUMNS)
     sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
-    for i in tl.range(0, RUN, num_stages=STAGES):
-        row = (block * RUN + i) * ROWS + tl.arange(0, ROWS)
-        scale = tl.load(r + row * n_groups + group, mask=row < tokens, other=0.0)[:, None]
+    row = block * (run * ROWS) + tl.arange(0, ROWS)
+    if AHEAD:
+        next_x = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
+        next_z = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+        next_dy = _row(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
+    for i in tl.range(0, run, num_stages=STAGES):
+        if AHEAD:
+            xs, zs, dys = next_x, next_z, next_dy
+            later = tl.where(i + 1 < run, row + ROWS, tokens)
+            next_x = _row(x, later, x_row, tokens, size, PARTS, COLUMNS)
+            next_z = _row(z, later, z_row, tokens, size, PARTS, COLUMNS)
+            next_dy = _row(dy, later, dy_row, tokens, size, PARTS, COLUMNS)
+        else:
+            xs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
+            zs = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+            dys = _row(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
+        scale = tl.load(r + row.to(tl.int64) * n_groups + group, mask=row < tokens, other=0.0)[:, None]
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        added, ds = (), ()
         for p in tl.static_range(PARTS):
-            value = _part(x, row, x_row, tokens, size, p, COLUMNS, False).to(tl.float32)
-            gate = _part(z, row, z_row, tokens, size, p, COLUMNS, False).to(tl.float32)
-            upstream = _part(dy, row, dy_row, tokens, size, p, COLUMNS, False).to(tl.float32)
+            value, silu, _ = _gated(xs[p], zs[p])
+            upstream = dys[p].to(tl.float32) * scale
+            d = upstream * weights[p]
             # d u: the gate is in u, or in d.
-            products += upstream * weights[p] * value * (gate / (1.0 + tl.exp(-gate)))
+            products += d * (value * silu)
+            added, ds = added + (sums[p] + upstream * (value * silu),), ds + (d,)
+        sums = added
         mean = scale * scale * (tl.sum(products, 1) / size)[:, None]
 
-        added = ()
         for p in tl.static_range(PARTS):
-            value = _part(x, row, x_row, tokens, size, p, COLUMNS, True).to(tl.float32)
-            gate = _part(z, row, z_row, tokens, size, p, COLUMNS, True).to(tl.float32)
-            upstream = _part(dy, row, dy_row, tokens, size, p, COLUMNS, True).to(tl.float32)
-            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-            d_gate = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-            gate = gate * sigmoid
-            d = upstream * weights[p]
-            if NORM_FIRST:
-                found = scale * (d * gate - value * mean)
-                d_gate *= d * value * scale
+            if AGAIN:
+                again_x = _part(x, row, x_row, tokens, size, p, COLUMNS, True)
+                again_z = _part(z, row, z_row, tokens, size, p, COLUMNS, True)
+                value, silu, slope = _gated(again_x, again_z)
             else:
-                du = scale * (d - value * gate * mean)
-                found = du * gate
-                d_gate *= du * value
-            added = added + (sums[p] + upstream * value * gate * scale,)
+                value, silu, slope = _gated(xs[p], zs[p])
+            if NORM_FIRST:
+                found = ds[p] * silu - value * mean
+                d_gate = ds[p] * (value * slope)
+            else:
+                du = ds[p] - value * silu * mean
+                found = du * silu
+                d_gate = du * (value * slope)
             column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             at, inside = row.to(tl.int64)[:, None], (row < tokens)[:, None] & (column < size)
             tl.store(dx + at * dx_row + column, found.to(dx.dtype.element_ty), mask=inside)
             tl.store(dz + at * dz_row + column, d_gate.to(dz.dtype.element_ty), mask=inside)
-        sums = added
+        row += ROWS
 
     partials += block.to(tl.int64) * dim + group * size
     for p in tl.static_range(PARTS):

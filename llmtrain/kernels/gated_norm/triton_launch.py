@@ -10,16 +10,18 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 
-PROGRAMS = 4  # per processor, at least, where there are tokens enough
-
 
 @dataclass(frozen=True)
 class Tile:
     """columns: of one part of a group, a power of two; as many parts as a group needs are in registers at once.
 
-    run: tiles that a program goes through, with the weights, and their gradients, in registers.
+    run: tiles that a program goes through at most, with the weights, and their gradients, in registers.
     rows: of a tile, a power of two; more than one for groups narrower than `columns`.
     stages: tiles fetched ahead through shared memory; 1: none.
+    ahead: whether the next tile is fetched into registers.
+    again: whether the backward reads x and z a second time, from the L1 cache, rather than keeping what it made of them.
+    programs: per processor, at least, where there are tokens enough. As many as run there at once, and `run` without
+        bound: each gets an equal share, and there are few partial sums.
     """
 
     columns: int
@@ -27,15 +29,18 @@ class Tile:
     run: int
     rows: int = 1
     stages: int = 1
+    ahead: bool = False
+    again: bool = True
+    programs: int = 6
 
 
 @dataclass(frozen=True)
 class Launch:
-    """programs: as many as keep the GPU busy; runs are halved until there are so many."""
+    """processors: of the GPU; 0: runs stay as they are."""
 
     forward: Tile
     backward: Tile
-    programs: int
+    processors: int
 
     def dump(self) -> str:
         """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
@@ -45,7 +50,7 @@ class Launch:
 @functools.cache
 def parsed(dumped: str) -> Launch:
     fields = json.loads(dumped)
-    return Launch(Tile(**fields["forward"]), Tile(**fields["backward"]), fields["programs"])
+    return Launch(Tile(**fields["forward"]), Tile(**fields["backward"]), fields["processors"])
 
 
 def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
@@ -55,7 +60,7 @@ def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
         for kernel in ("forward", "backward")
     )
     forward, backward = (narrowed(row.launch, spec.group_size) for row in rows)
-    return Launch(forward, backward, PROGRAMS * platform.processors)
+    return Launch(forward, backward, platform.processors)
 
 
 def narrowed(tile: Tile, group_size: int) -> Tile:
@@ -65,8 +70,7 @@ def narrowed(tile: Tile, group_size: int) -> Tile:
     return tile
 
 
-def fitted(tile: Tile, programs: int, rows: int, n_groups: int) -> Tile:
-    """The same with shorter runs, where programs would be too few."""
-    while tile.run > 1 and -(-rows // (tile.rows * tile.run)) * n_groups < programs:
-        tile = replace(tile, run=tile.run // 2)
-    return tile
+def fitted(tile: Tile, processors: int, rows: int, n_groups: int) -> Tile:
+    """The same with runs so short that tiles are shared by as many programs as it wants."""
+    share = -(-rows * n_groups // (tile.rows * tile.programs * processors)) if processors else tile.run
+    return replace(tile, run=max(1, min(tile.run, share)))

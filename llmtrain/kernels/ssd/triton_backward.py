@@ -69,7 +69,10 @@ def through_pairs(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    views += [rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state), rows_described(wanted, dx, tile)]
+    views += [
+        rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state),
+        rows_described(wanted, dx, tile),
+    ]
     fetched = all(view is not None for view in views)
     dy, x, after, into = views if fetched else (dy, x, d_states.values, dx)
     _through_pairs[n_groups * blocks, tiles, batch](

@@ -156,8 +156,16 @@ def _pass_states(
         back = row >= batch
         row = tl.where(back, row - batch, row)
         x, B, states = tl.where(back, dy, x), tl.where(back, C, B), tl.where(back, d_states, states)
-        x_row, x_token, x_head = tl.where(back, dy_row, x_row), tl.where(back, dy_token, x_token), tl.where(back, dy_head, x_head)
-        B_row, B_token, B_group = tl.where(back, C_row, B_row), tl.where(back, C_token, B_token), tl.where(back, C_group, B_group)
+        x_row, x_token, x_head = (
+            tl.where(back, dy_row, x_row),
+            tl.where(back, dy_token, x_token),
+            tl.where(back, dy_head, x_head),
+        )
+        B_row, B_token, B_group = (
+            tl.where(back, C_row, B_row),
+            tl.where(back, C_token, B_token),
+            tl.where(back, C_group, B_group),
+        )
         if exponents is not None:
             exponents, added = tl.where(back, d_exponents, exponents), tl.where(back, d_added, added)
 
