@@ -16,6 +16,7 @@ from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_half as half
 from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.reference import ReferenceSSD
@@ -146,12 +147,14 @@ class Problem:
         scaled = x.element_size() == 2
         room = (chunk, tile, scaled, self.launch.passing)
         made["states"], made["d_states"] = borders.room(x, B, *room), borders.room(self.dy, C, *room)
+        b, c = made["keys"] = half.room(B, tile), half.room(C, tile)
         if self.device != "meta":
             few = replace(self.launch.passing, stages=1)
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
             precision = self.launch.precision
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
-            both = (x, B, None, self.dy, C, None, None, made["times"], None, chunk, tile, precision, few)
+            b, c = made["keys"] = half.keys_of(B, C, tile)
+            both = (x, b, None, self.dy, c, None, None, made["times"], None, chunk, tile, precision, few)
             made["states"], made["d_states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made
         return made
@@ -171,16 +174,16 @@ class Problem:
         if kernel == "scan":
             return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
         if kernel == "passing":
-            both = (x, B, None, dy, C, None, None, times, None, chunk, tile, precision, how)
+            both = (x, m["keys"][0], None, dy, m["keys"][1], None, None, times, None, chunk, tile, precision, how)
             return lambda: borders.pass_both(*both)
         if kernel == "pairs":
-            inputs = (dy, x, B, C, D, times, None, m["d_states"], vectors, chunk, tile, precision, how, processors)
+            inputs = (dy, x, *m["keys"], D, times, None, m["d_states"], vectors, chunk, tile, precision, how, processors)
             return lambda: backward.through_pairs(*inputs)
         if kernel == "halves":
             inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
             return lambda: across.through_halves(*inputs)
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (dy, x, B, C, times, None, *of_pairs, m["states"], m["d_states"])
+        inputs = (dy, x, B, C, times, None, m["keys"], *of_pairs, m["states"], m["d_states"])
         return lambda: backward.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:

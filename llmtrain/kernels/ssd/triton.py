@@ -24,6 +24,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
+from llmtrain.kernels.ssd import triton_half as half
 from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -177,10 +178,11 @@ def slice_backward(
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
     passing = (chunk, tile, precision, launch.passing)
-    states, d_states = borders.pass_both(x, B, start, dy, C, end, of_start, times, begun, *passing)
+    keys = half.keys_of(B, C, tile)
+    states, d_states = borders.pass_both(x, keys[0], start, dy, keys[1], end, of_start, times, begun, *passing)
     vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
-        *(dy, x, B, C, D, times, begun, d_states, vectors),
+        *(dy, x, *keys, D, times, begun, d_states, vectors),
         *(chunk, tile, precision, launch.pairs, launch.processors, dx),
     )
     d_across = None
@@ -188,7 +190,7 @@ def slice_backward(
         halves = (chunk, precision, launch.halves, launch.processors)
         d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, *halves)
     _, _, passed = backward.through_states(
-        *(dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, vectors),
+        *(dy, x, B, C, times, begun, keys, d_pairs, d_across, states, d_states, vectors),
         *(chunk, tile, precision, launch.states, launch.processors, dB, dC),
     )
     time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt, sums)

@@ -28,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import never, padded, rows_described, rows_of
+from llmtrain.kernels.ssd.triton_half import Keys, highest_of, parts_of
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
-from llmtrain.kernels.ssd.triton_passing import States, exponent_of, parts_of, scaled_down
+from llmtrain.kernels.ssd.triton_passing import States
 
 _ADDED = 1024  # elements per program of the last sum
 
@@ -37,8 +38,8 @@ _ADDED = 1024  # elements per program of the last sum
 def through_pairs(
     dy: Tensor,
     x: Tensor,
-    B: Tensor,
-    C: Tensor,
+    B: Keys,
+    C: Keys,
     D: Tensor,
     times: Tensor,
     begun: Tensor | None,
@@ -59,14 +60,14 @@ def through_pairs(
     groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
-    n_groups, d_state = B.shape[2:]
+    n_groups, d_state = B.values.shape[2:]
     chunks, tiles = times.shape[2], triton.cdiv(seq_len, tile)
     heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # What comes next multiplies them with B and C, in their dtype.
-    d_pairs = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=B.dtype, device=x.device)
+    d_pairs = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
     diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
-    strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
+    strides = tuple(s for t in (dy, x, B.values, C.values) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
     views += [
@@ -76,7 +77,7 @@ def through_pairs(
     fetched = all(view is not None for view in views)
     dy, x, after, into = views if fetched else (dy, x, d_states.values, dx)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, B, C, D, times, begun, after, d_states.exponents, into, d_pairs, diagonal, vectors),
+        *(dy, x, *B, *C, D, times, begun, after, d_states.exponents, into, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -105,6 +106,7 @@ def through_states(
     C: Tensor,
     times: Tensor,
     begun: Tensor | None,
+    keys: tuple[Keys, Keys],
     d_pairs: Tensor,
     d_across: Tensor | None,
     states: States,
@@ -138,11 +140,12 @@ def through_states(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
+    b, c = keys
     views += [rows_described(wanted, t.values.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
     fetched = all(view is not None for view in views)
     dy, x, before, after = views if fetched else (dy, x, states.values, d_states.values)
     _through_states[grid](
-        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after, *states[1:3], *d_states[1:3]),
+        *(dy, x, B, C, *b, *c, times, begun, d_pairs, d_across, before, after, *states[1:3], *d_states[1:3]),
         *(of_B, of_C, passed, vectors),
         *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -199,7 +202,7 @@ def _add(parts: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _through_pairs(
-    dy, x, B, C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
+    dy, x, B, of_B, C, of_C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
@@ -231,9 +234,6 @@ def _through_pairs(
 
     b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
     c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
-    same = tl.sum(b.to(tl.float32) * c.to(tl.float32), 1)
-    if block == 0:
-        tl.store(diagonal + of_group * CHUNK + within + q, same)
     count, count_end = None, None
     if begun is not None:
         count = tl.load(begun + row * chunks * CHUNK + first + q)
@@ -241,8 +241,12 @@ def _through_pairs(
     # Powers of two are put back where an exponential is taken anyway.
     of_b, of_pair = 0.0, 0.0
     if d_exponents is not None:
-        of_b, of_c = exponent_of(b.to(tl.float32)), exponent_of(c.to(tl.float32))
-        b, c, of_pair = scaled_down(b, of_b), scaled_down(c, of_c), of_b + of_c
+        at = (row * tiles + tile) * N_GROUPS + group
+        of_b = tl.load(of_B + at)
+        of_pair = of_b + tl.load(of_C + at)
+    same = tl.sum(b.to(tl.float32) * c.to(tl.float32), 1) * tl.exp2(0.0 + of_pair)
+    if block == 0:
+        tl.store(diagonal + of_group * CHUNK + within + q, same)
 
     d_bc = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS
@@ -306,7 +310,8 @@ def _through_pairs(
 
 @triton.jit
 def _through_states(
-    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states, exponents, added, d_exponents, d_added, dB, dC, passed, vectors,
+    dy, x, B, C, b_half, of_B, c_half, of_C, times, begun, d_pairs, d_across, states, d_states,
+    exponents, added, d_exponents, d_added, dB, dC, passed, vectors,
     seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
@@ -367,6 +372,18 @@ def _through_states(
                 d_c += tl.dot(tl.trans(d_bc), b_earlier, input_precision=PRECISION)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
+    of_b, of_c, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
+    if exponents is not None:
+        at = (row * tiles + tile) * N_GROUPS + group
+        of_b, of_c = tl.load(of_B + at), tl.load(of_C + at)
+        of_chunk, of_tile = (row * chunks + chunk) * N_HEADS, (row * chunks * TILES + tile) * N_HEADS
+        # One for all heads, whose products are added up.
+        of_x = highest_of(d_exponents, added, of_chunk + begin, of_tile + begin, end - begin, HEAD_DIM, PART, HEADS)
+        of_dy = highest_of(exponents, d_added, of_chunk + begin, of_tile + begin, end - begin, HEAD_DIM, PART, HEADS)
+        d_b, d_c = d_b * tl.exp2(-of_x), d_c * tl.exp2(-of_dy)
+        at = ((row * tokens + first) * N_GROUPS + group) * D_STATE
+        b = rows_of(b_half + at, q, n, N_GROUPS * D_STATE, seq_len, D_STATE)
+        c = rows_of(c_half + at, q, n, N_GROUPS * D_STATE, seq_len, D_STATE)
     for head in tl.range(begin, end, num_stages=STAGES):
         found = vectors + head * chunks * (VECTORS * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
@@ -383,32 +400,31 @@ def _through_states(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        of_state, of_d_state, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
-        if exponents is not None:
-            of_chunk, of_tile = (row * chunks + chunk) * N_HEADS + head, (row * chunks * TILES + tile) * N_HEADS + head
-            of_state = parts_of(exponents, of_chunk, p, HEAD_DIM, PART)
-            of_d_state = parts_of(d_exponents, of_chunk, p, HEAD_DIM, PART)
-            of_x = of_d_state + parts_of(added, of_tile, p, HEAD_DIM, PART)
-            of_dy = of_state + parts_of(d_added, of_tile, p, HEAD_DIM, PART)
-            if HEAD_DIM > PART:
-                of_x, of_dy = tl.max(of_x), tl.max(of_dy)
-        kept = state.to(tl.float32) * d_state.to(tl.float32) * tl.exp2(a_end + (of_state + of_d_state))
+        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
         if begun is not None:
-            kept = tl.where(count_end == 0, kept, 0.0)
-        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
-        if exponents is not None:
-            x_in, dy_in = scaled_down(x_in, of_x - of_d_state), scaled_down(dy_in, of_dy - of_state)
-        from_start, to_end = tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
-        if begun is not None:
+            keep = tl.where(count_end == 0, keep, 0.0)
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
-        taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
-        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
-        d_b += taken * step[:, None]
-        carried = tl.dot(dy_in, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
-        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1))
-        d_c += carried
+        x_in, dy_in = x_in.to(tl.float32), dy_in.to(tl.float32)
+        kept = state.to(tl.float32) * d_state.to(tl.float32) * keep
+        if exponents is not None:
+            of_state = parts_of(exponents, of_chunk + head, p, HEAD_DIM, PART)
+            of_d_state = parts_of(d_exponents, of_chunk + head, p, HEAD_DIM, PART)
+            kept *= tl.exp2(of_state + of_d_state)
+            x_in, dy_in = x_in * tl.exp2(of_d_state - of_x), dy_in * tl.exp2(of_state - of_dy)
+        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
+        # The sums over columns, of x . B R and of dy . C S, are of products that nothing has rounded but R and S.
+        taken = tl.sum(tl.dot(b, d_state, input_precision=PRECISION) * x_in, 1)
+        tl.store(found + 3 * CHUNK, taken * (to_end * tl.exp2(0.0 + of_b + of_x)))
+        x_in = (x_in * (to_end * step)[:, None]).to(d_state.dtype)
+        d_b = tl.dot(x_in, tl.trans(d_state), acc=d_b, input_precision=PRECISION)
+        carried = tl.sum(tl.dot(c, state, input_precision=PRECISION) * dy_in, 1)
+        tl.store(found + 4 * CHUNK, carried * (from_start * tl.exp2(0.0 + of_c + of_dy)))
+        dy_in = (dy_in * from_start[:, None]).to(state.dtype)
+        d_c = tl.dot(dy_in, tl.trans(state), acc=d_c, input_precision=PRECISION)
 
+    if exponents is not None:
+        d_b, d_c = d_b * tl.exp2(of_x), d_c * tl.exp2(of_dy)
     to = of_block + q[:, None] * TOKEN + n[None, :]
     inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)

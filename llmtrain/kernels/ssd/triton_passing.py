@@ -1,8 +1,7 @@
 """States of Mamba-2's scan at the borders of chunks, in Triton: one program per head goes from chunk to chunk.
 
-For the backward in 16 bits they are kept in fp16 with a power of two for each tile, an eighth of bf16's rounding in the same
-bytes, and what is added to them is rounded to twice the bits: the gradient of A is a small difference of what passes
-through them (docs/kernels.md).
+Forward, what is added to a state is rounded to the dtype of x. For the backward in 16 bits it and the states are in fp16 with
+powers of two (triton_half.py), and states and their gradients are passed at once.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import padded, rows_of
+from llmtrain.kernels.ssd.triton_half import Keys, exponent_of
 from llmtrain.kernels.ssd.triton_launch import PassLaunch
 
 
@@ -26,8 +26,8 @@ class States(NamedTuple):
     """States at the borders of all chunks, as the kernels pass them on.
 
     values: [batch, chunks, heads, d_state, head_dim], in the dtype of x; or, if there are exponents, fp16, to be multiplied
-    by 2^exponent. exponents: [batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added: those of what
-    is added to a state, x or dy, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
+    by 2^exponent. exponents: [batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added: of what is
+    added to a state, x or dy times its weight, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
     """
 
     values: Tensor
@@ -53,16 +53,16 @@ def pass_states(
     wanted): [batch, heads, head_dim, d_state], fp32 and contiguous.
     """
     states = room(x, B, chunk, chunk, False, launch)
-    _launch((x, B, start, states, last), None, times, begun, chunk, chunk, precision, launch)
+    _launch((x, Keys(B, None), start, states, last), None, times, begun, chunk, chunk, precision, launch)
     return states.values
 
 
 def pass_both(
     x: Tensor,
-    B: Tensor,
+    B: Keys,
     start: Tensor | None,
     dy: Tensor,
-    C: Tensor,
+    C: Keys,
     end: Tensor | None,
     d_start: Tensor | None,
     times: Tensor,
@@ -78,8 +78,8 @@ def pass_both(
     end: the gradient of the last state; d_start: that of start, filled if it is wanted; both as start of pass_states.
     tile: tokens that are read at a time, a chunk or a part of one.
     """
-    scaled = x.element_size() == 2
-    states, d_states = (room(*t, chunk, tile, scaled, launch) for t in ((x, B), (dy, C)))
+    scaled = B.exponents is not None
+    states, d_states = (room(t, B.values, chunk, tile, scaled, launch) for t in (x, dy))
     back = (dy, C, end, d_states, d_start)
     _launch((x, B, start, states, None), back, times, begun, chunk, tile, precision, launch)
     return states, d_states
@@ -112,11 +112,11 @@ def _launch(
     pointers, strides = [], []
     for direction in (ahead, back):
         values, keys, start, states, last = direction or ahead
-        pointers += [values, keys, start, *states[:3], last]
-        strides += [*values.stride()[:3], *keys.stride()[:3]]
+        pointers += [values, *keys, start, *states[:3], last]
+        strides += [*values.stride()[:3], *keys.values.stride()[:3]]
     values, keys, _, states, _ = ahead
     batch, seq_len, n_heads, head_dim = values.shape
-    n_groups, d_state = keys.shape[2:]
+    n_groups, d_state = keys.values.shape[2:]
     _pass_states[launch.tiles(head_dim), n_heads, batch * (1 if back is None else 2)](
         *pointers,
         *(times, begun, seq_len, times.shape[2], *strides),
@@ -136,7 +136,7 @@ def _launch(
 
 @triton.jit
 def _pass_states(
-    x, B, start, states, exponents, added, last, dy, C, end, d_states, d_exponents, d_added, d_start,
+    x, B, of_B, start, states, exponents, added, last, dy, C, of_C, end, d_states, d_exponents, d_added, d_start,
     times, begun, seq_len, chunks,
     x_row, x_token, x_head, B_row, B_token, B_group, dy_row, dy_token, dy_head, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
@@ -150,6 +150,8 @@ def _pass_states(
     n, p, q = tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
     TILES: tl.constexpr = CHUNK // TILE
+    tiles = (seq_len + TILE - 1) // TILE
+    group, n_groups = head // HEADS_PER_GROUP, n_heads // HEADS_PER_GROUP
     back = False
     if BOTH:
         batch = tl.num_programs(2) // 2
@@ -168,9 +170,10 @@ def _pass_states(
         )
         if exponents is not None:
             exponents, added = tl.where(back, d_exponents, exponents), tl.where(back, d_added, added)
+            of_B = tl.where(back, of_C, of_B)
 
     x += row * x_row + head * x_head
-    B += row * B_row + (head // HEADS_PER_GROUP) * B_group
+    B += row * B_row + group * B_group
     times += (row * n_heads + head) * chunks * (2 * CHUNK)
     states += (row * chunks * n_heads + head) * (D_STATE * HEAD_DIM)
     inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
@@ -181,6 +184,8 @@ def _pass_states(
         state = tl.load(start + outside, mask=valid & (not back), other=0.0)
     if BOTH and end is not None:
         state += tl.load(end + outside, mask=valid & back, other=0.0)
+    # What no number of the state exceeds, without asking all of them: so much less is lost in waiting than in range.
+    bound = tl.max(tl.abs(state))
     for turn in tl.range(0, chunks * TILES, num_stages=STAGES):
         tile = turn
         if BOTH:
@@ -189,7 +194,7 @@ def _pass_states(
         if turn % TILES == 0:
             stored = state
             if exponents is not None:
-                of_state = exponent_of(state)
+                of_state = exponent_of(bound)
                 stored = state * tl.exp2(-of_state)
                 tl.store(exponents + ((row * chunks + chunk) * n_heads + head) * parts + part, of_state)
             to = states + chunk.to(tl.int64) * n_heads * (D_STATE * HEAD_DIM)
@@ -213,36 +218,18 @@ def _pass_states(
             keep = tl.where(count_end == count_begin, keep, 0.0)
             weight = tl.where(count == tl.where(back, count_begin, count_end), weight, 0.0)
         weighted = v.to(tl.float32) * weight[:, None]
-        rounded = weighted.to(v.dtype)
-        state = tl.dot(tl.trans(k), rounded, acc=state * keep, input_precision=PRECISION)
         if exponents is not None:
-            rest = (weighted - rounded.to(tl.float32)).to(v.dtype)
-            state = tl.dot(tl.trans(k), rest, acc=state, input_precision=PRECISION)
-            of_tile = ((row * chunks * TILES + tile) * n_heads + head) * parts + part
-            tl.store(added + of_tile, exponent_of(v.to(tl.float32)))
+            of_k = tl.load(of_B + (row * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
+            # No less than what a state of this size, divided by as much, overflows with.
+            of_v = tl.maximum(exponent_of(tl.max(tl.abs(weighted))), exponent_of(bound) - of_k - 60.0)
+            tl.store(added + ((row * chunks * TILES + tile) * n_heads + head) * parts + part, of_v)
+            half, of_both = (weighted * tl.exp2(-of_v)).to(k.dtype), of_v + of_k
+            state = tl.dot(tl.trans(k), half, acc=state * (keep * tl.exp2(-of_both)), input_precision=PRECISION)
+            state *= tl.exp2(of_both)
+            bound = bound * keep + tl.exp2(of_both + 28.0) * TILE
+        else:
+            state = tl.dot(tl.trans(k), weighted.to(k.dtype), acc=state * keep, input_precision=PRECISION)
     if last is not None and not BOTH:
         tl.store(last + outside, state, mask=valid)
     if BOTH and d_start is not None:
         tl.store(d_start + outside, state, mask=valid & back)
-
-
-@triton.jit
-def exponent_of(tile):
-    """e, so that all of a tile is at most 2^14 after division by 2^e: fp16 holds it, to 2^-24 of the largest or finer."""
-    return tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(tile)), 1e-30))) - 13.0
-
-
-@triton.jit
-def scaled_down(tile, exponent):
-    """In fp16, divided by 2^exponent (a number, or a tile of them)."""
-    return (tile.to(tl.float32) * tl.exp2(-exponent)).to(tl.float16)
-
-
-@triton.jit
-def parts_of(exponents, state, p, HEAD_DIM: tl.constexpr, PART: tl.constexpr):
-    """Of one state: of every column, [1, columns]; or one number, if a program passed all of them on."""
-    PARTS: tl.constexpr = (HEAD_DIM + PART - 1) // PART
-    if PARTS == 1:
-        return tl.load(exponents + state)
-    else:
-        return tl.load(exponents + state * PARTS + tl.minimum(p // PART, PARTS - 1))[None, :]
