@@ -144,18 +144,15 @@ class Problem:
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        scaled = x.element_size() == 2
-        room = (chunk, tile, scaled, self.launch.passing)
-        made["states"], made["d_states"] = borders.room(x, B, *room), borders.room(self.dy, C, *room)
-        b, c = made["keys"] = half.room(B, tile), half.room(C, tile)
+        made["keys"] = half.room(B, tile)
+        made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.passing)
         if self.device != "meta":
-            few = replace(self.launch.passing, stages=1)
+            few, precision = replace(self.launch.passing, stages=1), self.launch.precision
             made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
-            precision = self.launch.precision
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
-            b, c = made["keys"] = half.keys_of(B, C, tile)
-            both = (x, b, None, self.dy, c, None, None, made["times"], None, chunk, tile, precision, few)
-            made["states"], made["d_states"] = borders.pass_both(*both)
+            made["keys"] = half.keys_of(B, C, tile)
+            both = (x, self.dy, made["keys"], made["times"], None, None, None, None, chunk, tile, precision, few)
+            made["states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made
         return made
 
@@ -174,16 +171,16 @@ class Problem:
         if kernel == "scan":
             return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
         if kernel == "passing":
-            both = (x, m["keys"][0], None, dy, m["keys"][1], None, None, times, None, chunk, tile, precision, how)
+            both = (x, dy, m["keys"], times, None, None, None, None, chunk, tile, precision, how)
             return lambda: borders.pass_both(*both)
         if kernel == "pairs":
-            inputs = (dy, x, *m["keys"], D, times, None, m["d_states"], vectors, chunk, tile, precision, how, processors)
+            inputs = (dy, x, m["keys"], D, times, None, m["states"], vectors, chunk, tile, precision, how, processors)
             return lambda: backward.through_pairs(*inputs)
         if kernel == "halves":
             inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
             return lambda: across.through_halves(*inputs)
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (dy, x, B, C, times, None, m["keys"], *of_pairs, m["states"], m["d_states"])
+        inputs = (dy, x, B, C, times, None, *of_pairs, m["states"])
         return lambda: backward.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:

@@ -177,12 +177,11 @@ def slice_backward(
     times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
-    passing = (chunk, tile, precision, launch.passing)
-    keys = half.keys_of(B, C, tile)
-    states, d_states = borders.pass_both(x, keys[0], start, dy, keys[1], end, of_start, times, begun, *passing)
+    keys, passing = half.keys_of(B, C, tile), (chunk, tile, precision, launch.passing)
+    states = borders.pass_both(x, dy, keys, times, begun, start, end, of_start, *passing)
     vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
-        *(dy, x, *keys, D, times, begun, d_states, vectors),
+        *(dy, x, keys, D, times, begun, states, vectors),
         *(chunk, tile, precision, launch.pairs, launch.processors, dx),
     )
     d_across = None
@@ -190,7 +189,7 @@ def slice_backward(
         halves = (chunk, precision, launch.halves, launch.processors)
         d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, *halves)
     _, _, passed = backward.through_states(
-        *(dy, x, B, C, times, begun, keys, d_pairs, d_across, states, d_states, vectors),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, states, vectors),
         *(chunk, tile, precision, launch.states, launch.processors, dB, dC),
     )
     time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt, sums)

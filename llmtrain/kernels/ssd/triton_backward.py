@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import never, padded, rows_described, rows_of
-from llmtrain.kernels.ssd.triton_half import Keys, highest_of, parts_of
+from llmtrain.kernels.ssd.triton_half import Keys, parts_of
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
 from llmtrain.kernels.ssd.triton_passing import States
 
@@ -38,12 +38,11 @@ _ADDED = 1024  # elements per program of the last sum
 def through_pairs(
     dy: Tensor,
     x: Tensor,
-    B: Keys,
-    C: Keys,
+    keys: Keys,
     D: Tensor,
     times: Tensor,
     begun: Tensor | None,
-    d_states: States,
+    states: States,
     vectors: Tensor,
     chunk: int,
     tile: int,
@@ -54,30 +53,31 @@ def through_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the pairs of a tile, and all of dx but what comes to it through other tiles of its chunk.
 
-    d_states: gradients of the states after every chunk. Fills the first three of `vectors`, [batch, heads, chunks, 5 or
+    Fills the first three of `vectors`, [batch, heads, chunks, 5 or
     more, chunk]. dx: where to put it (`token_stride` says what it may be), else memory of its own. Returns dx; the
     gradients of the pairs by blocks of heads, [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks,
     groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
-    n_groups, d_state = B.values.shape[2:]
+    n_groups, d_state = keys.values.shape[3:]
     chunks, tiles = times.shape[2], triton.cdiv(seq_len, tile)
     heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # What comes next multiplies them with B and C, in their dtype.
     d_pairs = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
     diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
-    strides = tuple(s for t in (dy, x, B.values, C.values) for s in t.stride()[:3])
+    strides = tuple(s for t in (dy, x, *keys.values) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
     views += [
-        rows_described(wanted, d_states.values.view(1, -1, 1, head_dim), d_state),
+        rows_described(wanted, states.values[1].view(1, -1, 1, head_dim), d_state),
         rows_described(wanted, dx, tile),
     ]
     fetched = all(view is not None for view in views)
-    dy, x, after, into = views if fetched else (dy, x, d_states.values, dx)
+    dy, x, after, into = views if fetched else (dy, x, states.values[1], dx)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, *B, *C, D, times, begun, after, d_states.exponents, into, d_pairs, diagonal, vectors),
+        *(dy, x, *keys.values, *_two(keys.exponents), D, times, begun, after, _two(states.exponents)[1]),
+        *(into, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -88,7 +88,7 @@ def through_pairs(
         VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
-        PART=d_states.columns,
+        PART=states.columns,
         HEADS=heads,
         TOKEN=token_stride(dx),
         DESCRIBED=fetched,
@@ -106,11 +106,9 @@ def through_states(
     C: Tensor,
     times: Tensor,
     begun: Tensor | None,
-    keys: tuple[Keys, Keys],
     d_pairs: Tensor,
     d_across: Tensor | None,
     states: States,
-    d_states: States,
     vectors: Tensor,
     chunk: int,
     tile: int,
@@ -130,7 +128,7 @@ def through_states(
     n_groups, d_state = C.shape[2:]
     tiles = triton.cdiv(seq_len, tile)
     heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
-    passed = torch.empty(states.values.shape[:3], dtype=torch.float32, device=dy.device)
+    passed = torch.empty(states.values.shape[1:4], dtype=torch.float32, device=dy.device)
     dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
     # With one block of heads its sums are final.
     of_B, of_C = (dB, dC) if blocks == 1 else (_parts(B, blocks), _parts(C, blocks))
@@ -140,13 +138,12 @@ def through_states(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    b, c = keys
-    views += [rows_described(wanted, t.values.view(1, -1, 1, head_dim), d_state) for t in (states, d_states)]
+    views += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in states.values]
     fetched = all(view is not None for view in views)
-    dy, x, before, after = views if fetched else (dy, x, states.values, d_states.values)
+    dy, x, before, after = views if fetched else (dy, x, *states.values)
     _through_states[grid](
-        *(dy, x, B, C, *b, *c, times, begun, d_pairs, d_across, before, after, *states[1:3], *d_states[1:3]),
-        *(of_B, of_C, passed, vectors),
+        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after),
+        *(*_two(states.exponents), *_two(states.added), of_B, of_C, passed, vectors),
         *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
@@ -169,6 +166,10 @@ def through_states(
         _add(of_B, dB)
         _add(of_C, dC)
     return dB, dC, passed
+
+
+def _two(exponents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if exponents is None else (exponents[0], exponents[1])
 
 
 def token_stride(t: Tensor) -> int:
@@ -202,7 +203,7 @@ def _add(parts: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _through_pairs(
-    dy, x, B, of_B, C, of_C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
+    dy, x, B, C, of_B, of_C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
@@ -310,8 +311,8 @@ def _through_pairs(
 
 @triton.jit
 def _through_states(
-    dy, x, B, C, b_half, of_B, c_half, of_C, times, begun, d_pairs, d_across, states, d_states,
-    exponents, added, d_exponents, d_added, dB, dC, passed, vectors,
+    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states,
+    exponents, d_exponents, added, d_added, dB, dC, passed, vectors,
     seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
@@ -370,20 +371,14 @@ def _through_states(
             else:
                 b_earlier = rows_of(B, q, n, B_token, TILE, D_STATE)
                 d_c += tl.dot(tl.trans(d_bc), b_earlier, input_precision=PRECISION)
+    if exponents is not None:
+        PARTS: tl.constexpr = (HEAD_DIM + PART - 1) // PART
+        exponents += (row * chunks + chunk) * (N_HEADS * PARTS)
+        d_exponents += (row * chunks + chunk) * (N_HEADS * PARTS)
+        added += (row * chunks * TILES + tile) * (N_HEADS * PARTS)
+        d_added += (row * chunks * TILES + tile) * (N_HEADS * PARTS)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
-    of_b, of_c, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
-    if exponents is not None:
-        at = (row * tiles + tile) * N_GROUPS + group
-        of_b, of_c = tl.load(of_B + at), tl.load(of_C + at)
-        of_chunk, of_tile = (row * chunks + chunk) * N_HEADS, (row * chunks * TILES + tile) * N_HEADS
-        # One for all heads, whose products are added up.
-        of_x = highest_of(d_exponents, added, of_chunk + begin, of_tile + begin, end - begin, HEAD_DIM, PART, HEADS)
-        of_dy = highest_of(exponents, d_added, of_chunk + begin, of_tile + begin, end - begin, HEAD_DIM, PART, HEADS)
-        d_b, d_c = d_b * tl.exp2(-of_x), d_c * tl.exp2(-of_dy)
-        at = ((row * tokens + first) * N_GROUPS + group) * D_STATE
-        b = rows_of(b_half + at, q, n, N_GROUPS * D_STATE, seq_len, D_STATE)
-        c = rows_of(c_half + at, q, n, N_GROUPS * D_STATE, seq_len, D_STATE)
     for head in tl.range(begin, end, num_stages=STAGES):
         found = vectors + head * chunks * (VECTORS * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
@@ -400,31 +395,35 @@ def _through_states(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
+        kept = state.to(tl.float32) * d_state.to(tl.float32)
+        # Weights come before the products: then all is in fp16's range, as it was where states were passed.
+        of_kept, of_x, of_dy, x_down, dy_down = 0.0, 0.0, 0.0, 0.0, 0.0
+        if exponents is not None:
+            of_state = parts_of(exponents, head, p, HEAD_DIM, PART)
+            of_d_state = parts_of(d_exponents, head, p, HEAD_DIM, PART)
+            x_down, dy_down = parts_of(added, head, p, HEAD_DIM, PART), parts_of(d_added, head, p, HEAD_DIM, PART)
+            of_kept, of_x, of_dy = of_state + of_d_state, of_d_state + x_down, of_state + dy_down
+            if HEAD_DIM > PART:
+                kept *= tl.exp2(of_kept)
+                of_kept, of_x, of_dy = 0.0, tl.max(of_x), tl.max(of_dy)
+                x_in = x_in.to(tl.float32) * tl.exp2(of_d_state - of_x)
+                dy_in = dy_in.to(tl.float32) * tl.exp2(of_state - of_dy)
+                x_down, dy_down = 0.0, 0.0
+        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a - dy_down), tl.exp2(a_end - a - x_down)
         if begun is not None:
             keep = tl.where(count_end == 0, keep, 0.0)
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
-        x_in, dy_in = x_in.to(tl.float32), dy_in.to(tl.float32)
-        kept = state.to(tl.float32) * d_state.to(tl.float32) * keep
-        if exponents is not None:
-            of_state = parts_of(exponents, of_chunk + head, p, HEAD_DIM, PART)
-            of_d_state = parts_of(d_exponents, of_chunk + head, p, HEAD_DIM, PART)
-            kept *= tl.exp2(of_state + of_d_state)
-            x_in, dy_in = x_in * tl.exp2(of_d_state - of_x), dy_in * tl.exp2(of_state - of_dy)
-        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
-        # The sums over columns, of x . B R and of dy . C S, are of products that nothing has rounded but R and S.
-        taken = tl.sum(tl.dot(b, d_state, input_precision=PRECISION) * x_in, 1)
-        tl.store(found + 3 * CHUNK, taken * (to_end * tl.exp2(0.0 + of_b + of_x)))
-        x_in = (x_in * (to_end * step)[:, None]).to(d_state.dtype)
-        d_b = tl.dot(x_in, tl.trans(d_state), acc=d_b, input_precision=PRECISION)
-        carried = tl.sum(tl.dot(c, state, input_precision=PRECISION) * dy_in, 1)
-        tl.store(found + 4 * CHUNK, carried * (from_start * tl.exp2(0.0 + of_c + of_dy)))
-        dy_in = (dy_in * from_start[:, None]).to(state.dtype)
-        d_c = tl.dot(dy_in, tl.trans(state), acc=d_c, input_precision=PRECISION)
+        tl.store(passed + head, keep * tl.sum(tl.sum(kept, 0), 0), mask=within == 0)
+        weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(d_state.dtype)
+        taken = tl.dot(weighted, tl.trans(d_state), input_precision=PRECISION)
+        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1) * tl.exp2(0.0 + of_x))
+        d_b += taken * tl.exp2(0.0 + of_x)
+        weighted = (dy_in.to(tl.float32) * from_start[:, None]).to(state.dtype)
+        carried = tl.dot(weighted, tl.trans(state), input_precision=PRECISION)
+        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1) * tl.exp2(0.0 + of_dy))
+        d_c += carried * tl.exp2(0.0 + of_dy)
 
-    if exponents is not None:
-        d_b, d_c = d_b * tl.exp2(of_x), d_c * tl.exp2(of_dy)
     to = of_block + q[:, None] * TOKEN + n[None, :]
     inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)

@@ -21,60 +21,58 @@ from llmtrain.kernels.ssd.triton_forward import padded, rows_of
 
 
 class Keys(NamedTuple):
-    """B or C. values: [batch, T, groups, d_state]; if there are exponents, fp16, to be multiplied by 2^exponent: one for each
-    tile of tokens, [batch, tiles, groups] in fp32.
+    """B and then C. values: [2, batch, T, groups, d_state]; if there are exponents, fp16, to be multiplied by 2^exponent: one
+    for each tile of tokens, [2, batch, tiles, groups] in fp32.
     """
 
     values: Tensor
     exponents: Tensor | None
 
 
-def keys_of(B: Tensor, C: Tensor, tile: int) -> tuple[Keys, Keys]:
+def keys_of(B: Tensor, C: Tensor, tile: int) -> Keys:
     """As they are in fp32, else in fp16."""
-    b, c = room(B, tile), room(C, tile)
-    if b.exponents is None or c.exponents is None:
-        return b, c
-    batch, seq_len, n_groups, d_state = B.shape
-    _halve[2 * n_groups, b.exponents.shape[1], batch](
-        *(B, C, *b, *c, seq_len, *B.stride()[:3], *C.stride()[:3]),
+    if B.element_size() > 2:
+        return Keys(torch.stack((B, C)), None)
+    keys, (batch, seq_len, n_groups, d_state) = room(B, tile), B.shape
+    _halve[2 * n_groups, triton.cdiv(seq_len, tile), batch](
+        *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3]),
         D_STATE=d_state,
         TILE=tile,
         ROWS=padded(d_state),
         num_warps=4,
     )
-    return b, c
+    return keys
 
 
 def room(B: Tensor, tile: int) -> Keys:
-    """Where keys_of puts one of them."""
-    if B.element_size() > 2:
-        return Keys(B, None)
-    batch, seq_len, n_groups, _ = B.shape
-    exponents = torch.empty((batch, triton.cdiv(seq_len, tile), n_groups), dtype=torch.float32, device=B.device)
-    return Keys(torch.empty(B.shape, dtype=torch.float16, device=B.device), exponents)
+    """Where keys_of puts them."""
+    values = torch.empty((2, *B.shape), dtype=torch.float16 if B.element_size() == 2 else B.dtype, device=B.device)
+    shape = (2, B.shape[0], triton.cdiv(B.shape[1], tile), B.shape[2])
+    return Keys(values, torch.empty(shape, dtype=torch.float32, device=B.device) if B.element_size() == 2 else None)
 
 
 @triton.jit
 def _halve(
-    B, C, b, of_B, c, of_C, seq_len, B_row, B_token, B_group, C_row, C_token, C_group,
+    B, C, values, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group,
     D_STATE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (B's groups and then C's, tile, row of the batch)."""
-    groups, tiles = tl.num_programs(0) // 2, tl.num_programs(1)
+    groups, tiles, batch = tl.num_programs(0) // 2, tl.num_programs(1), tl.num_programs(2)
     which, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     q, n = tl.arange(0, TILE), tl.arange(0, ROWS)
     first = tile * TILE
     if which == 1:
-        B, B_row, B_token, B_group, b, of_B = C, C_row, C_token, C_group, c, of_C
+        B, B_row, B_token, B_group = C, C_row, C_token, C_group
     B += row * B_row + group * B_group + first.to(tl.int64) * B_token
     found = rows_of(B, q, n, B_token, seq_len - first, D_STATE).to(tl.float32)
     exponent = exponent_of(tl.max(tl.abs(found)))
-    tl.store(of_B + (row * tiles + tile) * groups + group, exponent)
-    b += ((row * seq_len + first) * groups + group) * D_STATE
+    every = which * batch + row
+    tl.store(exponents + (every * tiles + tile) * groups + group, exponent)
+    values += ((every * seq_len + first) * groups + group) * D_STATE
     to = q[:, None] * (groups * D_STATE) + n[None, :]
     inside = (first + q < seq_len)[:, None] & (n < D_STATE)[None, :]
-    tl.store(b + to, (found * tl.exp2(-exponent)).to(tl.float16), mask=inside)
+    tl.store(values + to, (found * tl.exp2(-exponent)).to(tl.float16), mask=inside)
 
 
 @triton.jit
@@ -91,17 +89,3 @@ def parts_of(exponents, state, p, HEAD_DIM: tl.constexpr, PART: tl.constexpr):
         return tl.load(exponents + state)
     else:
         return tl.load(exponents + state * PARTS + tl.minimum(p // PART, PARTS - 1))[None, :]
-
-
-@triton.jit
-def highest_of(exponents, added, state, tile, heads, HEAD_DIM: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr):
-    """Over some heads and all columns: the largest exponent of a state, or its gradient, times what is added in a tile. At
-    least -100, so that division by 2^exponent does not overflow.
-    """
-    PARTS: tl.constexpr = (HEAD_DIM + PART - 1) // PART
-    ALL: tl.constexpr = triton.next_power_of_2(HEADS * PARTS)
-    i = tl.arange(0, ALL)
-    inside = i < heads * PARTS
-    both = tl.load(exponents + state * PARTS + i, mask=inside, other=-1000.0)
-    both += tl.load(added + tile * PARTS + i, mask=inside, other=-1000.0)
-    return tl.maximum(tl.max(both), -100.0)

@@ -23,11 +23,14 @@ sequence with 80 heads, a program each, is a slice on an H200 (132 processors)."
 
 @dataclass(frozen=True)
 class PassLaunch:
-    """How states are passed. columns of head_dim per program, each with all of d_state; options: Triton's own."""
+    """How states are passed. columns of head_dim per program, each with all of d_state; options: Triton's own; described: as
+    of WalkLaunch, of keys and states, where both directions are passed at once.
+    """
 
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
+    described: bool = False
 
     def tiles(self, head_dim: int) -> int:
         return math.ceil(head_dim / self.columns)

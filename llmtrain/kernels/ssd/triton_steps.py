@@ -67,7 +67,7 @@ def decay_gradients(
 
     vectors: [batch, heads, chunks, 5 or 6, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
-        after_j = 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
+        dt_j 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
     If there are 6, `earlier` and `later` are those of half a chunk; the sixth is what comes from the other half, `later`
     of the first and `earlier` of the second.
     diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, heads].
@@ -177,7 +177,7 @@ def _decay_gradients(
     earlier = tl.load(vectors, mask=valid, other=0.0)
     later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
     same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
-    after = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
+    on_end = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
     before = tl.load(vectors + 4 * CHUNK, mask=valid, other=0.0)
     if VECTORS == 6:
         other_half = tl.load(vectors + 5 * CHUNK, mask=valid, other=0.0)
@@ -186,10 +186,10 @@ def _decay_gradients(
         later += tl.where(second, 0.0, other_half)
     n_groups = (n_heads + per_group - 1) // per_group
     diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
+    after = tl.where(step > 0.0, on_end / tl.maximum(step, 1e-37), 0.0)
     d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
     # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
-    on_end = step * after
     d_log_decay = tl.cumsum(earlier + before - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
     d_log_decay += tl.load(passed + (row * chunks + chunk) * n_heads + h, mask=h_valid, other=0.0)[None, :]
 
