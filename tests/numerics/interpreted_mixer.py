@@ -42,7 +42,7 @@ def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: 
         chunk=32,
         chunk_backward=backward,
         halves=scan.pairs if halves else None,
-        passing=replace(scan.passing, columns=16),
+        passing=replace(scan.passing, rows=32, columns=16),
         walk=replace(scan.walk, columns=16),
         processors=processors,
     )

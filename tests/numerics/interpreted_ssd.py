@@ -33,7 +33,7 @@ def small(spec: SSDSpec, forward: int = 32, halves: bool = False, processors: in
         chunk=forward,
         chunk_backward=backward,
         halves=launch.pairs if halves else None,
-        passing=replace(launch.passing, columns=16),
+        passing=replace(launch.passing, rows=32, columns=16),
         walk=replace(launch.walk, columns=16),
         processors=processors,
     )

@@ -106,8 +106,10 @@ class Problem:
             found.append(getattr(self.launch, kernel))
         described = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel == "passing":
-            for columns, warps, stages in itertools.product((32, 64), (4, 8), (1, 2, 3)):
-                found.append(PassLaunch(columns, stages, {"num_warps": warps, **more}))
+            for rows, columns, stages, fetched in itertools.product((64, 128), (32, 64), (1, 2, 3), described):
+                found.append(PassLaunch(rows, columns, stages, {"num_warps": 4, **more}, fetched))
+                if fetched:  # three programs on a multiprocessor
+                    found.append(PassLaunch(rows, columns, stages, {"num_warps": 4, "maxnreg": 168}, fetched))
         elif kernel == "walk":
             for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
                 if chunk < 128 or warps > 4:
@@ -133,6 +135,7 @@ class Problem:
         count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
             "times": (batch, spec.n_heads, count, 2, chunk),
+            "longest": (batch, spec.n_heads, count),
             "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
             "vectors": (batch, spec.n_heads, count, 6 if tile < chunk else 5, chunk),
             "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
@@ -148,10 +151,10 @@ class Problem:
         made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.passing)
         if self.device != "meta":
             few, precision = replace(self.launch.passing, stages=1), self.launch.precision
-            made["times"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
+            made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
             made["keys"] = half.keys_of(B, C, tile)
-            both = (x, self.dy, made["keys"], made["times"], None, None, None, None, chunk, tile, precision, few)
+            both = (x, self.dy, made["keys"], made["times"], made["longest"], None, None, None, None, chunk, tile, precision, few)
             made["states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made
         return made
@@ -171,7 +174,7 @@ class Problem:
         if kernel == "scan":
             return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
         if kernel == "passing":
-            both = (x, dy, m["keys"], times, None, None, None, None, chunk, tile, precision, how)
+            both = (x, dy, m["keys"], times, m["longest"], None, None, None, None, chunk, tile, precision, how)
             return lambda: borders.pass_both(*both)
         if kernel == "pairs":
             inputs = (dy, x, m["keys"], D, times, None, m["states"], vectors, chunk, tile, precision, how, processors)

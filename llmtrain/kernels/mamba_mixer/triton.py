@@ -175,46 +175,28 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
     launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
-    scan, (batch, seq_len, _) = ssd.parsed(launch.ssd), zxbcdt.shape
-    slices = scan.slices(batch, sizes.n_heads, sizes.d_inner // sizes.n_heads)
+    scan, (z, xBC, dt) = ssd.parsed(launch.ssd), sizes.parts(zxbcdt)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
-    d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(sizes.parts(zxbcdt)[2], scan)
-    columns = conv_weight.numel() + (0 if conv_bias is None else sizes.channels)
-    of_weights = r.new_empty((len(slices), columns + sizes.d_inner))
-    r = r.unflatten(0, (batch, seq_len))
-
-    def backward(i: int, rows: slice) -> None:
-        """Of some sequences: all that is only needed on the way ends with it."""
-        z, xBC, dt = sizes.parts(zxbcdt[rows])
-        dz, dxBC, d_dt = sizes.parts(d_zxbcdt[rows])
-        initial, ids = (None if t is None else t[rows] for t in (initial_state, document_ids))
-        # dxBC is written last; until then it lends its memory to dy, or to the convolution's output made again.
-        if launch.keeps_conv:
-            conv_output, dy = convolved[rows], dxBC[..., : sizes.d_inner]
-        else:
-            conv_output, dy = conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC), None
-        x, B, C = sizes.conv_parts(conv_output)
-        inputs = (x, dt, A, B, C, D, dt_bias, initial, ids)
-        if launch.keeps_scan:
-            found = y[rows]
-        else:
-            found = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd, with_last=False)[0].flatten(-2)
-        how = (norm_weight, r[rows].flatten(0, 1), norm_first, launch.gated_norm)
-        dy, _, partials = gated_norm.partial_backward(d_out[rows], found, z, *how, dz, dy)
-        column_sums(partials, of_weights[i, columns:])
-        del found, partials
-        d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
-        dx, dB, dC = sizes.conv_parts(d_conv)
-        into = (dx, d_dt, dB, dC, d_initial[rows], of_scan[rows])
-        ssd.slice_backward(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, into)
-        del dy
-        _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, ids, launch.conv1d, dxBC)
-        column_sums(partials, of_weights[i, :columns])
-
-    for i, rows in enumerate(slices):
-        backward(i, rows)
-    d_conv_weight, d_conv_bias, d_norm_weight = _room(conv_weight, conv_bias, norm_weight)
-    column_sums(of_weights, d_conv_weight, d_conv_bias, d_norm_weight)
+    d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(dt, scan)
+    dz, dxBC, d_dt = sizes.parts(d_zxbcdt)
+    # dxBC is written last; until then it lends its memory to dy, or to the convolution's output made again.
+    if launch.keeps_conv:
+        dy = dxBC[..., : sizes.d_inner]
+    else:
+        convolved, dy = conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d, dxBC), None
+    x, B, C = sizes.conv_parts(convolved)
+    inputs = (x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
+    if not launch.keeps_scan:
+        y = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd, with_last=False)[0].flatten(-2)
+    dy, _, partials = gated_norm.partial_backward(d_out, y, z, norm_weight, r, norm_first, launch.gated_norm, dz, dy)
+    d_norm_weight = gated_norm.kernels.parameter_gradient(partials, norm_weight)
+    del y, partials
+    d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
+    dx, dB, dC = sizes.conv_parts(d_conv)
+    ssd.backward_into(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, (dx, d_dt, dB, dC, d_initial, of_scan))
+    del dy
+    _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, document_ids, launch.conv1d, dxBC)
+    d_conv_weight, d_conv_bias = conv1d.kernels.parameter_gradients(partials, conv_weight, conv_bias)
     d_A, d_D, d_bias = ssd.parameter_gradients(of_scan, A, D, dt_bias)
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 

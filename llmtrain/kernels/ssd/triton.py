@@ -2,8 +2,7 @@
 
 Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
 at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward, of one slice of the batch after the other (`Launch.slices`): time steps; the states at the chunks' borders again;
-their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
+Backward: time steps; B and C in fp16; the states at the chunks' borders again and their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
 where tiles of pairs are half a chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what
 passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
 every sum has a fixed order.
@@ -89,7 +88,7 @@ def launch_forward(
     """y, and the last state (an empty tensor without with_last)."""
     launch = parsed(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
-    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
+    times, _, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
     start, last = _state(initial_state), None
     if with_last:
         last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
@@ -135,20 +134,16 @@ def launch_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
-    launch, (batch, _, n_heads, head_dim) = parsed(options), x.shape
+    launch = parsed(options)
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
     d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
-    for rows in launch.slices(batch, n_heads, head_dim):
-        dy_, x_, dt_, B_, C_ = (t[rows] for t in (dy, x, dt, B, C))
-        d_last_, initial, ids = (None if t is None else t[rows] for t in (d_last, initial_state, document_ids))
-        tensors = (dy_, d_last_, x_, dt_, A, B_, C_, D, dt_bias, initial, ids)
-        into = [t[rows] for t in (dx, d_dt, dB, dC, d_initial, sums)]
-        slice_backward(*tensors, dt_min, dt_max, launch, into)
+    tensors = (dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
+    backward_into(*tensors, dt_min, dt_max, launch, (dx, d_dt, dB, dC, d_initial, sums))
     d_A, d_D, d_bias = parameter_gradients(sums, A, D, dt_bias)
     return dx, d_dt, d_A, dB, dC, d_D, d_bias, d_initial
 
 
-def slice_backward(
+def backward_into(
     dy: Tensor,
     d_last: Tensor | None,
     x: Tensor,
@@ -165,20 +160,18 @@ def slice_backward(
     launch: Launch,
     into: Sequence[Tensor],
 ) -> None:
-    """Of some sequences, in one piece.
-
-    into: where to put the gradients of x, dt, B and C (slices, perhaps, of something contiguous; B's and C's of the same), of
+    """into: where to put the gradients of x, dt, B and C (slices, perhaps, of something contiguous; B's and C's of the same), of
     the initial state, if there is one, and what parameter_gradients takes.
     """
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, sums = into
     chunk, tile, precision = launch.chunk_backward, launch.tile, launch.precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    times, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
+    times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
     keys, passing = half.keys_of(B, C, tile), (chunk, tile, precision, launch.passing)
-    states = borders.pass_both(x, dy, keys, times, begun, start, end, of_start, *passing)
+    states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
     vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
         *(dy, x, keys, D, times, begun, states, vectors),
@@ -201,7 +194,7 @@ def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
 
 
 def room_for_sums(dt: Tensor, launch: Launch) -> Tensor:
-    """For the gradients of A, D and dt_bias by sequence and chunk. Summed at once: slices of the batch change no bit."""
+    """For the gradients of A, D and dt_bias by sequence and chunk."""
     batch, seq_len, n_heads = dt.shape
     return dt.new_empty((batch, -(-seq_len // launch.chunk_backward), 3, n_heads), dtype=torch.float32)
 

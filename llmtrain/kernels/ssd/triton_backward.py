@@ -396,33 +396,29 @@ def _through_states(
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
         kept = state.to(tl.float32) * d_state.to(tl.float32)
-        # Weights come before the products: then all is in fp16's range, as it was where states were passed.
-        of_kept, of_x, of_dy, x_down, dy_down = 0.0, 0.0, 0.0, 0.0, 0.0
+        of_kept, of_x, of_dy = 0.0, 0.0, 0.0
         if exponents is not None:
-            of_state = parts_of(exponents, head, p, HEAD_DIM, PART)
-            of_d_state = parts_of(d_exponents, head, p, HEAD_DIM, PART)
+            of_state, of_d_state = parts_of(exponents, head, p, HEAD_DIM, PART), parts_of(d_exponents, head, p, HEAD_DIM, PART)
             x_down, dy_down = parts_of(added, head, p, HEAD_DIM, PART), parts_of(d_added, head, p, HEAD_DIM, PART)
             of_kept, of_x, of_dy = of_state + of_d_state, of_d_state + x_down, of_state + dy_down
             if HEAD_DIM > PART:
                 kept *= tl.exp2(of_kept)
                 of_kept, of_x, of_dy = 0.0, tl.max(of_x), tl.max(of_dy)
-                x_in = x_in.to(tl.float32) * tl.exp2(of_d_state - of_x)
-                dy_in = dy_in.to(tl.float32) * tl.exp2(of_state - of_dy)
-                x_down, dy_down = 0.0, 0.0
-        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a - dy_down), tl.exp2(a_end - a - x_down)
+                x_down, dy_down = of_x - of_d_state, of_dy - of_state
+            x_in = (x_in.to(tl.float32) * tl.exp2(-x_down)).to(tl.float16)
+            dy_in = (dy_in.to(tl.float32) * tl.exp2(-dy_down)).to(tl.float16)
+        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
         if begun is not None:
             keep = tl.where(count_end == 0, keep, 0.0)
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
         tl.store(passed + head, keep * tl.sum(tl.sum(kept, 0), 0), mask=within == 0)
-        weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(d_state.dtype)
-        taken = tl.dot(weighted, tl.trans(d_state), input_precision=PRECISION)
-        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1) * tl.exp2(0.0 + of_x))
-        d_b += taken * tl.exp2(0.0 + of_x)
-        weighted = (dy_in.to(tl.float32) * from_start[:, None]).to(state.dtype)
-        carried = tl.dot(weighted, tl.trans(state), input_precision=PRECISION)
-        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1) * tl.exp2(0.0 + of_dy))
-        d_c += carried * tl.exp2(0.0 + of_dy)
+        taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
+        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
+        d_b += taken * step[:, None]
+        carried = tl.dot(dy_in, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
+        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1))
+        d_c += carried
 
     to = of_block + q[:, None] * TOKEN + n[None, :]
     inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]

@@ -12,28 +12,21 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.tuning_files import decode
 
-# In two runs with two ways of timing, not side by side: BENCHMARKS.md. Two slices have not been timed.
-SLICES = 2
-"""Of a batch that a backward takes one after the other, at most. Four, of 8 or 4 sequences, took 1.2 to 1.35 x the time of
-one on an H200."""
-FILLED = 0.6
-"""Programs that pass the states of a slice of the batch, over the device's processors, at least. Less than 1, so that one
-sequence with 80 heads, a program each, is a slice on an H200 (132 processors)."""
-
 
 @dataclass(frozen=True)
 class PassLaunch:
-    """How states are passed. columns of head_dim per program, each with all of d_state; options: Triton's own; described: as
-    of WalkLaunch, of keys and states, where both directions are passed at once.
+    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own; described: as of
+    WalkLaunch, of keys and states.
     """
 
+    rows: int
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
     described: bool = False
 
-    def tiles(self, head_dim: int) -> int:
-        return math.ceil(head_dim / self.columns)
+    def tiles(self, d_state: int, head_dim: int) -> int:
+        return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
 
 
 @dataclass(frozen=True)
@@ -102,17 +95,6 @@ class Launch:
         """
         waves = programs / self.processors
         return waves / math.ceil(waves) > 0.85
-
-    def slices(self, batch: int, n_heads: int, head_dim: int) -> list[slice]:
-        """Of the batch: what the backward takes one after the other, so that states, which can be several times larger than
-        x, are there for a part of the sequences at a time.
-
-        None leaves processors idle (FILLED) where states are passed: that kernel's programs go through whole sequences,
-        and only sequences, heads and tiles make more of them.
-        """
-        least = max(1, math.ceil(FILLED * self.processors / (n_heads * self.passing.tiles(head_dim))))
-        count = max(1, min(SLICES, batch // least))
-        return [slice(batch * i // count, batch * (i + 1) // count) for i in range(count)]
 
     def dump(self) -> str:
         """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""

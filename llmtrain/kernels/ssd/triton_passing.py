@@ -28,8 +28,7 @@ class States(NamedTuple):
 
     values: [2, batch, chunks, heads, d_state, head_dim], in the dtype of x; or, if there are exponents, fp16, to be
     multiplied by 2^exponent. exponents: [2, batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added:
-    the same of what is added to them, x or dy times its weight, by tiles instead of chunks: divided by 2^exponent it is at
-    most 2^14.
+    the same of what is added to them, x or dy, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
     """
 
     values: Tensor
@@ -57,7 +56,7 @@ def pass_states(
     batch, _, n_heads, head_dim = x.shape
     shape = (batch, times.shape[2], n_heads, B.shape[3], head_dim)
     states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _columns(launch, head_dim))
-    _launch(x, x, B, None, times, begun, (start, None, last), states, chunk, chunk, precision, launch)
+    _launch(x, x, B, None, times, None, begun, (start, None, last), states, chunk, chunk, precision, launch)
     return states.values
 
 
@@ -66,6 +65,7 @@ def pass_both(
     dy: Tensor,
     keys: Keys,
     times: Tensor,
+    longest: Tensor,
     begun: Tensor | None,
     start: Tensor | None,
     end: Tensor | None,
@@ -83,7 +83,7 @@ def pass_both(
     """
     states = room(x, keys, chunk, tile, launch)
     ends = (start, end, d_start)
-    _launch(x, dy, keys.values[0], keys.exponents, times, begun, ends, states, chunk, tile, precision, launch)
+    _launch(x, dy, keys.values.flatten(0, 1), keys.exponents, times, longest, begun, ends, states, chunk, tile, precision, launch)
     return states
 
 
@@ -95,7 +95,7 @@ def room(x: Tensor, keys: Keys, chunk: int, tile: int, launch: PassLaunch) -> St
     values = torch.empty(shape, dtype=torch.float16 if scaled else x.dtype, device=x.device)
     exponents, added = None, None
     if scaled:
-        tiles, parts = chunks * (chunk // tile), launch.tiles(head_dim)
+        tiles, parts = chunks * (chunk // tile), triton.cdiv(head_dim, _columns(launch, head_dim))
         exponents = torch.empty((2, batch, chunks, n_heads, parts), dtype=torch.float32, device=x.device)
         added = torch.empty((2, batch, tiles, n_heads, parts), dtype=torch.float32, device=x.device)
     return States(values, exponents, added, _columns(launch, head_dim))
@@ -111,6 +111,7 @@ def _launch(
     B: Tensor,
     of_B: Tensor | None,
     times: Tensor,
+    longest: Tensor | None,
     begun: Tensor | None,
     ends: tuple[Tensor | None, ...],
     states: States,
@@ -119,25 +120,27 @@ def _launch(
     precision: str,
     launch: PassLaunch,
 ) -> None:
-    """In both directions if `states` has room for both; then C stands after B."""
+    """In both directions if `states` has room for both; then B is that, and C."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
-    both = states.values.ndim == 6
-    wanted = launch.described and both and d_state == padded(d_state) and head_dim % states.columns == 0
-    # Of both directions; what is beyond a sequence meets zeros of x.
-    all_keys = rows_described(wanted, B.as_strided((1, 2 * batch * seq_len, n_groups, d_state), (0, *B.stride()[1:])), tile)
-    all_states = rows_described(wanted, states.values.view(1, -1, 1, head_dim), d_state, states.columns)
-    fetched = all_keys is not None and all_states is not None
-    keys, into = (all_keys, all_states) if fetched else (B, states.values)
-    _pass_states[launch.tiles(head_dim), n_heads, batch * (2 if both else 1)](
-        *(x, dy, keys, of_B, times, begun, *ends, into, states.exponents, states.added),
+    both, rows = states.values.ndim == 6, min(launch.rows, padded(d_state))
+    wanted = launch.described and d_state % rows == 0 and head_dim % states.columns == 0
+    # What is beyond a sequence meets zeros of x.
+    keys = rows_described(wanted, B.view(1, -1, n_groups, d_state) if both else B, tile, rows)
+    into = rows_described(wanted, states.values.view(1, -1, 1, head_dim), rows, states.columns)
+    fetched = keys is not None and into is not None
+    keys, into = (keys, into) if fetched else (B, states.values)
+    grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if both else 1))
+    _pass_states[grid](
+        *(x, dy, keys, of_B, times, longest, begun, *ends, into, states.exponents, states.added),
         *(seq_len, times.shape[2], *x.stride()[:3], *dy.stride()[:3], *B.stride()[:3]),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
         TILE=tile,
-        ROWS=padded(d_state),
+        ALL_ROWS=padded(d_state),
+        ROWS=rows,
         COLUMNS=states.columns,
         BOTH=both,
         DESCRIBED=fetched,
@@ -149,18 +152,18 @@ def _launch(
 
 @triton.jit
 def _pass_states(
-    x, dy, B, of_B, times, begun, start, end, last, states, exponents, added,
+    x, dy, B, of_B, times, longest, begun, start, end, last, states, exponents, added,
     seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr, DESCRIBED: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr, DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of the state's columns, head, direction and row of the batch). The state stays in fp32 registers from
-    end to end.
-    """
-    part, head, every = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    parts, n_heads, group = tl.num_programs(0), tl.num_programs(1), head // HEADS_PER_GROUP
-    n, p, q = tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers from end to end."""
+    PARTS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * ROWS
+    head, every = tl.program_id(1), tl.program_id(2)
+    n_heads, group = tl.num_programs(1), head // HEADS_PER_GROUP
+    n, p, q = top + tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
     TILES: tl.constexpr = CHUNK // TILE
     tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
@@ -180,15 +183,19 @@ def _pass_states(
     if not DESCRIBED:
         B += every.to(tl.int64) * B_row + group * B_group
     inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
-    outside = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
+    of_start = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
+    outside = of_start + n[:, None]
 
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # No number of the state exceeds it, in no tile of its rows. It is looser than a maximum, but no one waits for it, and fp16
+    # has range enough.
+    bound = 0.0
     if start is not None:
         state = tl.load(start + outside, mask=valid & (not back), other=0.0)
+        bound = _largest(start + of_start, p, not back, D_STATE, HEAD_DIM, ALL_ROWS)
     if end is not None:
         state += tl.load(end + outside, mask=valid & back, other=0.0)
-    # No number of the state exceeds it. It is looser than a maximum, but no one waits for it, and fp16 has range enough.
-    bound = tl.max(tl.abs(state))
+        bound += _largest(end + of_start, p, back, D_STATE, HEAD_DIM, ALL_ROWS)
     for turn in tl.range(0, chunks * TILES, num_stages=STAGES):
         tile = turn
         if BOTH:
@@ -200,9 +207,9 @@ def _pass_states(
             if exponents is not None:
                 exponent = exponent_of(bound)
                 stored = state * tl.exp2(-exponent)
-                tl.store(exponents + at * parts + part, exponent)
+                tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
             if DESCRIBED:
-                states.store([at.to(tl.int32) * D_STATE, part * COLUMNS], stored.to(states.dtype))
+                states.store([at.to(tl.int32) * D_STATE + top, part * COLUMNS], stored.to(states.dtype))
             else:
                 to = states + at * (D_STATE * HEAD_DIM) + inside
                 tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
@@ -210,7 +217,7 @@ def _pass_states(
         first = tile * TILE
         v = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
         if DESCRIBED:
-            k = B.load([every * seq_len + first, group * D_STATE])
+            k = B.load([every * seq_len + first, group * D_STATE + top])
         else:
             k = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
         of_chunk = times + chunk * (2 * CHUNK) + within * TILE
@@ -218,26 +225,38 @@ def _pass_states(
         a_begin = tl.load(of_chunk - 1, mask=within > 0, other=0.0)
         step = tl.load(of_chunk + CHUNK + q)
         keep = tl.exp2(a_end - a_begin)
-        weight = tl.exp2(a_end - a) * step
+        # Steps may exceed 1, decays may not.
+        of_step = 0.0
+        if exponents is not None:
+            of_step = tl.maximum(tl.ceil(tl.log2(tl.load(longest + of_row * chunks + chunk))), -100.0)
+        weight = tl.exp2(a_end - a - of_step) * step
         if BOTH:
-            weight = tl.where(back, tl.exp2(a - a_begin), weight)
+            weight, of_step = tl.where(back, tl.exp2(a - a_begin), weight), tl.where(back, 0.0, of_step)
         if begun is not None:
             count_at = begun + row * chunks * CHUNK + first
             count, count_end = tl.load(count_at + q), tl.load(count_at + TILE - 1)
             count_begin = tl.load(count_at - 1, mask=within > 0, other=0)
             keep = tl.where(count_end == count_begin, keep, 0.0)
             weight = tl.where(count == tl.where(back, count_begin, count_end), weight, 0.0)
-        weighted = v.to(tl.float32) * weight[:, None]
+        v = v.to(tl.float32)
         if exponents is not None:
             of_k = tl.load(of_B + (every * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
+            of_v = exponent_of(tl.max(tl.abs(v)))
+            tl.store(added + ((every * chunks * TILES + tile) * n_heads + head) * PARTS + part, of_v, mask=top == 0)
             # No less than what a state of this size, divided by as much, overflows with.
-            of_v = tl.maximum(exponent_of(tl.max(tl.abs(weighted))), exponent_of(bound) - of_k - 60.0)
-            tl.store(added + ((every * chunks * TILES + tile) * n_heads + head) * parts + part, of_v)
-            half, of_both = (weighted * tl.exp2(-of_v)).to(tl.float16), of_v + of_k
-            state = tl.dot(tl.trans(k), half, acc=state * (keep * tl.exp2(-of_both)), input_precision=PRECISION)
-            state *= tl.exp2(of_both)
-            bound = bound * keep + tl.exp2(of_both + 28.0) * TILE
+            of_v = tl.maximum(of_v, exponent_of(bound) - of_k - of_step - 60.0)
+            half, of_all = (v * weight[:, None] * tl.exp2(-of_v)).to(tl.float16), of_v + of_k + of_step
+            state = tl.dot(tl.trans(k), half, acc=state * (keep * tl.exp2(-of_all)), input_precision=PRECISION)
+            state *= tl.exp2(of_all)
+            bound = bound * keep + tl.exp2(of_all + 28.0) * TILE
         else:
-            state = tl.dot(tl.trans(k), weighted.to(v.dtype), acc=state * keep, input_precision=PRECISION)
+            state = tl.dot(tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * keep, input_precision=PRECISION)
     if last is not None:
         tl.store(last + outside, state, mask=valid & (back == BOTH))
+
+
+@triton.jit
+def _largest(of_start, p, wanted, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr, ALL_ROWS: tl.constexpr):
+    n = tl.arange(0, ALL_ROWS)
+    inside = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :] & wanted
+    return tl.max(tl.abs(tl.load(of_start + n[:, None], mask=inside, other=0.0)))

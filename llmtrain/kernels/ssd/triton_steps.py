@@ -25,29 +25,30 @@ def decays(
     document_ids: Tensor | None,
     dt_limit: tuple[float | None, float | None],
     chunk: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the other kernels read of the time steps, padded to whole chunks.
 
     dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins.
     Returns times, [batch, heads, chunks, 2, chunk] in fp32: the running sums of log2(decay) from the start of the chunk,
-    and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. And how many documents have
-    begun in the chunk so far, [batch, padded T] in int32.
+    and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. The longest step of every chunk,
+    [batch, heads, chunks]. And how many documents have begun in the chunk so far, [batch, padded T] in int32.
     Padding has steps of 0: it neither decays the state nor adds to it.
     """
     batch, seq_len, n_heads = dt.shape
     chunks = triton.cdiv(seq_len, chunk)
     times = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
+    longest = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
     begun = None
     if document_ids is not None:
         begun = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
     _decays[triton.cdiv(n_heads, _HEADS), chunks, batch](
-        *(dt, A, dt_bias, document_ids, times, begun),
+        *(dt, A, dt_bias, document_ids, times, longest, begun),
         *(seq_len, n_heads, *dt.stride(), *dt_limit),
         CHUNK=chunk,
         HEADS=_HEADS,
         num_warps=4,
     )
-    return times, begun
+    return times, longest, begun
 
 
 def decay_gradients(
@@ -67,7 +68,7 @@ def decay_gradients(
 
     vectors: [batch, heads, chunks, 5 or 6, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
-        dt_j 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
+        after_j = 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
     If there are 6, `earlier` and `later` are those of half a chunk; the sixth is what comes from the other half, `later`
     of the first and `earlier` of the second.
     diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, heads].
@@ -92,6 +93,7 @@ def _decays(
     dt_bias,
     document_ids,
     times,
+    longest,
     begun,
     seq_len,
     n_heads,
@@ -121,6 +123,7 @@ def _decays(
     times += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
     tl.store(times, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
     tl.store(times + CHUNK, step, mask=h_valid[None, :])
+    tl.store(longest + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
         # Nothing precedes the first token but the initial state, which belongs to its document.
@@ -177,7 +180,7 @@ def _decay_gradients(
     earlier = tl.load(vectors, mask=valid, other=0.0)
     later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
     same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
-    on_end = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
+    after = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
     before = tl.load(vectors + 4 * CHUNK, mask=valid, other=0.0)
     if VECTORS == 6:
         other_half = tl.load(vectors + 5 * CHUNK, mask=valid, other=0.0)
@@ -186,10 +189,10 @@ def _decay_gradients(
         later += tl.where(second, 0.0, other_half)
     n_groups = (n_heads + per_group - 1) // per_group
     diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
-    after = tl.where(step > 0.0, on_end / tl.maximum(step, 1e-37), 0.0)
     d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
     # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
+    on_end = step * after
     d_log_decay = tl.cumsum(earlier + before - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
     d_log_decay += tl.load(passed + (row * chunks + chunk) * n_heads + h, mask=h_valid, other=0.0)[None, :]
 
