@@ -147,13 +147,13 @@ class Problem:
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        made["keys"] = half.room(B, tile)
+        made["keys"] = half.room(B, tile, self.launch.half)
         made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.passing)
         if self.device != "meta":
             few, precision = replace(self.launch.passing, stages=1), self.launch.precision
-            made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk)
+            made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk, True)
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
-            made["keys"] = half.keys_of(B, C, tile)
+            made["keys"] = half.keys_of(B, C, tile, self.launch.half)
             both = (x, self.dy, made["keys"], made["times"], made["longest"], None, None, None, None, chunk, tile, precision, few)
             made["states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made

@@ -88,7 +88,7 @@ def launch_forward(
     """y, and the last state (an empty tensor without with_last)."""
     launch = parsed(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
-    times, _, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk)
+    times, _, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk, False)
     start, last = _state(initial_state), None
     if with_last:
         last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
@@ -167,10 +167,10 @@ def backward_into(
     dx, d_dt, dB, dC, d_initial, sums = into
     chunk, tile, precision = launch.chunk_backward, launch.tile, launch.precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk)
+    times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.half)
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
-    keys, passing = half.keys_of(B, C, tile), (chunk, tile, precision, launch.passing)
+    keys, passing = half.keys_of(B, C, tile, launch.half), (chunk, tile, precision, launch.passing)
     states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
     vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(

@@ -371,12 +371,6 @@ def _through_states(
             else:
                 b_earlier = rows_of(B, q, n, B_token, TILE, D_STATE)
                 d_c += tl.dot(tl.trans(d_bc), b_earlier, input_precision=PRECISION)
-    if exponents is not None:
-        PARTS: tl.constexpr = (HEAD_DIM + PART - 1) // PART
-        exponents += (row * chunks + chunk) * (N_HEADS * PARTS)
-        d_exponents += (row * chunks + chunk) * (N_HEADS * PARTS)
-        added += (row * chunks * TILES + tile) * (N_HEADS * PARTS)
-        d_added += (row * chunks * TILES + tile) * (N_HEADS * PARTS)
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
@@ -395,24 +389,26 @@ def _through_states(
             d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
         a_end = tl.load(times + of_head + CHUNK - 1)
-        kept = state.to(tl.float32) * d_state.to(tl.float32)
-        of_kept, of_x, of_dy = 0.0, 0.0, 0.0
+        of_state, of_d_state, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
         if exponents is not None:
-            of_state, of_d_state = parts_of(exponents, head, p, HEAD_DIM, PART), parts_of(d_exponents, head, p, HEAD_DIM, PART)
-            x_down, dy_down = parts_of(added, head, p, HEAD_DIM, PART), parts_of(d_added, head, p, HEAD_DIM, PART)
-            of_kept, of_x, of_dy = of_state + of_d_state, of_d_state + x_down, of_state + dy_down
+            of_chunk, of_tile = (row * chunks + chunk) * N_HEADS + head, (row * chunks * TILES + tile) * N_HEADS + head
+            of_state = parts_of(exponents, of_chunk, p, HEAD_DIM, PART)
+            of_d_state = parts_of(d_exponents, of_chunk, p, HEAD_DIM, PART)
+            of_x = of_d_state + parts_of(added, of_tile, p, HEAD_DIM, PART)
+            of_dy = of_state + parts_of(d_added, of_tile, p, HEAD_DIM, PART)
             if HEAD_DIM > PART:
-                kept *= tl.exp2(of_kept)
-                of_kept, of_x, of_dy = 0.0, tl.max(of_x), tl.max(of_dy)
-                x_down, dy_down = of_x - of_d_state, of_dy - of_state
-            x_in = (x_in.to(tl.float32) * tl.exp2(-x_down)).to(tl.float16)
-            dy_in = (dy_in.to(tl.float32) * tl.exp2(-dy_down)).to(tl.float16)
-        keep, from_start, to_end = tl.exp2(a_end + of_kept), tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
+                of_x, of_dy = tl.max(of_x), tl.max(of_dy)
+        kept = state.to(tl.float32) * d_state.to(tl.float32) * tl.exp2(a_end + (of_state + of_d_state))
         if begun is not None:
-            keep = tl.where(count_end == 0, keep, 0.0)
+            kept = tl.where(count_end == 0, kept, 0.0)
+        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
+        if exponents is not None:
+            x_in = (x_in.to(tl.float32) * tl.exp2(of_d_state - of_x)).to(tl.float16)
+            dy_in = (dy_in.to(tl.float32) * tl.exp2(of_state - of_dy)).to(tl.float16)
+        from_start, to_end = tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
+        if begun is not None:
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
-        tl.store(passed + head, keep * tl.sum(tl.sum(kept, 0), 0), mask=within == 0)
         taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
         tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
         d_b += taken * step[:, None]

@@ -29,11 +29,11 @@ class Keys(NamedTuple):
     exponents: Tensor | None
 
 
-def keys_of(B: Tensor, C: Tensor, tile: int) -> Keys:
-    """As they are in fp32, else in fp16."""
-    if B.element_size() > 2:
+def keys_of(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
+    """In fp16, if wanted; not from fp32."""
+    if B.element_size() > 2 or not half:
         return Keys(torch.stack((B, C)), None)
-    keys, (batch, seq_len, n_groups, d_state) = room(B, tile), B.shape
+    keys, (batch, seq_len, n_groups, d_state) = room(B, tile, half), B.shape
     _halve[2 * n_groups, triton.cdiv(seq_len, tile), batch](
         *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3]),
         D_STATE=d_state,
@@ -44,11 +44,12 @@ def keys_of(B: Tensor, C: Tensor, tile: int) -> Keys:
     return keys
 
 
-def room(B: Tensor, tile: int) -> Keys:
+def room(B: Tensor, tile: int, half: bool) -> Keys:
     """Where keys_of puts them."""
-    values = torch.empty((2, *B.shape), dtype=torch.float16 if B.element_size() == 2 else B.dtype, device=B.device)
+    half = half and B.element_size() == 2
+    values = torch.empty((2, *B.shape), dtype=torch.float16 if half else B.dtype, device=B.device)
     shape = (2, B.shape[0], triton.cdiv(B.shape[1], tile), B.shape[2])
-    return Keys(values, torch.empty(shape, dtype=torch.float32, device=B.device) if B.element_size() == 2 else None)
+    return Keys(values, torch.empty(shape, dtype=torch.float32, device=B.device) if half else None)
 
 
 @triton.jit

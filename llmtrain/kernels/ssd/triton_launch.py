@@ -69,6 +69,7 @@ class Launch:
     halves: if there is one, a program of the backward takes half a chunk at a time, and so runs the kernel of what passes
         from half to half; else a whole chunk.
     walk; passing, scan: the two forms of the forward. pairs, states: the kernels of the backward within chunks.
+    half: states and their gradients in fp16 with powers of two, not in bf16 (of what is in 16 bits).
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
 
@@ -82,6 +83,7 @@ class Launch:
     precision: str = "ieee"
     processors: int = 1
     halves: HeadsLaunch | None = None
+    half: bool = True
 
     @property
     def tile(self) -> int:

@@ -65,7 +65,7 @@ def pass_both(
     dy: Tensor,
     keys: Keys,
     times: Tensor,
-    longest: Tensor,
+    longest: Tensor | None,
     begun: Tensor | None,
     start: Tensor | None,
     end: Tensor | None,

@@ -25,20 +25,22 @@ def decays(
     document_ids: Tensor | None,
     dt_limit: tuple[float | None, float | None],
     chunk: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    with_longest: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What the other kernels read of the time steps, padded to whole chunks.
 
     dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins.
     Returns times, [batch, heads, chunks, 2, chunk] in fp32: the running sums of log2(decay) from the start of the chunk,
     and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. The longest step of every chunk,
-    [batch, heads, chunks]. And how many documents have begun in the chunk so far, [batch, padded T] in int32.
+    [batch, heads, chunks], if it is wanted. And how many documents have begun in the chunk so far, [batch, padded T] in int32.
     Padding has steps of 0: it neither decays the state nor adds to it.
     """
     batch, seq_len, n_heads = dt.shape
     chunks = triton.cdiv(seq_len, chunk)
     times = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
-    longest = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
-    begun = None
+    longest, begun = None, None
+    if with_longest:
+        longest = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
     if document_ids is not None:
         begun = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
     _decays[triton.cdiv(n_heads, _HEADS), chunks, batch](
@@ -123,7 +125,8 @@ def _decays(
     times += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
     tl.store(times, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
     tl.store(times + CHUNK, step, mask=h_valid[None, :])
-    tl.store(longest + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
+    if longest is not None:
+        tl.store(longest + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
         # Nothing precedes the first token but the initial state, which belongs to its document.
