@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import platform
-from llmtrain.kernels.ssd import triton_launch
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, build
@@ -101,16 +100,15 @@ def test_forward_and_backward_take_no_more_memory_than_public_kernels(batch, seq
     assert around.peak_bytes(lambda *t: scan(*t)[0], tensors) <= 708 * 2**20
 
 
-def test_slices_of_the_batch_agree(monkeypatch):
-    """But for rounding: heads are spread over more programs where there are fewer sequences."""
-    tensors = scans.inputs(ZAMBA, 3, 1000, BF16, True, "cuda")
-    found = []
-    for count in (3, 1):
-        monkeypatch.setattr(triton_launch, "SLICES", count)
-        assert len(kernel(ZAMBA).launch.slices(3, 80, 64, 128)) == count
-        found.append(scans.outcome(kernel(ZAMBA), tensors))
-    errors = scans.errors(found[0], {name: t.double() for name, t in found[1].items()})
-    assert all(error < 0.003 for error in errors.values()), errors
+def test_states_in_fp16_leave_less_rounding_in_the_gradient_of_A():
+    """1.2e-4 instead of 5.6e-4 with eight sequences of 2048, on an H200."""
+    tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
+    exact, found = scans.exact(ZAMBA, tensors), []
+    for half in (True, False):
+        launch = replace(kernel(ZAMBA).launch, half=half)
+        found.append(scans.errors(scans.outcome(TritonSSD(ZAMBA, launch), tensors), exact))
+    assert found[0]["A"] < 0.5 * found[1]["A"]
+    assert all(found[0][name] < 1.05 * error for name, error in found[1].items()), found
 
 
 def test_compiled_without_a_graph_break():

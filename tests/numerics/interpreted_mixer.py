@@ -19,7 +19,6 @@ from llmtrain.kernels.mamba_mixer.triton import (
     launch_backward,
     mamba_mixer_backward,
     mamba_mixer_forward,
-    parsed,
 )
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_launch as ssd
@@ -43,6 +42,7 @@ def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: 
         chunk_backward=backward,
         halves=scan.pairs if halves else None,
         passing=replace(scan.passing, rows=32, columns=16),
+        both=replace(scan.both, rows=32, columns=16),
         walk=replace(scan.walk, columns=16),
         processors=processors,
     )
@@ -107,26 +107,6 @@ def test_packed_documents_equal_the_documents_apart(halves):
 
     ours = around.outcome(lambda *t: kernel(*t, document_ids=ids), [zxbcdt, *rest])
     around.assert_agrees(ours, around.outcome(apart, [zxbcdt, *rest], torch.float64))
-
-
-@pytest.mark.parametrize("slices", [2, 3])
-@pytest.mark.parametrize("biased, keep, processors", [(True, "all", 1), (False, "scan", 1000), (True, "nothing", 1000)])
-@pytest.mark.parametrize("halves", [False, True])
-def test_slices_of_the_batch_change_nothing(monkeypatch, slices, biased, keep, processors, halves):
-    """No bit, but of the weights of convolution and norm: these are summed over a slice first, and then over slices."""
-    seq_len = 21 * (1 + halves)
-    spec, ids = mixers.spec(2, 12, 16), torch.arange(seq_len).expand(3, -1) // torch.tensor([[5], [7], [30]])
-    tensors, kernel = mixers.inputs(spec, 3, seq_len, biased, True), made(spec, processors, keep, halves=halves)
-    monkeypatch.setattr(ssd, "FILLED", 0.0)
-    found = []
-    for count in (slices, 1):
-        monkeypatch.setattr(ssd, "SLICES", count)
-        assert len(ssd.parsed(parsed(kernel.options).ssd).slices(3, 2, 12)) == count
-        found.append(around.outcome(lambda *t: kernel(*t, document_ids=ids), tensors))
-    names = ["y", *(name for name, t in zip(mixers.NAMES, tensors, strict=True) if t is not None)]
-    for name, ours, whole in zip(names, *found, strict=True):
-        near = 1e-5 if name in ("conv_weight", "conv_bias", "norm_weight") else 0
-        torch.testing.assert_close(ours, whole, atol=near, rtol=near, msg=lambda m, n=name: f"{n}: {m}")
 
 
 class Operators(TorchDispatchMode):

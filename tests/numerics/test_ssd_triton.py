@@ -3,8 +3,6 @@
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_ssd.py.
 """
 
-import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import triton_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import launch_backward, launch_forward
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch, parsed
@@ -37,40 +34,13 @@ def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
     assert HeadsLaunch(programs=2, stages=1).heads(80, chunks, processors=132) == heads
 
 
-@pytest.mark.parametrize(
-    "heads, d_state, batch, sizes",
-    [
-        (80, 128, 8, [4, 4]),
-        (80, 128, 5, [2, 3]),
-        (80, 64, 2, [1, 1]),  # 80 programs in each, of 132
-        (80, 128, 1, [1]),
-        (16, 128, 8, [4, 4]),
-        (8, 128, 8, [8]),  # 4 sequences make 64 programs
-    ],
-)
-def test_the_backward_takes_slices_of_the_batch_that_fill_the_device(heads, d_state, batch, sizes):
-    launch = default_launch(SSDSpec(heads, 64, d_state, 1, 256), H200)
-    slices = launch.slices(batch, heads, 64)
-    assert [s.stop - s.start for s in slices] == sizes
-    assert (slices[0].start, slices[-1].stop) == (0, batch)
-    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
-
-
-@pytest.mark.parametrize("halves", [False, True], ids=["in slices", "in one piece, by halves of chunks of 128"])
 @pytest.mark.parametrize("seq_len", [2048, 4096, 8192])
 @pytest.mark.parametrize("heads, d_state, public", [(80, 128, 695), (80, 64, 534), (64, 128, 558)])
-def test_forward_and_backward_take_no_more_memory_than_public_kernels(
-    monkeypatch, heads, d_state, public, seq_len, halves
-):
+def test_forward_and_backward_take_no_more_memory_than_public_kernels(heads, d_state, public, seq_len):
     """public: MiB of state-spaces/mamba's at chunks of 256, bf16, 16,384 tokens; the least of the three on an H200."""
     case = Case(heads, 64, d_state, seq_len=seq_len)
     *tensors, dy = case.tensors("meta")
-    launch = default_launch(case.spec, H200)
-    if halves:
-        monkeypatch.setattr(triton_launch, "SLICES", 1)
-        launch = replace(launch, chunk_backward=128, halves=launch.pairs)
-    assert not halves or len(launch.slices(case.batch, heads, 64)) == 1
-    options = launch.dump()
+    options = default_launch(case.spec, H200).dump()
 
     def run() -> Any:
         given: list[Any] = [*tensors, None, None, None, None, options]

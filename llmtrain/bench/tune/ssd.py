@@ -24,8 +24,12 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, Launch, PassLaunch, WalkLaunch, default_launch
 from llmtrain.kernels.tuning_files import decode
 
-FORWARD, BACKWARD = ("walk", "scan"), ("passing", "pairs", "halves", "states")
-_KINDS = {kernel: HeadsLaunch for kernel in (*FORWARD, *BACKWARD)} | {"walk": WalkLaunch, "passing": PassLaunch}
+FORWARD, BACKWARD = ("walk", "passing", "scan"), ("both", "pairs", "halves", "states")
+_KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadsLaunch) | {
+    "walk": WalkLaunch,
+    "passing": PassLaunch,
+    "both": PassLaunch,
+}
 _TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 _NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
 
@@ -105,11 +109,9 @@ class Problem:
         if (chunk, tile) == self._own(kernel):
             found.append(getattr(self.launch, kernel))
         described = (False, True) if self.where.arch == "sm90" else (False,)
-        if kernel == "passing":
-            for rows, columns, stages, fetched in itertools.product((64, 128), (32, 64), (1, 2, 3), described):
-                found.append(PassLaunch(rows, columns, stages, {"num_warps": 4, **more}, fetched))
-                if fetched:  # three programs on a multiprocessor
-                    found.append(PassLaunch(rows, columns, stages, {"num_warps": 4, "maxnreg": 168}, fetched))
+        if kernel in ("passing", "both"):
+            for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
+                found.append(PassLaunch(rows, columns, stages, {"num_warps": warps, **more}))
         elif kernel == "walk":
             for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
                 if chunk < 128 or warps > 4:
@@ -137,7 +139,7 @@ class Problem:
             "times": (batch, spec.n_heads, count, 2, chunk),
             "longest": (batch, spec.n_heads, count),
             "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
-            "vectors": (batch, spec.n_heads, count, 6 if tile < chunk else 5, chunk),
+            "vectors": (batch, spec.n_heads, count, 4, chunk),
             "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
             "d_across": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
@@ -147,14 +149,28 @@ class Problem:
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        made["keys"] = half.room(B, tile, self.launch.half)
-        made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.passing)
+        made["keys"] = half.room(B, C, tile, self.launch.half)
+        made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.both)
         if self.device != "meta":
-            few, precision = replace(self.launch.passing, stages=1), self.launch.precision
+            few, precision = replace(self.launch.both, stages=1), self.launch.precision
             made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk, True)
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
             made["keys"] = half.keys_of(B, C, tile, self.launch.half)
-            both = (x, self.dy, made["keys"], made["times"], made["longest"], None, None, None, None, chunk, tile, precision, few)
+            both = (
+                x,
+                self.dy,
+                made["keys"],
+                made["times"],
+                made["longest"],
+                None,
+                None,
+                None,
+                None,
+                chunk,
+                tile,
+                precision,
+                few,
+            )
             made["states"] = borders.pass_both(*both)
         self._made[chunk, tile] = made
         return made
@@ -174,6 +190,8 @@ class Problem:
         if kernel == "scan":
             return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
         if kernel == "passing":
+            return lambda: borders.pass_states(x, B, times, None, None, chunk, precision, how)
+        if kernel == "both":
             both = (x, dy, m["keys"], times, m["longest"], None, None, None, None, chunk, tile, precision, how)
             return lambda: borders.pass_both(*both)
         if kernel == "pairs":

@@ -1,9 +1,7 @@
 """The inside of a Mamba-2 mixer as one operator: the Triton kernels of its three parts, and one gradient buffer.
 
 Apart, the parts hand autograd the gradients of z, xBC and dt, which it copies into that of the projection's output, and
-those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place. The backward
-takes the slices of the batch that the scan's takes (`ssd.triton_launch.Launch.slices`): what only it needs is there for one
-slice at a time, and the gradients of weights are summed over a slice and then over slices, in fp32.
+those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place.
 
 Saved for the backward: the inputs (the projection's output and the parameters); the outputs of the convolution and of
 the scan, as Launch.keep says; the norm's reciprocal root mean squares, fp32 [tokens, groups].
@@ -19,7 +17,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec

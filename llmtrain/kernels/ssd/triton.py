@@ -2,12 +2,13 @@
 
 Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
 at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward: time steps; B and C in fp16; the states at the chunks' borders again and their gradients, in reverse; what passes through pairs (x, dy and gradients of states once in, dx once out);
-where tiles of pairs are half a chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what
-passes through states (x, dy, states and their gradients once in); the gradients of the time steps. No atomics:
-every sum has a fixed order.
+Backward: time steps; the states at the chunks' borders again and, at the same time, their gradients, in reverse (x and dy in,
+both out); what passes through pairs (x, dy and gradients of states once in, dx once out); where tiles of pairs are half a
+chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what passes through states (x, dy, states
+and their gradients once in); the gradients of the time steps. No atomics: every sum has a fixed order.
 
-Matrix products take the dtype of x; decays, time steps and the state passed on are fp32. The chunk is a launch
+Matrix products take the dtype of x, or those with states fp16 (`Launch.half`); decays, time steps and the state passed on
+are fp32. The chunk is a launch
 parameter of each direction, not the spec's: results do not depend on it but for rounding.
 """
 
@@ -170,9 +171,9 @@ def backward_into(
     times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.half)
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
-    keys, passing = half.keys_of(B, C, tile, launch.half), (chunk, tile, precision, launch.passing)
+    keys, passing = half.keys_of(B, C, tile, launch.half), (chunk, tile, precision, launch.both)
     states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
-    vectors = torch.empty((*times.shape[:3], 6 if launch.halves else 5, chunk), dtype=torch.float32, device=x.device)
+    vectors = torch.empty((*times.shape[:3], 4, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
         *(dy, x, keys, D, times, begun, states, vectors),
         *(chunk, tile, precision, launch.pairs, launch.processors, dx),

@@ -39,8 +39,7 @@ def through_halves(
     launch: HeadsLaunch,
     processors: int,
 ) -> Tensor:
-    """Adds to dx, after through_pairs, and fills the sixth of `vectors`, [batch, heads, chunks, 6, chunk]: what is `later`
-    of the first half, and what is `earlier` of the second.
+    """Adds to dx and to the first two of `vectors`, after through_pairs.
 
     Returns the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].
     """
@@ -109,7 +108,7 @@ def _through_halves(
         dy += row * dy_row + middle.to(tl.int64) * dy_token
     dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
-    vectors += (row * N_HEADS * chunks + chunk) * (6 * CHUNK) + 5 * CHUNK
+    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK)
     inside = (first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
     d_bc = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS
@@ -136,9 +135,12 @@ def _through_halves(
         d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION) * from_mid[None, :]
         d_bc += d_pair * weight[:, None]
         d_pair *= bc
-        found = vectors + head * chunks * (6 * CHUNK) + q
-        tl.store(found, tl.sum(d_pair, 1) * to_mid)
-        tl.store(found + TILE, tl.sum(d_pair * weight[:, None], 0))
+        later, earlier = (
+            vectors + head * chunks * (4 * CHUNK) + CHUNK + q,
+            vectors + head * chunks * (4 * CHUNK) + TILE + q,
+        )
+        tl.store(later, tl.load(later) + tl.sum(d_pair, 1) * to_mid)
+        tl.store(earlier, tl.load(earlier) + tl.sum(d_pair * weight[:, None], 0))
 
     if begun is not None:
         d_bc = tl.where(tl.load(begun)[:, None] == tl.load(begun + TILE)[None, :], d_bc, 0.0)

@@ -53,20 +53,19 @@ def through_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the pairs of a tile, and all of dx but what comes to it through other tiles of its chunk.
 
-    Fills the first three of `vectors`, [batch, heads, chunks, 5 or
-    more, chunk]. dx: where to put it (`token_stride` says what it may be), else memory of its own. Returns dx; the
-    gradients of the pairs by blocks of heads, [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks,
-    groups, chunk].
+    Fills the first three of `vectors`, [batch, heads, chunks, 4, chunk] (see decay_gradients). dx: where to put it
+    (`token_stride` says what it may be), else memory of its own. Returns dx; the gradients of the pairs by blocks of heads,
+    [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks, groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
-    n_groups, d_state = keys.values.shape[3:]
+    n_groups, d_state = keys.B.shape[2:]
     chunks, tiles = times.shape[2], triton.cdiv(seq_len, tile)
     heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # What comes next multiplies them with B and C, in their dtype.
     d_pairs = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
     diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
-    strides = tuple(s for t in (dy, x, *keys.values) for s in t.stride()[:3])
+    strides = tuple(s for t in (dy, x, keys.B, keys.C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
     views = [rows_described(wanted, t, tile) for t in (dy, x)]
     views += [
@@ -76,7 +75,7 @@ def through_pairs(
     fetched = all(view is not None for view in views)
     dy, x, after, into = views if fetched else (dy, x, states.values[1], dx)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, *keys.values, *_two(keys.exponents), D, times, begun, after, _two(states.exponents)[1]),
+        *(dy, x, keys.B, keys.C, *_two(keys.exponents), D, times, begun, after, _two(states.exponents)[1]),
         *(into, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -85,7 +84,6 @@ def through_pairs(
         D_STATE=d_state,
         CHUNK=chunk,
         TILE=tile,
-        VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         PART=states.columns,
@@ -121,8 +119,8 @@ def through_states(
     """What passes through the states before and after a chunk: dB, dC, and 2^a_end S . R, [batch, chunks, heads].
 
     And all that becomes of the gradients of pairs. d_pairs, and d_across from triton_across.py if tiles are halves of
-    chunks: by blocks of heads, whose number may be another here. Fills the next two of `vectors`. dB, dC: where to put
-    them, slices of one tensor (as dx of through_pairs).
+    chunks: by blocks of heads, whose number may be another here. Adds to the first of `vectors` and fills the last. dB, dC:
+    where to put them, slices of one tensor (as dx of through_pairs).
     """
     batch, seq_len, n_heads, head_dim = dy.shape
     n_groups, d_state = C.shape[2:]
@@ -151,7 +149,6 @@ def through_states(
         D_STATE=d_state,
         CHUNK=chunk,
         TILE=tile,
-        VECTORS=vectors.shape[3],
         ROWS=padded(d_state),
         COLUMNS=padded(head_dim),
         PART=states.columns,
@@ -206,7 +203,7 @@ def _through_pairs(
     dy, x, B, C, of_B, of_C, D, times, begun, d_states, d_exponents, dx, d_pairs, diagonal, vectors,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +225,7 @@ def _through_pairs(
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
         dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
-    vectors += (row * N_HEADS * chunks + chunk) * (VECTORS * CHUNK) + within
+    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK) + within
     of_group = (row * chunks + chunk) * N_GROUPS + group
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -253,7 +250,7 @@ def _through_pairs(
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (VECTORS * CHUNK) + q
+        found = vectors + head * chunks * (4 * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
             token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
@@ -316,7 +313,7 @@ def _through_states(
     seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, VECTORS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
     TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -339,7 +336,7 @@ def _through_states(
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
     of_block = ((block * batch + row) * seq_len + first) * TOKEN + group * D_STATE
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
-    vectors += (row * N_HEADS * chunks + chunk) * (VECTORS * CHUNK) + within
+    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK) + within
     passed += (row * chunks + chunk) * N_HEADS
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -374,7 +371,7 @@ def _through_states(
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (VECTORS * CHUNK) + q
+        found = vectors + head * chunks * (4 * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
             token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
@@ -412,8 +409,9 @@ def _through_states(
         taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
         tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
         d_b += taken * step[:, None]
+        earlier = tl.load(found)
         carried = tl.dot(dy_in, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
-        tl.store(found + 4 * CHUNK, tl.sum(carried * c.to(tl.float32), 1))
+        tl.store(found, earlier + tl.sum(carried * c.to(tl.float32), 1))
         d_c += carried
 
     to = of_block + q[:, None] * TOKEN + n[None, :]

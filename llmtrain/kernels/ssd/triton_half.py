@@ -1,7 +1,7 @@
 """Numbers in fp16 with a power of two for each tile: an eighth of bf16's rounding in the same bytes.
 
-What passes through states is so kept in the backward of 16 bits: the gradient of A is a small difference of it (docs/kernels.md).
-B and C are put so once, exactly but for what is below 2^-38 of a tile's largest number.
+What passes through states may so be kept in the backward of 16 bits: the gradient of A is a small difference of it
+(docs/kernels.md). B and C are put so once, exactly but for what is below 2^-38 of a tile's largest number.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -21,40 +21,41 @@ from llmtrain.kernels.ssd.triton_forward import padded, rows_of
 
 
 class Keys(NamedTuple):
-    """B and then C. values: [2, batch, T, groups, d_state]; if there are exponents, fp16, to be multiplied by 2^exponent: one
-    for each tile of tokens, [2, batch, tiles, groups] in fp32.
+    """B and C: [batch, T, groups, d_state]; if there are exponents, fp16, to be multiplied by 2^exponent: one for each tile of
+    tokens, [2, batch, tiles, groups] in fp32.
     """
 
-    values: Tensor
+    B: Tensor
+    C: Tensor
     exponents: Tensor | None
 
 
 def keys_of(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
-    """In fp16, if wanted; not from fp32."""
-    if B.element_size() > 2 or not half:
-        return Keys(torch.stack((B, C)), None)
-    keys, (batch, seq_len, n_groups, d_state) = room(B, tile, half), B.shape
-    _halve[2 * n_groups, triton.cdiv(seq_len, tile), batch](
-        *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3]),
-        D_STATE=d_state,
-        TILE=tile,
-        ROWS=padded(d_state),
-        num_warps=4,
-    )
+    """In fp16, if wanted, and from 16 bits; else as they are."""
+    keys, (batch, seq_len, n_groups, d_state) = room(B, C, tile, half), B.shape
+    if keys.exponents is not None:
+        _halve[2 * n_groups, triton.cdiv(seq_len, tile), batch](
+            *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3]),
+            D_STATE=d_state,
+            TILE=tile,
+            ROWS=padded(d_state),
+            num_warps=4,
+        )
     return keys
 
 
-def room(B: Tensor, tile: int, half: bool) -> Keys:
-    """Where keys_of puts them."""
-    half = half and B.element_size() == 2
-    values = torch.empty((2, *B.shape), dtype=torch.float16 if half else B.dtype, device=B.device)
+def room(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
+    """Where keys_of puts them, or has them."""
+    if not half or B.element_size() > 2:
+        return Keys(B, C, None)
+    b, c = (torch.empty(B.shape, dtype=torch.float16, device=B.device) for _ in range(2))
     shape = (2, B.shape[0], triton.cdiv(B.shape[1], tile), B.shape[2])
-    return Keys(values, torch.empty(shape, dtype=torch.float32, device=B.device) if half else None)
+    return Keys(b, c, torch.empty(shape, dtype=torch.float32, device=B.device))
 
 
 @triton.jit
 def _halve(
-    B, C, values, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group,
+    B, C, b, c, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group,
     D_STATE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (B's groups and then C's, tile, row of the batch)."""
@@ -64,16 +65,15 @@ def _halve(
     q, n = tl.arange(0, TILE), tl.arange(0, ROWS)
     first = tile * TILE
     if which == 1:
-        B, B_row, B_token, B_group = C, C_row, C_token, C_group
+        B, B_row, B_token, B_group, b = C, C_row, C_token, C_group, c
     B += row * B_row + group * B_group + first.to(tl.int64) * B_token
     found = rows_of(B, q, n, B_token, seq_len - first, D_STATE).to(tl.float32)
     exponent = exponent_of(tl.max(tl.abs(found)))
-    every = which * batch + row
-    tl.store(exponents + (every * tiles + tile) * groups + group, exponent)
-    values += ((every * seq_len + first) * groups + group) * D_STATE
+    tl.store(exponents + ((which * batch + row) * tiles + tile) * groups + group, exponent)
+    b += ((row * seq_len + first) * groups + group) * D_STATE
     to = q[:, None] * (groups * D_STATE) + n[None, :]
     inside = (first + q < seq_len)[:, None] & (n < D_STATE)[None, :]
-    tl.store(values + to, (found * tl.exp2(-exponent)).to(tl.float16), mask=inside)
+    tl.store(b + to, (found * tl.exp2(-exponent)).to(tl.float16), mask=inside)
 
 
 @triton.jit

@@ -15,15 +15,12 @@ from llmtrain.kernels.tuning_files import decode
 
 @dataclass(frozen=True)
 class PassLaunch:
-    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own; described: as of
-    WalkLaunch, of keys and states.
-    """
+    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own."""
 
     rows: int
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
-    described: bool = False
 
     def tiles(self, d_state: int, head_dim: int) -> int:
         return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
@@ -68,7 +65,8 @@ class Launch:
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
     halves: if there is one, a program of the backward takes half a chunk at a time, and so runs the kernel of what passes
         from half to half; else a whole chunk.
-    walk; passing, scan: the two forms of the forward. pairs, states: the kernels of the backward within chunks.
+    walk; passing, scan: the two forms of the forward. both: how the backward passes states and their gradients. pairs, states:
+        its kernels within chunks.
     half: states and their gradients in fp16 with powers of two, not in bf16 (of what is in 16 bits).
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
@@ -78,12 +76,13 @@ class Launch:
     scan: HeadsLaunch
     chunk_backward: int
     passing: PassLaunch
+    both: PassLaunch
     pairs: HeadsLaunch
     states: HeadsLaunch
     precision: str = "ieee"
     processors: int = 1
     halves: HeadsLaunch | None = None
-    half: bool = True
+    half: bool = False
 
     @property
     def tile(self) -> int:

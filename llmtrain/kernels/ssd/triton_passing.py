@@ -1,7 +1,7 @@
-"""States of Mamba-2's scan at the borders of chunks, in Triton: one program per head goes from chunk to chunk.
+"""States of Mamba-2's scan at the borders of chunks, in Triton: a program goes from chunk to chunk with a tile of one.
 
-Forward, what is added to a state is rounded to the dtype of x. For the backward in 16 bits it and the states are in fp16 with
-powers of two (triton_half.py), and states and their gradients are passed at once.
+For the backward states and their gradients are passed in one launch: each is bound by latency, and together they fill more
+of the device. They are in the dtype of x, and so is what is added to them; or in fp16 with powers of two (triton_half.py).
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -11,14 +11,14 @@ powers of two (triton_half.py), and states and their gradients are passed at onc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.ssd.triton_forward import padded, rows_described, rows_of
+from llmtrain.kernels.ssd.triton_forward import padded, rows_of
 from llmtrain.kernels.ssd.triton_half import Keys, exponent_of
 from llmtrain.kernels.ssd.triton_launch import PassLaunch
 
@@ -56,7 +56,7 @@ def pass_states(
     batch, _, n_heads, head_dim = x.shape
     shape = (batch, times.shape[2], n_heads, B.shape[3], head_dim)
     states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _columns(launch, head_dim))
-    _launch(x, x, B, None, times, None, begun, (start, None, last), states, chunk, chunk, precision, launch)
+    _launch(x, x, Keys(B, B, None), times, None, begun, (start, None, last), states, chunk, chunk, precision, launch)
     return states.values
 
 
@@ -78,12 +78,12 @@ def pass_both(
     """The states before all chunks, and the gradients of those after them, which are passed on from the last chunk to the
     first: dy and C in place of x and B.
 
-    end: the gradient of the last state; d_start: that of start, filled if it is wanted; both as start of pass_states.
-    tile: tokens that are read at a time, a chunk or a part of one.
+    longest: of decays, wanted in fp16. end: the gradient of the last state; d_start: that of start, filled if it is wanted;
+    both as start of pass_states. tile: tokens that are read at a time, a chunk or a part of one.
     """
     states = room(x, keys, chunk, tile, launch)
     ends = (start, end, d_start)
-    _launch(x, dy, keys.values.flatten(0, 1), keys.exponents, times, longest, begun, ends, states, chunk, tile, precision, launch)
+    _launch(x, dy, keys, times, longest, begun, ends, states, chunk, tile, precision, launch)
     return states
 
 
@@ -91,7 +91,7 @@ def room(x: Tensor, keys: Keys, chunk: int, tile: int, launch: PassLaunch) -> St
     """Where pass_both puts what it finds."""
     batch, seq_len, n_heads, head_dim = x.shape
     chunks, scaled = triton.cdiv(seq_len, chunk), keys.exponents is not None
-    shape = (2, batch, chunks, n_heads, keys.values.shape[4], head_dim)
+    shape = (2, batch, chunks, n_heads, keys.B.shape[3], head_dim)
     values = torch.empty(shape, dtype=torch.float16 if scaled else x.dtype, device=x.device)
     exponents, added = None, None
     if scaled:
@@ -108,8 +108,7 @@ def _columns(launch: PassLaunch, head_dim: int) -> int:
 def _launch(
     x: Tensor,
     dy: Tensor,
-    B: Tensor,
-    of_B: Tensor | None,
+    keys: Keys,
     times: Tensor,
     longest: Tensor | None,
     begun: Tensor | None,
@@ -120,20 +119,14 @@ def _launch(
     precision: str,
     launch: PassLaunch,
 ) -> None:
-    """In both directions if `states` has room for both; then B is that, and C."""
+    """In both directions if `states` has room for both."""
     batch, seq_len, n_heads, head_dim = x.shape
-    n_groups, d_state = B.shape[2:]
+    n_groups, d_state = keys.B.shape[2:]
     both, rows = states.values.ndim == 6, min(launch.rows, padded(d_state))
-    wanted = launch.described and d_state % rows == 0 and head_dim % states.columns == 0
-    # What is beyond a sequence meets zeros of x.
-    keys = rows_described(wanted, B.view(1, -1, n_groups, d_state) if both else B, tile, rows)
-    into = rows_described(wanted, states.values.view(1, -1, 1, head_dim), rows, states.columns)
-    fetched = keys is not None and into is not None
-    keys, into = (keys, into) if fetched else (B, states.values)
     grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if both else 1))
     _pass_states[grid](
-        *(x, dy, keys, of_B, times, longest, begun, *ends, into, states.exponents, states.added),
-        *(seq_len, times.shape[2], *x.stride()[:3], *dy.stride()[:3], *B.stride()[:3]),
+        *(x, dy, *keys, times, longest, begun, *ends, states.values, states.exponents, states.added),
+        *(seq_len, times.shape[2], *(stride for t in (x, dy, keys.B, keys.C) for stride in t.stride()[:3])),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
@@ -143,7 +136,6 @@ def _launch(
         ROWS=rows,
         COLUMNS=states.columns,
         BOTH=both,
-        DESCRIBED=fetched,
         PRECISION=precision,
         STAGES=launch.stages,
         **launch.options,
@@ -152,10 +144,11 @@ def _launch(
 
 @triton.jit
 def _pass_states(
-    x, dy, B, of_B, times, longest, begun, start, end, last, states, exponents, added,
+    x, dy, B, C, of_keys, times, longest, begun, start, end, last, states, exponents, added,
     seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
+    C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr, DESCRIBED: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers from end to end."""
@@ -167,7 +160,7 @@ def _pass_states(
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
     TILES: tl.constexpr = CHUNK // TILE
     tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
-    # `every` counts rows of the batch in both directions, as do keys, states and exponents.
+    # `every` counts rows of the batch in both directions, as do states and exponents.
     row, back = every, False
     if BOTH:
         batch = tl.num_programs(2) // 2
@@ -175,13 +168,14 @@ def _pass_states(
         row = tl.where(back, every - batch, every)
         x, x_row = tl.where(back, dy, x), tl.where(back, dy_row, x_row)
         x_token, x_head = tl.where(back, dy_token, x_token), tl.where(back, dy_head, x_head)
+        B, B_row = tl.where(back, C, B), tl.where(back, C_row, B_row)
+        B_token, B_group = tl.where(back, C_token, B_token), tl.where(back, C_group, B_group)
     row = row.to(tl.int64)
     of_state, of_row = every.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
 
     x += row * x_row + head * x_head
     times += of_row * chunks * (2 * CHUNK)
-    if not DESCRIBED:
-        B += every.to(tl.int64) * B_row + group * B_group
+    B += row * B_row + group * B_group
     inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
     of_start = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
     outside = of_start + n[:, None]
@@ -208,18 +202,12 @@ def _pass_states(
                 exponent = exponent_of(bound)
                 stored = state * tl.exp2(-exponent)
                 tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
-            if DESCRIBED:
-                states.store([at.to(tl.int32) * D_STATE + top, part * COLUMNS], stored.to(states.dtype))
-            else:
-                to = states + at * (D_STATE * HEAD_DIM) + inside
-                tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
+            to = states + at * (D_STATE * HEAD_DIM) + inside
+            tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
 
         first = tile * TILE
         v = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
-        if DESCRIBED:
-            k = B.load([every * seq_len + first, group * D_STATE + top])
-        else:
-            k = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+        k = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
         of_chunk = times + chunk * (2 * CHUNK) + within * TILE
         a, a_end = tl.load(of_chunk + q), tl.load(of_chunk + TILE - 1)
         a_begin = tl.load(of_chunk - 1, mask=within > 0, other=0.0)
@@ -240,7 +228,7 @@ def _pass_states(
             weight = tl.where(count == tl.where(back, count_begin, count_end), weight, 0.0)
         v = v.to(tl.float32)
         if exponents is not None:
-            of_k = tl.load(of_B + (every * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
+            of_k = tl.load(of_keys + (every * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
             of_v = exponent_of(tl.max(tl.abs(v)))
             tl.store(added + ((every * chunks * TILES + tile) * n_heads + head) * PARTS + part, of_v, mask=top == 0)
             # No less than what a state of this size, divided by as much, overflows with.

@@ -68,11 +68,9 @@ def decay_gradients(
     """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
     and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
 
-    vectors: [batch, heads, chunks, 5 or 6, chunk], per head and token, in the terms of triton_backward.py:
-        earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j,   later_j = sum_{i > j} G_ij L_ij T_ij,   same_j = T_jj,
-        after_j = 2^(a_end - a_j) x_j . B_j R,   before_i = 2^a_i C_i . S dy_i, in this order
-    If there are 6, `earlier` and `later` are those of half a chunk; the sixth is what comes from the other half, `later`
-    of the first and `earlier` of the second.
+    vectors: [batch, heads, chunks, 4, chunk], per head and token, in the terms of triton_backward.py:
+        earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i,   later_j = sum_{i > j} G_ij L_ij T_ij,
+        same_j = T_jj,   after_j = 2^(a_end - a_j) x_j . B_j R, in this order
     diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, heads].
     """
     batch, seq_len, n_heads = dt.shape
@@ -82,7 +80,6 @@ def decay_gradients(
         *(dt, A, dt_bias, vectors, diagonal, passed, d_dt, sums),
         *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
-        VECTORS=vectors.shape[3],
         HEADS=_HEADS,
         num_warps=4,
     )
@@ -157,7 +154,6 @@ def _decay_gradients(
     dt_min,
     dt_max,
     CHUNK: tl.constexpr,
-    VECTORS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
@@ -179,24 +175,18 @@ def _decay_gradients(
         step = tl.minimum(step, dt_max)
         passes = passes & (free <= dt_max)
 
-    vectors += (((row * n_heads + h) * chunks + chunk) * (VECTORS * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    vectors += (((row * n_heads + h) * chunks + chunk) * (4 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
     earlier = tl.load(vectors, mask=valid, other=0.0)
     later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
     same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
     after = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
-    before = tl.load(vectors + 4 * CHUNK, mask=valid, other=0.0)
-    if VECTORS == 6:
-        other_half = tl.load(vectors + 5 * CHUNK, mask=valid, other=0.0)
-        second = (tl.arange(0, CHUNK) >= CHUNK // 2)[:, None]
-        earlier += tl.where(second, other_half, 0.0)
-        later += tl.where(second, 0.0, other_half)
     n_groups = (n_heads + per_group - 1) // per_group
     diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
     d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
     # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
     on_end = step * after
-    d_log_decay = tl.cumsum(earlier + before - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
+    d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
     d_log_decay += tl.load(passed + (row * chunks + chunk) * n_heads + h, mask=h_valid, other=0.0)[None, :]
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
