@@ -66,7 +66,7 @@ def test_small_problems_get_short_runs_and_narrow_tiles():
     assert gated_norm.fitted(tile, 83, 1, 1).run == 1
     assert gated_norm.fitted(replace(tile, run=512, programs=2), 132, 16384, 1).run == 63  # 261 of the 264 at once
     launch = gated_norm.default_launch(GatedNormSpec(8192, 64, 1e-5), Platform("nvidia", "sm90", "", 1 << 36))
-    assert (launch.forward.columns, launch.forward.rows) == (128, 8)
+    assert (launch.forward.columns, launch.forward.rows) == (128, 16)
 
 
 H200 = Platform("nvidia", "sm90", "", 1 << 36, 132)

@@ -86,10 +86,14 @@ def test_a_row_that_spills_or_does_not_fit_is_a_fault(checks):
     assert said() == []
     assert "spills 8" in said(spilled=8)[0]
     assert "eight columns at a time" in said(narrow=1)[0]
-    conv = next(c for c in checks if c.key == "sm90 | conv1d.forward bfloat16 width=4 | plain")
+    conv, measured = (
+        next(c for c in checks if c.key == f"{arch} | conv1d.forward bfloat16 width=4 | plain")
+        for arch in ("sm80", "sm90")
+    )
     decoding = next(c for c in checks if c.key == "sm90 | ssd_step | 64 x 64")
     assert said(conv, wide=1) == said(decoding, wide=0) == []
     assert "no 16 bytes at a time" in said(conv, "_forward", wide=0)[0]
+    assert said(measured, "_forward", wide=0) == []
     assert "spills 8" in said(decoding, spilled=8)[0]
     single = next(c for c in checks if c.key == "sm90 | conv1d.forward float32 width=4 | plain")
     assert "spills 8" in said(single, wide=1, spilled=8)[0]

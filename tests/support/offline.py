@@ -36,7 +36,7 @@ ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
 GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
-WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums")
+WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve")
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
     "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
@@ -45,7 +45,8 @@ ALONE = {
 }
 """Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
 MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", "attention_step", "ssd_step", "conv1d_step")
-"""Have no matrix instructions; rows are held to loads and stores of 16 bytes a thread (`wide`, counted on NVIDIA)."""
+"""Have no matrix instructions; rows that were not measured are held to loads and stores of 16 bytes a thread (`wide`,
+counted on NVIDIA)."""
 
 
 @dataclass(frozen=True)
@@ -273,9 +274,10 @@ def may_serialize(check: Check) -> bool:
 
 
 def must_be_wide(check: Check, kernel: str) -> bool:
-    """Forward, at a row's own shape in two-byte numbers; not counted on AMD."""
+    """Forward, at a row's own shape in two-byte numbers, unless it was measured; not counted on AMD."""
     nvidia, forward = check.task.arch.startswith("sm"), kernel in ("_forward", "_rotate")
-    return nvidia and forward and check.own and check.row is not None and check.row.dtype != "float32"
+    own = check.own and check.row is not None and check.row.dtype != "float32" and isinstance(check.row.provenance, str)
+    return nvidia and forward and own
 
 
 def reviewed() -> dict[str, Any]:
