@@ -110,7 +110,9 @@ class Problem:
             found.append(getattr(self.launch, kernel))
         described = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel in ("passing", "both"):
-            for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
+            for rows, columns, warps, stages in itertools.product(
+                (64, 128), (32, 64), (4, 8), (1, 2) if amd else (2, 3)
+            ):
                 found.append(PassLaunch(rows, columns, stages, {"num_warps": warps, **more}))
         elif kernel == "walk":
             for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
@@ -156,22 +158,8 @@ class Problem:
             made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk, True)
             made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
             made["keys"] = half.keys_of(B, C, tile, self.launch.half)
-            both = (
-                x,
-                self.dy,
-                made["keys"],
-                made["times"],
-                made["longest"],
-                None,
-                None,
-                None,
-                None,
-                chunk,
-                tile,
-                precision,
-                few,
-            )
-            made["states"] = borders.pass_both(*both)
+            tensors = (x, self.dy, made["keys"], made["times"], made["longest"])
+            made["states"] = borders.pass_both(*tensors, None, None, None, None, chunk, tile, precision, few)
         self._made[chunk, tile] = made
         return made
 

@@ -198,11 +198,6 @@ def launch_backward(
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 
 
-def _room(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """For the gradients of tensors, contiguous; empty where there is no tensor."""
-    return [first.new_empty(0) if t is None else t.new_empty(t.shape) for t in (first, *others)]
-
-
 mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward", launch_backward, mutates_args=())
 
 
@@ -211,7 +206,10 @@ def _(
     d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, convolved, y, r,
     n_groups, dt_min, dt_max, norm_first, options,
 ):  # fmt: skip
-    found = _room(zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+    found = [
+        conv_weight.new_empty(0) if t is None else t.new_empty(t.shape)
+        for t in (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+    ]
     return *found, ssd.initial_gradient(initial_state, zxbcdt)
 
 
