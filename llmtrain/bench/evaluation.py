@@ -4,18 +4,19 @@
 
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
 temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
-documents and timed from prompts as text to log-likelihoods. Ours are timed on a second pass over all tasks (the first compiles
-kernels, once for a machine), each from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
-tokenised while those before are scored. The harness runs with each batch size of --peer-batch, and
-its best counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is
-then that of the documents it did answer, spread evenly over the task. Without the harness (lm_eval), or with --no-peer,
-only our side is measured. --out is written anew after every task of either side.
+documents and timed from prompts as text to log-likelihoods. Ours are timed in --passes over all tasks, after one that compiles
+kernels (once for a machine), each task from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
+tokenised while those before are scored. Their median counts, as it is chance beside which task a prompt of the next is made.
+The harness runs with each batch size of --peer-batch, and its best counts. It may be too slow to answer everything: --peer-limit
+and --peer-seconds stop it early, and its rate is then that of the documents it did answer, spread evenly over the task. Without
+the harness (lm_eval), or with --no-peer, only our side is measured. --out is written anew after every task of the harness.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -47,20 +48,25 @@ _VOCAB = 16_000
 
 @dataclass
 class Measured:
-    """One task on both sides. ours: documents/s. tokens: read by us; naive: by one forward pass per request."""
+    """One task on both sides. passes: documents/s of ours. tokens: read by us; naive: by one forward pass per request."""
 
     task: str
     documents: int
-    ours: float
+    passes: list[float]
     tokens: int
     slots: int
     naive: int
     calls: int
     theirs: PeerMeasured | None = None
 
+    @property
+    def ours(self) -> float:
+        return statistics.median(self.passes)
+
     def __str__(self) -> str:
         line = (
-            f"{self.task:16} {self.documents:6} documents  llmtrain {self.ours:9.1f}/s, "
+            f"{self.task:16} {self.documents:6} documents  "
+            f"llmtrain {self.ours:9.1f}/s ({min(self.passes):.1f} to {max(self.passes):.1f}), "
             f"{self.naive / self.tokens:4.1f} x fewer tokens, {self.slots / self.tokens:.2f} x padding, {self.calls} calls"
         )
         theirs = self.theirs
@@ -81,6 +87,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK[:SHOTS]")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-batch-tokens", type=int)
+    parser.add_argument("--passes", type=int, default=5, help="of ours over all tasks")
     parser.add_argument("--peer-batch", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--peer-limit", type=int, help="documents for the harness, which takes long; default: as ours")
     parser.add_argument("--peer-limit-shots", type=int, help="the same for tasks with examples; default: --peer-limit")
@@ -113,24 +120,31 @@ def main() -> None:
 
         def keep(rows: list[Measured]) -> None:
             if args.out:
-                content = {"model": config.name, "device": name, "rows": [asdict(row) for row in rows]}
+                content = {
+                    "model": config.name,
+                    "device": name,
+                    "rows": [asdict(row) | {"ours": row.ours} for row in rows],
+                }
                 args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
-            _score(scorer, task, finished(_requests(task, documents[task.name], shots, tokenizer)), idle)
-        began = clock()
-        prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
-        for (task, shots), requests in prompted:
-            scores = _score(scorer, task, requests, prompted.step)
-            ended = clock()
-            title = f"{task.name}:{shots}" if shots else task.name
-            measured = _measured(title, len(documents[task.name]), ended - began, requests, scorer)
-            began = ended
-            rows.append(measured)
-            answers.append(scores)
-            print(measured, flush=True)
-            keep(rows)
+            requests = finished(_requests(task, documents[task.name], shots, tokenizer))
+            answers.append(_score(scorer, task, requests, idle))
+            rows.append(
+                _counted(f"{task.name}:{shots}" if shots else task.name, documents[task.name], requests, scorer)
+            )
+        for _ in range(args.passes):
+            began = clock()
+            prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+            for row, ((task, _), requests) in zip(rows, prompted, strict=True):
+                _score(scorer, task, requests, prompted.step)
+                ended = clock()
+                row.passes.append(row.documents / (ended - began))
+                began = ended
+        for row in rows:
+            print(row, flush=True)
+        keep(rows)
         del scorer
         if args.no_peer or (peer := _peer(folder, config.model.max_seq_len)) is None:
             return
@@ -195,10 +209,10 @@ def _score(scorer: HybridScorer, task: Task, requests: list[Score], meanwhile: C
     return [one.log_likelihood for one in found]
 
 
-def _measured(title: str, documents: int, seconds: float, requests: list[Score], scorer: HybridScorer) -> Measured:
+def _counted(title: str, documents: Documents, requests: list[Score], scorer: HybridScorer) -> Measured:
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
     plan = scorer.plan
-    return Measured(title, documents, documents / seconds, plan.tokens, plan.slots, naive, plan.calls)
+    return Measured(title, len(documents), [], plan.tokens, plan.slots, naive, plan.calls)
 
 
 def _peer(folder: str, max_length: int) -> Any:

@@ -11,8 +11,8 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.eval.request import Generate, Score
 from llmtrain.eval.tokens import PromptTokenizer
 
-_BATCH = 512
-"""Prompts encoded at a time: enough for all cores, and not for long."""
+_BATCH, _CHARACTERS = 512, 200_000
+"""Prompts encoded at a time, and about how much text: enough for all cores, and not for long."""
 
 Ids = dict[str, list[int]]
 
@@ -57,7 +57,7 @@ def encode(
 ) -> Iterator[list[Score | Generate]]:
     """Some at a time. Raises EvalError, with file and line, for a prompt that leaves nothing to score or nothing to start from."""
     left = iter(prompts)
-    while batch := list(islice(left, _BATCH)):
+    while batch := _some(left):
         plain: dict[str, None] = {}
         special: dict[str, None] = {}
         for prompt in batch:
@@ -68,6 +68,17 @@ def encode(
         yield [
             _request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), generation) for prompt in batch
         ]
+
+
+def _some(prompts: Iterator[Prompt]) -> list[Prompt]:
+    batch: list[Prompt] = []
+    characters = 0
+    for prompt in islice(prompts, _BATCH):
+        batch.append(prompt)
+        characters += len(prompt.before) + len(prompt.context) + len(prompt.continuation or "")
+        if characters > _CHARACTERS:
+            break
+    return batch
 
 
 def _request(
