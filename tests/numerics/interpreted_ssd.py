@@ -61,6 +61,8 @@ CASES = {
     ),
     "one token": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, {}),
     "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
+    "states of two parts": (SSDSpec(4, 16, 70, 2, 64, **FP32), 2, 37, True, {}),
+    "the same states on many processors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
     "limited dt": (SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32), 1, 33, True, {}),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
 }
@@ -74,10 +76,15 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
 
 @both_tiles
 @pytest.mark.parametrize("seq_len", [48, 64])
-def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves):
+@pytest.mark.parametrize("d_state", [16, 128])
+@pytest.mark.parametrize("processors", [1, 1000], ids=["walks", "passes and scans"])
+def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves, d_state, processors):
     """Two sequences, one after the other; of 48 tokens a last chunk of 32 has no second half but that of the next sequence."""
-    spec, launch = SSDSpec(4, 16, 16, 2, 64, **FP32), small(SSDSpec(4, 16, 16, 2, 64, **FP32), halves=halves)
-    fetching = {name: replace(getattr(launch, name), described=True, stages=2) for name in ("pairs", "states")}
+    spec = SSDSpec(4, 16, d_state, 2, 64, **FP32)
+    launch = small(spec, halves=halves, processors=processors)
+    fetching = {
+        name: replace(getattr(launch, name), described=True, stages=2) for name in ("walk", "scan", "pairs", "states")
+    }
     assert_agrees(spec, 2, seq_len, True, replace(launch, **fetching))
 
 
@@ -118,8 +125,9 @@ def test_the_tables_agree_with_the_reference(arch):
 )
 @pytest.mark.parametrize("processors", [1, 1000])
 @both_tiles
-def test_packed_documents_equal_the_documents_apart(lengths, processors, halves):
-    spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
+@pytest.mark.parametrize("d_state", [16, 70])
+def test_packed_documents_equal_the_documents_apart(lengths, processors, halves, d_state):
+    spec = SSDSpec(2, 16, d_state, 1, 64, **FP32)
     tensors = scans.inputs(spec, 1, sum(lengths), torch.float32, True)
     ids = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
     kernel = TritonSSD(spec, small(spec, halves=halves, processors=processors))
@@ -144,9 +152,10 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors, halves)
 @pytest.mark.parametrize("columns", [16, 64], ids=["exponents of parts", "of whole states"])
 @pytest.mark.parametrize("longer", [0.0, 5.0], ids=["short steps", "steps above 1"])
 @pytest.mark.parametrize("processors", [1, 1000])
-def test_states_in_fp16_with_powers_of_two(halves, columns, longer, processors):
+@pytest.mark.parametrize("d_state", [24, 70], ids=["", "of two parts"])
+def test_states_in_fp16_with_powers_of_two(halves, columns, longer, processors, d_state):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
-    spec = SSDSpec(4, 40, 24, 2, 64, dtype="float16")
+    spec = SSDSpec(4, 40, d_state, 2, 64, dtype="float16")
     tensors = scans.inputs(spec, 2, 70, torch.float16, with_state=True)
     tensors[0] = tensors[0] * torch.tensor([1e-3, 1e2]).half().view(2, 1, 1, 1)
     tensors[6] = tensors[6] + longer

@@ -25,8 +25,11 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
 
 
 def test_the_forward_walks_where_that_fills_the_device():
+    """One program to a processor of 132, or two."""
     launch = default_launch(SSDSpec(80, 64, 128, 1, 256), H200)
-    assert [launch.walks(programs) for programs in (128, 160, 320, 640)] == [True, False, False, True]
+    one, two = launch.walk, launch.pair
+    expected = {60: None, 100: one, 128: one, 160: two, 256: two, 300: None, 320: one, 512: two, 640: two}
+    assert {heads: launch.walk_for(heads, 64) for heads in expected} == expected
 
 
 @pytest.mark.parametrize("chunks, heads", [(256, 80), (128, 40), (32, 10), (1, 1)])

@@ -248,19 +248,21 @@ def test_exact_gradients_are_those_of_all_sequences_together():
 
 
 def test_a_form_of_the_forward_is_checked_by_running_it():
-    """One sequence of 80 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
-    made = problem("ssd", {}, "meta", H200)
-    programs = made._programs(made.launch)
-    assert not made.launch.walks(programs)
+    """One sequence of 60 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
+    made = problem("ssd", {"heads": 60}, "meta", H200)
+    assert made._walk(made.launch, 1) is None
     for part in made.parts:
         launch = made.candidates(part, True)[0]
         found = made.checked(part, launch)
         if part.startswith(("walk", "scan")):
-            assert found.walks(made._programs(found)) == part.startswith("walk")
+            assert made._walk(found, 1) == (found.walk if part.startswith("walk") else None)
         assert launch == asdict(getattr(found, part.split("/")[0]))
-    for whole in (made.launch, replace(made.launch, processors=160)):  # 4 sequences: 2.4 waves, and 2
-        found = made.checked("whole", asdict(whole))
-        assert found.walks(programs) == whole.walks(4 * programs) == (whole.processors == 160)
+    ways = []
+    for processors in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
+        whole = replace(made.launch, processors=processors)
+        ways.append(made._walk(made.checked("whole", asdict(whole)), 1))
+        assert ways[-1] == made._walk(whole, 4)
+    assert ways == [None, made.launch.walk, made.launch.pair]
 
 
 def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched_stays():

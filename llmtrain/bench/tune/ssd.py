@@ -18,6 +18,7 @@ from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_half as half
 from llmtrain.kernels.ssd import triton_passing as borders
+from llmtrain.kernels.ssd import triton_states as through
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -141,7 +142,7 @@ class Problem:
             "times": (batch, spec.n_heads, count, 2, chunk),
             "longest": (batch, spec.n_heads, count),
             "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
-            "vectors": (batch, spec.n_heads, count, 4, chunk),
+            "vectors": (batch, spec.n_heads, count, 3, chunk),
             "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
             "d_across": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
@@ -189,8 +190,8 @@ class Problem:
             inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
             return lambda: across.through_halves(*inputs)
         of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (dy, x, B, C, times, None, *of_pairs, m["states"])
-        return lambda: backward.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
+        inputs = (dy, x, B, C, times.clone(), None, *of_pairs, m["states"])  # which writes into times
+        return lambda: through.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
         """y and every gradient. slices: of the first sequence alone."""
@@ -211,12 +212,11 @@ class Problem:
         return run
 
     def _every(self, launch: Launch) -> Callable[[], None]:
-        """Both at about this device's number of processors: as many as make the forward walk, and as many as do not."""
-        case, forms = self.case, []
-        programs = case.batch * self._programs(launch)
-        for walks in (True, False):
-            near = (replace(launch, processors=count) for count in itertools.count(self.where.processors))
-            forms.append(self._whole(next(one for one in near if one.walks(programs) == walks)))
+        """At about this device's number of processors: as many as make the forward walk, in each of its ways, or not."""
+        own = self.where.processors
+        near = [replace(launch, processors=n) for n in sorted(range(1, 4 * own), key=lambda n: abs(n - own))]
+        ways = [launch.walk, None] + ([] if launch.pair in (None, launch.walk) else [launch.pair])
+        forms = [self._whole(next(one for one in near if self._walk(one, self.case.batch) == way)) for way in ways]
 
         def run() -> None:
             for form in forms:
@@ -235,7 +235,7 @@ class Problem:
         """The whole scan for one sequence, which takes the form of the forward that `part` is of, or that all take."""
         if part == "whole":
             made = decode(Launch, launch, "launch")
-            walks = made.walks(self.case.batch * self._programs(made))
+            walk = self._walk(made, self.case.batch)
         else:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
@@ -244,14 +244,15 @@ class Problem:
                 halves = (self.launch.halves or self.launch.pairs) if tile < chunk else None
                 cut = {"chunk_backward": chunk, "halves": halves}
             made = replace(self.launch, **(cut | {kernel: how}))
-            walks = kernel == "walk" if kernel in FORWARD else made.walks(self._programs(made))
-        if made.walks(self._programs(made)) == walks:
+            walk = made.walk if kernel == "walk" else None if kernel in FORWARD else self._walk(made, 1)
+        if self._walk(made, 1) == walk:
             return made
-        return replace(made, processors=1 if walks else 2 * self._programs(made))
+        if walk is None:
+            return replace(made, processors=4 * self.case.heads * self.case.head_dim)
+        return replace(made, processors=1, pair=None if walk == made.walk else made.pair)
 
-    def _programs(self, launch: Launch) -> int:
-        """Of a walk over one sequence."""
-        return self.case.heads * -(-self.case.head_dim // launch.walk.columns)
+    def _walk(self, launch: Launch, batch: int) -> WalkLaunch | None:
+        return launch.walk_for(batch * self.case.heads, self.case.head_dim)
 
     def _in_float64(self) -> tuple[Tensor, ...]:
         pieces = [t[:1] if t.ndim >= 3 else t for t in self.tensors]

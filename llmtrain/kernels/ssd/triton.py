@@ -26,6 +26,7 @@ from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_half as half
 from llmtrain.kernels.ssd import triton_passing as borders
+from llmtrain.kernels.ssd import triton_states as through
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import Launch, default_launch, parsed
@@ -93,8 +94,8 @@ def launch_forward(
     start, last = _state(initial_state), None
     if with_last:
         last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-    if launch.walks(x.shape[0] * x.shape[2] * -(-x.shape[3] // launch.walk.columns)):
-        y = forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, launch.walk, last)
+    if (walk := launch.walk_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
+        y = forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, walk, last)
     else:
         passing = (launch.chunk, launch.precision, launch.passing)
         states = borders.pass_states(x, B, times, begun, start, *passing, last)
@@ -171,9 +172,11 @@ def backward_into(
     times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.half)
     start, end = _state(initial_state), _state(d_last)
     of_start = None if start is None else d_initial
-    keys, passing = half.keys_of(B, C, tile, launch.half), (chunk, tile, precision, launch.both)
+    keys = half.keys_of(B, C, tile, launch.half, (dB, dC))
+    both = launch.both_for(x.shape[0] * x.shape[2], B.shape[3], x.shape[3])
+    passing = (chunk, tile, precision, both)
     states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
-    vectors = torch.empty((*times.shape[:3], 4, chunk), dtype=torch.float32, device=x.device)
+    vectors = torch.empty((*times.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
     _, d_pairs, diagonal = backward.through_pairs(
         *(dy, x, keys, D, times, begun, states, vectors),
         *(chunk, tile, precision, launch.pairs, launch.processors, dx),
@@ -182,11 +185,11 @@ def backward_into(
     if launch.halves:
         halves = (chunk, precision, launch.halves, launch.processors)
         d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, *halves)
-    _, _, passed = backward.through_states(
+    _, _, passed = through.through_states(
         *(dy, x, B, C, times, begun, d_pairs, d_across, states, vectors),
         *(chunk, tile, precision, launch.states, launch.processors, dB, dC),
     )
-    time_steps.decay_gradients(dt, A, dt_bias, limits, vectors, diagonal, passed, chunk, d_dt, sums)
+    time_steps.decay_gradients(dt, A, dt_bias, limits, times, vectors, diagonal, passed, chunk, d_dt, sums)
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.ssd.triton_backward import blocks_of_heads, token_stride
 from llmtrain.kernels.ssd.triton_forward import padded, rows_described, rows_of
+from llmtrain.kernels.ssd.triton_heads import blocks_of_heads, token_stride
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
 
 
@@ -108,7 +108,7 @@ def _through_halves(
         dy += row * dy_row + middle.to(tl.int64) * dy_token
     dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
-    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK)
+    vectors += (row * N_HEADS * chunks + chunk) * (3 * CHUNK)
     inside = (first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
     d_bc = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS
@@ -136,8 +136,8 @@ def _through_halves(
         d_bc += d_pair * weight[:, None]
         d_pair *= bc
         later, earlier = (
-            vectors + head * chunks * (4 * CHUNK) + CHUNK + q,
-            vectors + head * chunks * (4 * CHUNK) + TILE + q,
+            vectors + head * chunks * (3 * CHUNK) + CHUNK + q,
+            vectors + head * chunks * (3 * CHUNK) + TILE + q,
         )
         tl.store(later, tl.load(later) + tl.sum(d_pair, 1) * to_mid)
         tl.store(earlier, tl.load(earlier) + tl.sum(d_pair * weight[:, None], 0))

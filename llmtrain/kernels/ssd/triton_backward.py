@@ -28,11 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import never, padded, rows_described, rows_of
-from llmtrain.kernels.ssd.triton_half import Keys, parts_of
+from llmtrain.kernels.ssd.triton_half import Keys, parts_of, two
+from llmtrain.kernels.ssd.triton_heads import blocks_of_heads, token_stride
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
 from llmtrain.kernels.ssd.triton_passing import States
-
-_ADDED = 1024  # elements per program of the last sum
 
 
 def through_pairs(
@@ -53,7 +52,7 @@ def through_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What passes through the pairs of a tile, and all of dx but what comes to it through other tiles of its chunk.
 
-    Fills the first three of `vectors`, [batch, heads, chunks, 4, chunk] (see decay_gradients). dx: where to put it
+    Fills `vectors`, [batch, heads, chunks, 3, chunk] (see decay_gradients). dx: where to put it
     (`token_stride` says what it may be), else memory of its own. Returns dx; the gradients of the pairs by blocks of heads,
     [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks, groups, chunk].
     """
@@ -75,7 +74,7 @@ def through_pairs(
     fetched = all(view is not None for view in views)
     dy, x, after, into = views if fetched else (dy, x, states.values[1], dx)
     _through_pairs[n_groups * blocks, tiles, batch](
-        *(dy, x, keys.B, keys.C, *_two(keys.exponents), D, times, begun, after, _two(states.exponents)[1]),
+        *(dy, x, keys.B, keys.C, *two(keys.exponents), D, times, begun, after, two(states.exponents)[1]),
         *(into, d_pairs, diagonal, vectors),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -95,107 +94,6 @@ def through_pairs(
         **launch.options,
     )
     return dx, d_pairs, diagonal
-
-
-def through_states(
-    dy: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
-    d_pairs: Tensor,
-    d_across: Tensor | None,
-    states: States,
-    vectors: Tensor,
-    chunk: int,
-    tile: int,
-    precision: str,
-    launch: HeadsLaunch,
-    processors: int,
-    dB: Tensor | None = None,
-    dC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What passes through the states before and after a chunk: dB, dC, and 2^a_end S . R, [batch, chunks, heads].
-
-    And all that becomes of the gradients of pairs. d_pairs, and d_across from triton_across.py if tiles are halves of
-    chunks: by blocks of heads, whose number may be another here. Adds to the first of `vectors` and fills the last. dB, dC:
-    where to put them, slices of one tensor (as dx of through_pairs).
-    """
-    batch, seq_len, n_heads, head_dim = dy.shape
-    n_groups, d_state = C.shape[2:]
-    tiles = triton.cdiv(seq_len, tile)
-    heads, blocks = blocks_of_heads(x, n_groups, tiles, launch, processors)
-    passed = torch.empty(states.values.shape[1:4], dtype=torch.float32, device=dy.device)
-    dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
-    # With one block of heads its sums are final.
-    of_B, of_C = (dB, dC) if blocks == 1 else (_parts(B, blocks), _parts(C, blocks))
-    token = token_stride(of_B[-1] if blocks > 1 else dB)
-    assert blocks > 1 or token == token_stride(dC)
-    grid = (n_groups * blocks, tiles, batch)
-    strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
-    wanted = launch.described and d_state == padded(d_state)
-    views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    views += [rows_described(wanted, t.view(1, -1, 1, head_dim), d_state) for t in states.values]
-    fetched = all(view is not None for view in views)
-    dy, x, before, after = views if fetched else (dy, x, *states.values)
-    _through_states[grid](
-        *(dy, x, B, C, times, begun, d_pairs, d_across, before, after),
-        *(*_two(states.exponents), *_two(states.added), of_B, of_C, passed, vectors),
-        *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
-        HEADS_PER_GROUP=n_heads // n_groups,
-        N_HEADS=n_heads,
-        HEAD_DIM=head_dim,
-        D_STATE=d_state,
-        CHUNK=chunk,
-        TILE=tile,
-        ROWS=padded(d_state),
-        COLUMNS=padded(head_dim),
-        PART=states.columns,
-        HEADS=heads,
-        TOKEN=token,
-        DESCRIBED=fetched,
-        PRECISION=precision,
-        STAGES=launch.stages,
-        **launch.options,
-    )
-    if blocks > 1:
-        _add(of_B, dB)
-        _add(of_C, dC)
-    return dB, dC, passed
-
-
-def _two(exponents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if exponents is None else (exponents[0], exponents[1])
-
-
-def token_stride(t: Tensor) -> int:
-    """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
-    batch, seq_len, heads, width = t.shape
-    row, token, head, element = t.stride()
-    token = row if seq_len == 1 else token  # that of a single token means nothing
-    assert element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
-    return token
-
-
-def blocks_of_heads(x: Tensor, n_groups: int, tiles: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
-    """Heads of one program, and programs that share the heads of a group."""
-    per_group = x.shape[2] // n_groups
-    heads = launch.heads(per_group, x.shape[0] * tiles * n_groups, processors)
-    return heads, triton.cdiv(per_group, heads)
-
-
-def _parts(like: Tensor, blocks: int) -> Tensor:
-    """Where the programs of all blocks put their sums over heads, [blocks, *like]."""
-    return torch.empty((blocks, *like.shape), dtype=torch.float32, device=like.device)
-
-
-def _add(parts: Tensor, out: Tensor) -> None:
-    blocks, count = parts.shape[0], out.numel()
-    width = out.shape[2] * out.shape[3]
-    _add_blocks[(triton.cdiv(count, _ADDED),)](
-        *(parts, out, count, blocks), WIDTH=width, TOKEN=token_stride(out), BLOCK=_ADDED, num_warps=4
-    )
 
 
 @triton.jit
@@ -225,7 +123,7 @@ def _through_pairs(
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
         dx += (row * seq_len + first) * TOKEN
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
-    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK) + within
+    vectors += (row * N_HEADS * chunks + chunk) * (3 * CHUNK) + within
     of_group = (row * chunks + chunk) * N_GROUPS + group
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -250,7 +148,7 @@ def _through_pairs(
     begin = group * HEADS_PER_GROUP + block * HEADS
     end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (4 * CHUNK) + q
+        found = vectors + head * chunks * (3 * CHUNK) + q
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
             token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
@@ -277,7 +175,7 @@ def _through_pairs(
 
         d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION)
         tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == later, d_pair, 0.0), 1))
-        decay = tl.exp2(tl.minimum((a + of_pair)[None, :] - a[:, None], of_pair))
+        decay = tl.exp2((a + of_pair)[None, :] - a[:, None])  # overflows only where it is masked
         d_bc += d_pair * decay * step[:, None]  # masked, and divided by 2^of_pair, after the loop
         # B C^T again for every head: held over the loop it would cost as many registers as d_bc.
         decayed = tl.where(paired, tl.dot(b, tl.trans(c), input_precision=PRECISION) * decay, 0.0)
@@ -304,132 +202,3 @@ def _through_pairs(
     of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
     d_bc = tl.where(paired, d_bc * tl.exp2(-of_pair), 0.0).to(d_pairs.dtype.element_ty)
     tl.store(d_pairs + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :], d_bc)
-
-
-@triton.jit
-def _through_states(
-    dy, x, B, C, times, begun, d_pairs, d_across, states, d_states,
-    exponents, d_exponents, added, d_added, dB, dC, passed, vectors,
-    seq_len, pair_blocks, across_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
-    B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
-    TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Program (group and block of its heads, tile, row of the batch)."""
-    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
-    N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
-    TILES: tl.constexpr = CHUNK // TILE
-    group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tiles, batch = tl.num_programs(1), tl.num_programs(2)
-    # The tiles of a chunk are neighbours: one finds in the L2 cache the states that the other has read.
-    chunk, chunks, within = tile // TILES, (tiles + TILES - 1) // TILES, tile % TILES * TILE
-    first = tile * TILE
-    q, n, p = tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-
-    if not DESCRIBED:
-        dy += row * dy_row + first.to(tl.int64) * dy_token
-        x += row * x_row + first.to(tl.int64) * x_token
-        states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-        d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-    of_block = ((block * batch + row) * seq_len + first) * TOKEN + group * D_STATE
-    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
-    vectors += (row * N_HEADS * chunks + chunk) * (4 * CHUNK) + within
-    passed += (row * chunks + chunk) * N_HEADS
-    tokens = seq_len
-    seq_len -= first  # tokens from here on
-
-    b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
-    c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
-    count, count_end = None, None
-    if begun is not None:
-        count = tl.load(begun + row * chunks * CHUNK + first + q)
-        count_end = tl.load(begun + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
-
-    d_b, d_c = tl.zeros((TILE, ROWS), tl.float32), tl.zeros((TILE, ROWS), tl.float32)
-    # Each block of heads here takes the pairs of as many blocks there.
-    for other in range(block, pair_blocks, BLOCKS):
-        of_pairs = d_pairs + (((other * batch + row) * tiles + tile) * N_GROUPS + group) * (TILE * TILE)
-        d_bc = tl.load(of_pairs + q[:, None] * TILE + q[None, :])
-        d_b += tl.dot(d_bc, c, input_precision=PRECISION)
-        d_c += tl.dot(tl.trans(d_bc), b, input_precision=PRECISION)
-    if d_across is not None:
-        # Keys of the first half and queries of the second: each takes what the other's matrix gives it.
-        B += row * B_row + group * B_group + chunk.to(tl.int64) * CHUNK * B_token
-        C += row * C_row + group * C_group + (chunk.to(tl.int64) * CHUNK + TILE) * C_token
-        for other in range(block, across_blocks, BLOCKS):
-            of_pairs = d_across + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (TILE * TILE)
-            d_bc = tl.load(of_pairs + q[:, None] * TILE + q[None, :])
-            if within == 0:
-                c_later = rows_of(C, q, n, C_token, seq_len - TILE, D_STATE)
-                d_b += tl.dot(d_bc, c_later, input_precision=PRECISION)
-            else:
-                b_earlier = rows_of(B, q, n, B_token, TILE, D_STATE)
-                d_c += tl.dot(tl.trans(d_bc), b_earlier, input_precision=PRECISION)
-    begin = group * HEADS_PER_GROUP + block * HEADS
-    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
-    for head in tl.range(begin, end, num_stages=STAGES):
-        found = vectors + head * chunks * (4 * CHUNK) + q
-        of_head = head * chunks * (2 * CHUNK)
-        if DESCRIBED:
-            token, state_at = tl.program_id(2) * tokens + first, (tl.program_id(2) * chunks + chunk) * N_HEADS + head
-            x_in = x.load([token, head * HEAD_DIM])
-            dy_in = dy.load([token, head * HEAD_DIM])
-            state = states.load([state_at * D_STATE, 0])
-            d_state = d_states.load([state_at * D_STATE, 0])
-        else:
-            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
-            dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
-            state = rows_of(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
-            d_state = rows_of(d_states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
-        a, step = tl.load(times + of_head + within + q), tl.load(times + of_head + CHUNK + within + q)
-        a_end = tl.load(times + of_head + CHUNK - 1)
-        of_state, of_d_state, of_x, of_dy = 0.0, 0.0, 0.0, 0.0
-        if exponents is not None:
-            of_chunk, of_tile = (row * chunks + chunk) * N_HEADS + head, (row * chunks * TILES + tile) * N_HEADS + head
-            of_state = parts_of(exponents, of_chunk, p, HEAD_DIM, PART)
-            of_d_state = parts_of(d_exponents, of_chunk, p, HEAD_DIM, PART)
-            of_x = of_d_state + parts_of(added, of_tile, p, HEAD_DIM, PART)
-            of_dy = of_state + parts_of(d_added, of_tile, p, HEAD_DIM, PART)
-            if HEAD_DIM > PART:
-                of_x, of_dy = tl.max(of_x), tl.max(of_dy)
-        kept = state.to(tl.float32) * d_state.to(tl.float32) * tl.exp2(a_end + (of_state + of_d_state))
-        if begun is not None:
-            kept = tl.where(count_end == 0, kept, 0.0)
-        tl.store(passed + head, tl.sum(tl.sum(kept, 1), 0), mask=within == 0)
-        if exponents is not None:
-            x_in = (x_in.to(tl.float32) * tl.exp2(of_d_state - of_x)).to(tl.float16)
-            dy_in = (dy_in.to(tl.float32) * tl.exp2(of_state - of_dy)).to(tl.float16)
-        from_start, to_end = tl.exp2(a + of_dy), tl.exp2(a_end - a + of_x)
-        if begun is not None:
-            from_start = tl.where(count == 0, from_start, 0.0)
-            to_end = tl.where(count == count_end, to_end, 0.0)
-        taken = tl.dot(x_in, tl.trans(d_state), input_precision=PRECISION) * to_end[:, None]
-        tl.store(found + 3 * CHUNK, tl.sum(taken * b.to(tl.float32), 1))
-        d_b += taken * step[:, None]
-        earlier = tl.load(found)
-        carried = tl.dot(dy_in, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
-        tl.store(found, earlier + tl.sum(carried * c.to(tl.float32), 1))
-        d_c += carried
-
-    to = of_block + q[:, None] * TOKEN + n[None, :]
-    inside = (q < seq_len)[:, None] & (n < D_STATE)[None, :]
-    tl.store(dB + to, d_b.to(dB.dtype.element_ty), mask=inside)
-    tl.store(dC + to, d_c.to(dC.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_blocks(
-    parts, out, count, blocks, WIDTH: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Program (tile of elements). WIDTH: of a token, in parts; TOKEN: from one to the next, in out."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    of_part = at.to(tl.int64)
-    for _ in range(blocks):
-        total += tl.load(parts + of_part, mask=at < count, other=0.0)
-        of_part += count
-    to = (at // WIDTH).to(tl.int64) * TOKEN + at % WIDTH
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=at < count)

@@ -71,11 +71,12 @@ def walk(
     columns = min(launch.columns, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     wanted = launch.described
-    tiles = (rows_described(wanted, x, chunk, columns), *(rows_described(wanted, t, chunk) for t in (B, C)))
+    tiles = [rows_described(wanted, t, chunk, columns) for t in (x, y)]
+    tiles += [rows_described(wanted, t, chunk) for t in (B, C)]
     fetched = all(tile is not None for tile in tiles)
+    x_in, out, b, c = tiles if fetched else (x, y, B, C)
     _walk[triton.cdiv(head_dim, columns), n_heads, batch](
-        *(tiles if fetched else (x, B, C)),
-        *(D, times, begun, start, y, last),
+        *(x_in, b, c, D, times, begun, start, out, last),
         *(seq_len, times.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
@@ -112,11 +113,12 @@ def scan(
     heads = launch.heads(per_group, batch * times.shape[2] * n_groups, processors)
     strides = tuple(s for t in (x, B, C) for s in t.stride()[:3])
     wanted = launch.described and d_state == padded(d_state)
-    tiles = (rows_described(wanted, x, chunk), rows_described(wanted, states.view(1, -1, 1, head_dim), d_state))
+    tiles = [rows_described(wanted, t, chunk) for t in (x, y)]
+    tiles.append(rows_described(wanted, states.view(1, -1, 1, head_dim), d_state))
     fetched = all(tile is not None for tile in tiles)
-    x, states = tiles if fetched else (x, states)
+    x, out, states = tiles if fetched else (x, y, states)
     _scan[n_groups * triton.cdiv(per_group, heads), times.shape[2], batch](
-        *(x, B, C, D, times, begun, states, y),
+        *(x, B, C, D, times, begun, states, out),
         *(seq_len, *strides),
         HEADS_PER_GROUP=per_group,
         N_HEADS=n_heads,
@@ -169,7 +171,7 @@ def _walk(
         x += row * x_row + head * x_head
         B += row * B_row + group * B_group
         C += row * C_row + group * C_group
-    y += (row * seq_len * n_heads + head) * HEAD_DIM
+        y += (row * seq_len * n_heads + head) * HEAD_DIM
     times += (row * n_heads + head) * chunks * (2 * CHUNK)
     skip = tl.load(D + head).to(tl.float32)
     outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
@@ -200,14 +202,17 @@ def _walk(
             to_end = tl.where(count == count_end, to_end, 0.0)
             paired = paired & (count[:, None] == count[None, :])
         scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        scores *= tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * step[None, :]
+        scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
         scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
         out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
         out += skip * x_in.to(tl.float32)
-        to = y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]  # y moves on: an offset from the first token spills
-        tl.store(to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
-        y += CHUNK * n_heads * HEAD_DIM
+        if DESCRIBED:
+            y.store([at, head * HEAD_DIM + left], out.to(y.dtype))
+        else:
+            to = y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]  # y moves on: an offset from the first token spills
+            tl.store(to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
+            y += CHUNK * n_heads * HEAD_DIM
         weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
         state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
     if last is not None:
@@ -233,7 +238,7 @@ def _scan(
     if not DESCRIBED:
         x += row * x_row + first.to(tl.int64) * x_token
         states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
-    y += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
+        y += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
     times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
     tokens = seq_len
     seq_len -= first  # tokens from here on
@@ -249,7 +254,8 @@ def _scan(
     for head in tl.range(begin, end, num_stages=STAGES):
         of_head = head * chunks * (2 * CHUNK)
         if DESCRIBED:
-            x_in = x.load([tl.program_id(2) * tokens + first, head * HEAD_DIM])
+            token = tl.program_id(2) * tokens + first
+            x_in = x.load([token, head * HEAD_DIM])
             state = states.load([((tl.program_id(2) * chunks + chunk) * N_HEADS + head) * D_STATE, 0])
         else:
             x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
@@ -262,10 +268,13 @@ def _scan(
             paired = paired & (count[:, None] == count[None, :])
         # C B^T again for every head: held over the loop it would cost registers, read from memory time.
         scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        scores *= tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * step[None, :]
+        scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
         scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
         out = tl.dot(c, state, input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
         out += tl.load(D + head).to(tl.float32) * x_in.to(tl.float32)
-        to = q[:, None] * (N_HEADS * HEAD_DIM) + head * HEAD_DIM + p[None, :]
-        tl.store(y + to, out.to(y.dtype.element_ty), mask=(q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
+        if DESCRIBED:
+            y.store([token, head * HEAD_DIM], out.to(y.dtype))
+        else:
+            to = q[:, None] * (N_HEADS * HEAD_DIM) + head * HEAD_DIM + p[None, :]
+            tl.store(y + to, out.to(y.dtype.element_ty), mask=(q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.triton_forward import padded, rows_of
+from llmtrain.kernels.ssd.triton_heads import token_stride
 
 
 class Keys(NamedTuple):
@@ -30,12 +31,14 @@ class Keys(NamedTuple):
     exponents: Tensor | None
 
 
-def keys_of(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
-    """In fp16, if wanted, and from 16 bits; else as they are."""
-    keys, (batch, seq_len, n_groups, d_state) = room(B, C, tile, half), B.shape
+def keys_of(B: Tensor, C: Tensor, tile: int, half: bool, into: tuple[Tensor, Tensor] | None = None) -> Keys:
+    """In fp16, if wanted, and from 16 bits; else as they are. into: memory for them, like B and C and with heads side by side
+    (the gradients of B and C, which come when these are no longer needed).
+    """
+    keys, (batch, seq_len, n_groups, d_state) = room(B, C, tile, half, into), B.shape
     if keys.exponents is not None:
         _halve[2 * n_groups, triton.cdiv(seq_len, tile), batch](
-            *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3]),
+            *(B, C, *keys, seq_len, *B.stride()[:3], *C.stride()[:3], token_stride(keys.B), token_stride(keys.C)),
             D_STATE=d_state,
             TILE=tile,
             ROWS=padded(d_state),
@@ -44,18 +47,24 @@ def keys_of(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
     return keys
 
 
-def room(B: Tensor, C: Tensor, tile: int, half: bool) -> Keys:
+def room(B: Tensor, C: Tensor, tile: int, half: bool, into: tuple[Tensor, Tensor] | None = None) -> Keys:
     """Where keys_of puts them, or has them."""
     if not half or B.element_size() > 2:
         return Keys(B, C, None)
-    b, c = (torch.empty(B.shape, dtype=torch.float16, device=B.device) for _ in range(2))
+    b, c = into or (torch.empty(B.shape, dtype=B.dtype, device=B.device) for _ in range(2))
     shape = (2, B.shape[0], triton.cdiv(B.shape[1], tile), B.shape[2])
-    return Keys(b, c, torch.empty(shape, dtype=torch.float32, device=B.device))
+    exponents = torch.empty(shape, dtype=torch.float32, device=B.device)
+    return Keys(b.view(torch.float16), c.view(torch.float16), exponents)
+
+
+def two(exponents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of states and of their gradients."""
+    return (None, None) if exponents is None else (exponents[0], exponents[1])
 
 
 @triton.jit
 def _halve(
-    B, C, b, c, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group,
+    B, C, b, c, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group, b_token, c_token,
     D_STATE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (B's groups and then C's, tile, row of the batch)."""
@@ -65,13 +74,13 @@ def _halve(
     q, n = tl.arange(0, TILE), tl.arange(0, ROWS)
     first = tile * TILE
     if which == 1:
-        B, B_row, B_token, B_group, b = C, C_row, C_token, C_group, c
+        B, B_row, B_token, B_group, b, b_token = C, C_row, C_token, C_group, c, c_token
     B += row * B_row + group * B_group + first.to(tl.int64) * B_token
     found = rows_of(B, q, n, B_token, seq_len - first, D_STATE).to(tl.float32)
     exponent = exponent_of(tl.max(tl.abs(found)))
     tl.store(exponents + ((which * batch + row) * tiles + tile) * groups + group, exponent)
-    b += ((row * seq_len + first) * groups + group) * D_STATE
-    to = q[:, None] * (groups * D_STATE) + n[None, :]
+    b += (row * seq_len + first) * b_token + group * D_STATE
+    to = q[:, None] * b_token + n[None, :]
     inside = (first + q < seq_len)[:, None] & (n < D_STATE)[None, :]
     tl.store(b + to, (found * tl.exp2(-exponent)).to(tl.float16), mask=inside)
 

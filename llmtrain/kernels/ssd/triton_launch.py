@@ -15,12 +15,15 @@ from llmtrain.kernels.tuning_files import decode
 
 @dataclass(frozen=True)
 class PassLaunch:
-    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own."""
+    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own; share: programs that run
+    side by side on a processor.
+    """
 
     rows: int
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
+    share: int = 1
 
     def tiles(self, d_state: int, head_dim: int) -> int:
         return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
@@ -29,13 +32,14 @@ class PassLaunch:
 @dataclass(frozen=True)
 class WalkLaunch:
     """How the forward walks. columns of head_dim per program; described: let Hopper's copy engine fetch the tiles (through
-    tensor descriptors) where the tensors allow it.
+    tensor descriptors) where the tensors allow it; share: programs that run side by side on a processor.
     """
 
     columns: int
     stages: int
     options: dict[str, int] = field(default_factory=dict)
     described: bool = False
+    share: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ class Launch:
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
     halves: if there is one, a program of the backward takes half a chunk at a time, and so runs the kernel of what passes
         from half to half; else a whole chunk.
-    walk; passing, scan: the two forms of the forward. both: how the backward passes states and their gradients. pairs, states:
-        its kernels within chunks.
+    walk, or pair where more programs shall share a processor; passing, scan: the two forms of the forward.
+    both, or wide where that fills the device: how the backward passes states and their gradients. pairs, states: its kernels
+        within chunks.
     half: states and their gradients in fp16 with powers of two, not in bf16 (of what is in 16 bits).
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
@@ -83,23 +88,44 @@ class Launch:
     processors: int = 1
     halves: HeadsLaunch | None = None
     half: bool = False
+    pair: WalkLaunch | None = None
+    wide: PassLaunch | None = None
 
     @property
     def tile(self) -> int:
         """Tokens that a program of the backward takes at a time."""
         return self.chunk_backward // (2 if self.halves else 1)
 
-    def walks(self, programs: int) -> bool:
-        """Whether the forward is one walk per head: if its last wave, one program per processor, is nearly full.
+    def walk_for(self, heads: int, head_dim: int) -> WalkLaunch | None:
+        """How the forward walks, once per head of all sequences, if so it leaves few processors idle at its end: its last wave
+        is nearly full, or its only one more than half full.
 
         Otherwise states are passed first, then all chunks scanned at once, which moves more bytes but fills any device.
         """
-        waves = programs / self.processors
-        return waves / math.ceil(waves) > 0.85
+        found = None
+        for walk in (self.walk, self.pair):
+            if walk is not None:
+                waves = heads * math.ceil(head_dim / walk.columns) / (walk.share * self.processors)
+                if _full(waves) or 0.55 < waves <= 1:
+                    found = walk
+        return found
+
+    def both_for(self, heads: int, d_state: int, head_dim: int) -> PassLaunch:
+        """How the backward passes states of so many heads of all sequences, and their gradients."""
+        if self.wide is not None:
+            waves = 2 * heads * self.wide.tiles(d_state, head_dim) / (self.wide.share * self.processors)
+            if _full(waves):
+                return self.wide
+        return self.both
 
     def dump(self) -> str:
         """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def _full(waves: float) -> bool:
+    """Whether the last wave of programs, as many as run at once, leaves few places empty."""
+    return waves / math.ceil(waves) > 0.8
 
 
 @functools.cache

@@ -171,7 +171,7 @@ def _pass_states(
         B, B_row = tl.where(back, C, B), tl.where(back, C_row, B_row)
         B_token, B_group = tl.where(back, C_token, B_token), tl.where(back, C_group, B_group)
     row = row.to(tl.int64)
-    of_state, of_row = every.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
+    first_state, of_row = every.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
 
     x += row * x_row + head * x_head
     times += of_row * chunks * (2 * CHUNK)
@@ -181,9 +181,9 @@ def _pass_states(
     outside = of_start + n[:, None]
 
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # No number of the state exceeds it, in no tile of its rows. It is looser than a maximum, but no one waits for it, and fp16
-    # has range enough.
-    bound = 0.0
+    # No number of the state exceeds `bound`, in no tile of its rows. It is looser than a maximum, but no one waits for it, and
+    # fp16 has range enough. The state is kept divided by 2^of_state.
+    bound, of_state = 0.0, 0.0
     if start is not None:
         state = tl.load(start + outside, mask=valid & (not back), other=0.0)
         bound = _largest(start + of_start, p, not back, D_STATE, HEAD_DIM, ALL_ROWS)
@@ -196,11 +196,11 @@ def _pass_states(
             tile = tl.where(back, chunks * TILES - 1 - turn, turn)
         chunk, within = tile // TILES, tile % TILES
         if turn % TILES == 0:
-            at = of_state + chunk * n_heads
+            at = first_state + chunk * n_heads
             stored = state
             if exponents is not None:
                 exponent = exponent_of(bound)
-                stored = state * tl.exp2(-exponent)
+                stored = state * tl.exp2(of_state - exponent)
                 tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
             to = states + at * (D_STATE * HEAD_DIM) + inside
             tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
@@ -234,13 +234,13 @@ def _pass_states(
             # No less than what a state of this size, divided by as much, overflows with.
             of_v = tl.maximum(of_v, exponent_of(bound) - of_k - of_step - 60.0)
             half, of_all = (v * weight[:, None] * tl.exp2(-of_v)).to(tl.float16), of_v + of_k + of_step
-            state = tl.dot(tl.trans(k), half, acc=state * (keep * tl.exp2(-of_all)), input_precision=PRECISION)
-            state *= tl.exp2(of_all)
+            kept = state * (keep * tl.exp2(of_state - of_all))
+            state, of_state = tl.dot(tl.trans(k), half, acc=kept, input_precision=PRECISION), of_all
             bound = bound * keep + tl.exp2(of_all + 28.0) * TILE
         else:
             state = tl.dot(tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * keep, input_precision=PRECISION)
     if last is not None:
-        tl.store(last + outside, state, mask=valid & (back == BOTH))
+        tl.store(last + outside, state * tl.exp2(of_state), mask=valid & (back == BOTH))
 
 
 @triton.jit

@@ -58,6 +58,7 @@ def decay_gradients(
     A: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float | None, float | None],
+    times: Tensor,
     vectors: Tensor,
     diagonal: Tensor,
     passed: Tensor,
@@ -68,18 +69,21 @@ def decay_gradients(
     """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
     and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
 
-    vectors: [batch, heads, chunks, 4, chunk], per head and token, in the terms of triton_backward.py:
+    vectors: [batch, heads, chunks, 3, chunk], per head and token, in the terms of triton_backward.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i,   later_j = sum_{i > j} G_ij L_ij T_ij,
-        same_j = T_jj,   after_j = 2^(a_end - a_j) x_j . B_j R, in this order
-    diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, heads].
+        same_j = T_jj, in this order
+    times: as of decays, but with after_j = 2^(a_end - a_j) x_j . B_j R where the steps were
+    diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, parts, heads], to be
+        added up over parts.
     """
     batch, seq_len, n_heads = dt.shape
-    chunks = passed.shape[1]
+    chunks = vectors.shape[2]
     assert d_dt.stride(2) == 1 and sums.shape == (batch, chunks, 3, n_heads) and sums.is_contiguous()
     _decay_gradients[triton.cdiv(n_heads, _HEADS), chunks, batch](
-        *(dt, A, dt_bias, vectors, diagonal, passed, d_dt, sums),
+        *(dt, A, dt_bias, times, vectors, diagonal, passed, d_dt, sums),
         *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
+        PARTS=passed.shape[2],
         HEADS=_HEADS,
         num_warps=4,
     )
@@ -138,6 +142,7 @@ def _decay_gradients(
     dt,
     A,
     dt_bias,
+    times,
     vectors,
     diagonal,
     passed,
@@ -154,6 +159,7 @@ def _decay_gradients(
     dt_min,
     dt_max,
     CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
@@ -175,11 +181,12 @@ def _decay_gradients(
         step = tl.minimum(step, dt_max)
         passes = passes & (free <= dt_max)
 
-    vectors += (((row * n_heads + h) * chunks + chunk) * (4 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    vectors += (((row * n_heads + h) * chunks + chunk) * (3 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
     earlier = tl.load(vectors, mask=valid, other=0.0)
     later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
     same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
-    after = tl.load(vectors + 3 * CHUNK, mask=valid, other=0.0)
+    times += (((row * n_heads + h) * chunks + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    after = tl.load(times + CHUNK, mask=valid, other=0.0)
     n_groups = (n_heads + per_group - 1) // per_group
     diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
     d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
@@ -187,7 +194,9 @@ def _decay_gradients(
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
     on_end = step * after
     d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
-    d_log_decay += tl.load(passed + (row * chunks + chunk) * n_heads + h, mask=h_valid, other=0.0)[None, :]
+    for part in range(PARTS):
+        at = passed + ((row * chunks + chunk) * PARTS + part) * n_heads + h
+        d_log_decay += tl.load(at, mask=h_valid, other=0.0)[None, :]
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)

@@ -1,0 +1,63 @@
+"""Kernels that take a chunk's heads one after the other: how many to a program, and how what several programs found is added.
+
+Sums over the heads of one program stay in registers; over programs they are added in a fixed order.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
+
+_ADDED = 1024  # elements per program of a sum
+
+
+def token_stride(t: Tensor) -> int:
+    """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
+    batch, seq_len, heads, width = t.shape
+    row, token, head, element = t.stride()
+    token = row if seq_len == 1 else token  # that of a single token means nothing
+    assert element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
+    return token
+
+
+def blocks_of_heads(x: Tensor, n_groups: int, tiles: int, launch: HeadsLaunch, processors: int) -> tuple[int, int]:
+    """Heads of one program, and programs that share the heads of a group."""
+    per_group = x.shape[2] // n_groups
+    heads = launch.heads(per_group, x.shape[0] * tiles * n_groups, processors)
+    return heads, triton.cdiv(per_group, heads)
+
+
+def parts_like(like: Tensor, blocks: int) -> Tensor:
+    """Where the programs of all blocks put their sums over heads, [blocks, *like]."""
+    return torch.empty((blocks, *like.shape), dtype=torch.float32, device=like.device)
+
+
+def add_parts(parts: Tensor, out: Tensor) -> None:
+    blocks, count = parts.shape[0], out.numel()
+    width = out.shape[2] * out.shape[3]
+    _add_blocks[(triton.cdiv(count, _ADDED),)](
+        *(parts, out, count, blocks), WIDTH=width, TOKEN=token_stride(out), BLOCK=_ADDED, num_warps=4
+    )
+
+
+@triton.jit
+def _add_blocks(
+    parts, out, count, blocks, WIDTH: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (tile of elements). WIDTH: of a token, in parts; TOKEN: from one to the next, in out."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    of_part = at.to(tl.int64)
+    for _ in range(blocks):
+        total += tl.load(parts + of_part, mask=at < count, other=0.0)
+        of_part += count
+    to = (at // WIDTH).to(tl.int64) * TOKEN + at % WIDTH
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=at < count)
