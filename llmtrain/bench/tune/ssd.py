@@ -14,9 +14,9 @@ from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_across as across
-from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_half as half
+from llmtrain.kernels.ssd import triton_pairs as pairs
 from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_states as through
 from llmtrain.kernels.ssd import triton_steps as time_steps
@@ -31,6 +31,8 @@ _KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadsLaunch) | {
     "passing": PassLaunch,
     "both": PassLaunch,
 }
+_OTHERS = {"walk": "pair", "both": "wide"}
+"""Launches of the same kernels, for other numbers of programs."""
 _TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 _NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
 
@@ -185,7 +187,7 @@ class Problem:
             return lambda: borders.pass_both(*both)
         if kernel == "pairs":
             inputs = (dy, x, m["keys"], D, times, None, m["states"], vectors, chunk, tile, precision, how, processors)
-            return lambda: backward.through_pairs(*inputs)
+            return lambda: pairs.through_pairs(*inputs)
         if kernel == "halves":
             inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
             return lambda: across.through_halves(*inputs)
@@ -242,7 +244,7 @@ class Problem:
             cut: Any = {"chunk": chunk}
             if kernel in BACKWARD:
                 halves = (self.launch.halves or self.launch.pairs) if tile < chunk else None
-                cut = {"chunk_backward": chunk, "halves": halves}
+                cut = {"chunk_backward": chunk, "halves": halves, "wide": None}
             made = replace(self.launch, **(cut | {kernel: how}))
             walk = made.walk if kernel == "walk" else None if kernel in FORWARD else self._walk(made, 1)
         if self._walk(made, 1) == walk:
@@ -270,6 +272,8 @@ class Problem:
             if None in launches.values():
                 continue
             cut: Any = {"chunk": int(ahead), "chunk_backward": sizes(f"pairs/{back}")[1]}
+            # What is searched serves all numbers of programs.
+            cut |= {other: None for kernel, other in _OTHERS.items() if self._searched(best, kernel)}
             launches = {"halves": None} | launches
             tried.append(replace(self.launch, **cut, **launches))
         found = []
@@ -285,8 +289,12 @@ class Problem:
         attempts = best.get(part)
         if attempts:
             return _KINDS[kernel](**attempts[0].launch)
-        searched = any(other.startswith(f"{kernel}/") for other in best)
-        return None if searched or tuple(cut) != self._own(kernel) else getattr(self.launch, kernel)
+        others = self._searched(best, kernel) or tuple(cut) != self._own(kernel)
+        return None if others else getattr(self.launch, kernel)
+
+    @staticmethod
+    def _searched(best: dict[str, list[Attempt]], kernel: str) -> bool:
+        return any(part.startswith(f"{kernel}/") for part in best)
 
 
 def sizes(part: str) -> tuple[str, int, int]:

@@ -5,7 +5,8 @@ at the chunks' borders and then all chunks (x twice in, states out and in, y onc
 Backward: time steps; the states at the chunks' borders again and, at the same time, their gradients, in reverse (x and dy in,
 both out); what passes through pairs (x, dy and gradients of states once in, dx once out); where tiles of pairs are half a
 chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what passes through states (x, dy, states
-and their gradients once in); the gradients of the time steps. No atomics: every sum has a fixed order.
+and their gradients once in; of wide states twice those before chunks); the gradients of the time steps. No atomics: every
+sum has a fixed order.
 
 Matrix products take the dtype of x, or those with states fp16 (`Launch.half`); decays, time steps and the state passed on
 are fp32. The chunk is a launch
@@ -22,9 +23,9 @@ from torch import Tensor
 from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_across as across
-from llmtrain.kernels.ssd import triton_backward as backward
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd import triton_half as half
+from llmtrain.kernels.ssd import triton_pairs as pairs
 from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_states as through
 from llmtrain.kernels.ssd import triton_steps as time_steps
@@ -177,7 +178,7 @@ def backward_into(
     passing = (chunk, tile, precision, both)
     states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
     vectors = torch.empty((*times.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
-    _, d_pairs, diagonal = backward.through_pairs(
+    _, d_pairs, diagonal = pairs.through_pairs(
         *(dy, x, keys, D, times, begun, states, vectors),
         *(chunk, tile, precision, launch.pairs, launch.processors, dx),
     )

@@ -1,6 +1,6 @@
 """Mamba-2's state-space duality in Triton, backward: what passes from the first half of a chunk to its second half.
 
-Where the kernels of triton_backward.py take half a chunk at a time. In their terms, with j in the first half, i in the
+Where the kernels of triton_pairs.py take half a chunk at a time. In their terms, with j in the first half, i in the
 second, and a_mid at the end of the first, decays fall apart into two factors, neither of which can overflow:
 
     L_ij = 2^(a_mid - a_j) 2^(a_i - a_mid)

@@ -1,6 +1,6 @@
 """Mamba-2's state-space duality in Triton, backward: what passes through the states before and after a chunk.
 
-In the terms of triton_backward.py: dC comes through the state before the chunk, S, and dB through the gradient of the state
+In the terms of triton_pairs.py: dC comes through the state before the chunk, S, and dB through the gradient of the state
 after it, R. Either one program does both, and reads S once; or, where states are so wide that its sums over heads would fill
 all registers, one kernel each.
 """

@@ -69,7 +69,7 @@ def decay_gradients(
     """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
     and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
 
-    vectors: [batch, heads, chunks, 3, chunk], per head and token, in the terms of triton_backward.py:
+    vectors: [batch, heads, chunks, 3, chunk], per head and token, in the terms of triton_pairs.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i,   later_j = sum_{i > j} G_ij L_ij T_ij,
         same_j = T_jj, in this order
     times: as of decays, but with after_j = 2^(a_end - a_j) x_j . B_j R where the steps were

@@ -1,4 +1,4 @@
-"""Mamba-2's state-space duality in Triton, backward within chunks: every gradient but those of the time steps' inputs.
+"""Mamba-2's state-space duality in Triton, backward: what passes through the pairs of a chunk; and the terms of all of it.
 
 In the terms of triton_forward.py, with R the gradient of the state after the chunk, kept transposed like S, and for
 each head, j <= i:   G_ij = C_i . B_j,   L_ij = 2^(a_i - a_j),   T_ij = dy_i . x_j,
@@ -10,10 +10,9 @@ each head, j <= i:   G_ij = C_i . B_j,   L_ij = 2^(a_i - a_j),   T_ij = dy_i . x
     da_j = - sum_{i > j} G_ij L_ij T_ij dt_j - dt_j 2^(a_end - a_j) x_j . B_j R
     da_end = 2^a_end S . R + sum_j dt_j 2^(a_end - a_j) x_j . B_j R
 
-(da is that of the natural log.) Two kernels: what passes through the pairs of a chunk, and dx; what passes through the
-states on either side of it. T is computed once and serves all; the sum over heads of T L dt is multiplied with B and C
+(da is that of the natural log.) Here are dx and what passes through pairs; triton_states.py has what passes through the
+states on either side of a chunk. T is computed once and serves all; the sum over heads of T L dt is multiplied with B and C
 once per program. The row and column sums of one fp32 matrix make up da: taken from y, rounded, they would not cancel.
-Sums over heads of one program stay in registers; over programs they are added in a fixed order.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
