@@ -20,7 +20,14 @@ both_tiles = pytest.mark.parametrize("halves", [False, True], ids=["whole chunks
 """What the backward takes at a time."""
 
 
-def small(spec: SSDSpec, forward: int = 32, halves: bool = False, processors: int = 1, tile: int = 16) -> Launch:
+def small(
+    spec: SSDSpec,
+    forward: int = 32,
+    halves: bool = False,
+    processors: int = 1,
+    tile: int = 16,
+    state_first: bool = False,
+) -> Launch:
     """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
     all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
     are of two tiles.
@@ -34,7 +41,7 @@ def small(spec: SSDSpec, forward: int = 32, halves: bool = False, processors: in
         halves=launch.pairs if halves else None,
         passing=replace(launch.passing, rows=32, columns=16),
         both=replace(launch.both, rows=32, columns=16),
-        walk=replace(launch.walk, columns=16),
+        walk=replace(launch.walk, columns=16, state_first=state_first),
         processors=processors,
     )
 
@@ -63,6 +70,7 @@ CASES = {
     "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
     "states of two parts": (SSDSpec(4, 16, 70, 2, 64, **FP32), 2, 37, True, {}),
     "the same states on many processors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
+    "what comes from the state first": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {"state_first": True}),
     "limited dt": (SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32), 1, 33, True, {}),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
 }

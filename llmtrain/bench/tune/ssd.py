@@ -216,7 +216,7 @@ class Problem:
     def _every(self, launch: Launch) -> Callable[[], None]:
         """At about this device's number of processors: as many as make the forward walk, in each of its ways, or not."""
         own = self.where.processors
-        near = [replace(launch, processors=n) for n in sorted(range(1, 4 * own), key=lambda n: abs(n - own))]
+        near = [replace(launch, processors=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
         ways = [launch.walk, None] + ([] if launch.pair in (None, launch.walk) else [launch.pair])
         forms = [self._whole(next(one for one in near if self._walk(one, self.case.batch) == way)) for way in ways]
 

@@ -85,6 +85,7 @@ def walk(
         ROWS=padded(d_state),
         COLUMNS=columns,
         DESCRIBED=fetched,
+        STATE_FIRST=launch.state_first and begun is None,
         PRECISION=precision,
         STAGES=launch.stages,
         **launch.options,
@@ -152,11 +153,20 @@ def never(value):
 
 
 @triton.jit
+def _scores(c, b, a, step, paired, PRECISION: tl.constexpr):
+    """What each earlier token, or the same, counts in the output of one: C B^T, decayed."""
+    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
+    return tl.where(paired, scores, 0.0)
+
+
+@triton.jit
 def _walk(
     x, B, C, D, times, begun, start, y, last,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr, STATE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of a head's columns, head, row of the batch): one chunk after the other."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -201,12 +211,16 @@ def _walk(
             from_start = tl.where(count == 0, from_start, 0.0)
             to_end = tl.where(count == count_end, to_end, 0.0)
             paired = paired & (count[:, None] == count[None, :])
-        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
-        scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
-        out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
-        out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
-        out += skip * x_in.to(tl.float32)
+        if STATE_FIRST:
+            out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
+            out += skip * x_in.to(tl.float32)
+            scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
+            out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
+        else:
+            scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
+            out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
+            out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
+            out += skip * x_in.to(tl.float32)
         if DESCRIBED:
             y.store([at, head * HEAD_DIM + left], out.to(y.dtype))
         else:
@@ -267,9 +281,7 @@ def _scan(
             from_start = tl.where(count == 0, from_start, 0.0)
             paired = paired & (count[:, None] == count[None, :])
         # C B^T again for every head: held over the loop it would cost registers, read from memory time.
-        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
-        scores = tl.where(paired, scores, 0.0).to(x_in.dtype)
+        scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
         out = tl.dot(c, state, input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
         out += tl.load(D + head).to(tl.float32) * x_in.to(tl.float32)

@@ -32,7 +32,8 @@ class PassLaunch:
 @dataclass(frozen=True)
 class WalkLaunch:
     """How the forward walks. columns of head_dim per program; described: let Hopper's copy engine fetch the tiles (through
-    tensor descriptors) where the tensors allow it; share: programs that run side by side on a processor.
+    tensor descriptors) where the tensors allow it; share: programs that run side by side on a processor; state_first: what
+    comes from the state before what comes from pairs, which takes fewer registers if there are no documents.
     """
 
     columns: int
@@ -40,6 +41,7 @@ class WalkLaunch:
     options: dict[str, int] = field(default_factory=dict)
     described: bool = False
     share: int = 1
+    state_first: bool = False
 
 
 @dataclass(frozen=True)
