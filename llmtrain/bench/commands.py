@@ -81,6 +81,13 @@ def _add_kernels(commands) -> None:
         "--workers", type=int, metavar="N", help="processes that compile (default: one per core, at most 14)"
     )
     sub.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the inputs, for the errors of our and of public kernels (default 1)",
+    )
+    sub.add_argument(
         "--compile-seconds", type=float, default=300.0, metavar="S", help="for compiling beforehand (default 300)"
     )
     sub.add_argument(

@@ -14,7 +14,7 @@ from llmtrain.bench.commands import add_benches
 from llmtrain.bench.kernels import command as kernels_command
 from llmtrain.bench.kernels import report, scan
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, leaf, run_both
-from llmtrain.bench.kernels.measure import Result
+from llmtrain.bench.kernels.measure import Ceilings, Result, measure
 from llmtrain.bench.tune import command, search
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
@@ -228,8 +228,40 @@ def test_no_tensor_of_ours_is_less_exact_than_the_best_public_one():
     assert report.numerics([ours]) is None
 
 
+def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
+    """A contender that rounds, one that fails, and one that is neither ours nor public, of which the first draw counts."""
+
+    def cell(first: int) -> Cell:
+        def inputs(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+            g = torch.Generator().manual_seed(first + seed)
+            return [leaf(torch.randn(64, generator=g))], torch.randn(64, generator=g)
+
+        def exact(leaves: list[torch.Tensor], up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return run_both(lambda x: 3 * x, [leaf(t.double()) for t in leaves], up.double())
+
+        return Cell("ssd", "c", 64, ("y", "dx"), inputs, list, exact, Work(1, 1), Work(1, 1))
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    def rounds(x: torch.Tensor) -> torch.Tensor:
+        return (3 * x).bfloat16().float()
+
+    names = ("triton", "mamba_ssm", "reference")
+    contenders = [Contender(name, lambda: rounds, name == "mamba_ssm") for name in names]
+    contenders.append(Contender("triton", lambda: fails))
+    most = Ceilings(1.0, 1.0)
+    apart = [measure(cell(seed), contenders[:1], most)[0].errors["y"] for seed in range(3)]
+    *found, failed = measure(cell(0), contenders, most, draws=3)
+    mean = pytest.approx((sum(error**2 for error in apart) / 3) ** 0.5)
+    assert [one.errors["y"] for one in found] == [mean, mean, apart[0]]
+    assert failed.failed == "RuntimeError: boom" and not failed.errors
+
+
 def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path: Path):
-    cell = Cell("ssd", "c", 2048, ("y",), lambda: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1))
+    cell = Cell(
+        "ssd", "c", 2048, ("y",), lambda seed: ([], torch.zeros(1)), list, lambda a, b: [], Work(1, 1), Work(1, 1)
+    )
     results = [result("triton", 1.0, 2.0), result("mamba_ssm 128", 0.0, 0.0, failed="OutOfMemory | x")]
     report.write(tmp_path, ["head"], {}, [(cell, results)])
     report.plot(tmp_path / "kernels.png", [(cell, results)])

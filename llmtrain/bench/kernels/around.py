@@ -79,8 +79,8 @@ def mixer_cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
 def _conv(sizes: Sizes, seq_len: int) -> Cell:
     channels = sizes.channels
 
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        g = generator()
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        g = generator(seed)
         x = sizes.projection(seq_len, g)[..., sizes.d_inner : sizes.d_inner + channels]
         weight, bias = draw(g, channels, WIDTH, dtype=x.dtype), draw(g, channels, dtype=x.dtype)
         return [leaf(x), leaf(weight), leaf(bias)], draw(g, *x.shape, dtype=x.dtype)
@@ -117,8 +117,8 @@ def _conv_contenders(sizes: Sizes) -> list[Contender]:
 
 
 def _norm(sizes: Sizes, seq_len: int) -> Cell:
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        g = generator()
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        g = generator(seed)
         z = sizes.projection(seq_len, g)[..., : sizes.d_inner]
         x, weight = draw(g, *z.shape, dtype=z.dtype), draw(g, sizes.d_inner)
         return [leaf(x), leaf(z), leaf(weight)], draw(g, *z.shape, dtype=z.dtype)
@@ -155,8 +155,8 @@ def _norm_contenders(sizes: Sizes) -> list[Contender]:
 def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
     case = ssd.Case(sizes.heads, sizes.head_dim, sizes.d_state, 1, seq_len, sizes.dtype, sizes.tokens)
 
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        g, n = generator(), sizes.heads
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        g, n = generator(seed), sizes.heads
         fused = sizes.projection(seq_len, g)
         rates = -(1 + 15 * torch.rand(n, generator=g, device=fused.device))
         taps = [draw(g, *shape, dtype=fused.dtype) for shape in ((sizes.channels, WIDTH), (sizes.channels,))]

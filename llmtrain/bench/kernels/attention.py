@@ -38,8 +38,8 @@ def cells(tiny: bool) -> Iterator[Cell]:
 def _cell(case: Case, bars: tuple[Bar, ...]) -> Cell:
     spec, size = case.spec, 2 if case.dtype != "float32" else 4
 
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        qkv, dout = case.tensors(device())
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        qkv, dout = case.tensors(device(), seed)
         return [leaf(t) for t in qkv], dout
 
     q = case.batch * case.seq_len * spec.n_heads * spec.head_dim * size

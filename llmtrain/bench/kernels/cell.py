@@ -47,7 +47,7 @@ class Work:
 
 @dataclass
 class Cell:
-    """inputs: leaves and the gradient of the output, made when it is this cell's turn.
+    """inputs: of a seed, leaves and the gradient of the output, made when it is this cell's turn.
 
     exact: (leaves, gradient) -> output and gradients of the leaves in float64, or pieces of them; pieces: those of a
     contender's outcome, in the same order; names: theirs.
@@ -57,7 +57,7 @@ class Cell:
     name: str
     seq_len: int
     names: tuple[str, ...]
-    inputs: Callable[[], tuple[list[Tensor], Tensor]]
+    inputs: Callable[[int], tuple[list[Tensor], Tensor]]
     contenders: Callable[[], list[Contender]]
     exact: Callable[[list[Tensor], Tensor], Sequence[Tensor]]
     forward: Work
@@ -88,8 +88,8 @@ def wide(leaves: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda t: t
     return [cut(t.detach()).double().requires_grad_() for t in leaves]
 
 
-def generator() -> torch.Generator:
-    return torch.Generator(device()).manual_seed(0)
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(device()).manual_seed(seed)
 
 
 def draw(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

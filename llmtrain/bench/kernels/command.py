@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     here = platform.detect()
     tiny = here.vendor == "cpu"
+    if args.draws < 1:
+        raise ValueError(f"--draws {args.draws}: at least one draw of the inputs is needed")
     if args.peer_path is not None:
         if not args.peer_path.is_dir():
             raise ValueError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         f"Copy {most.bytes_s / 1e12:.2f} TB/s, matrix product {most.flops_s / 1e12:.0f} TFLOP/s. Ratio: to the best public "
         "backend, forward + backward.",
     ]
+    if args.draws > 1:
+        head.append(f"Errors of ours and of public kernels: root mean squares over {args.draws} draws of the inputs.")
     print("\n".join(head), flush=True)
     facts: dict[str, Any] = {
         "device": here.device_name,
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     done: list[tuple[Cell, list[Result]]] = []
     with progress("measuring", len(cells)) as step:
         for cell in cells:
-            done.append((cell, measure(cell, cell.contenders(), most)))
+            done.append((cell, measure(cell, cell.contenders(), most, args.draws)))
             report.write(args.out, head, facts, done)  # a time limit or a broken GPU must not cost what is measured
             step()
             if not tiny:
@@ -160,7 +164,7 @@ def _warm(label: str, name: str, share: int) -> None:
     if one.warm is not None:
         one.warm(share, SHARES)
     else:
-        leaves, up = cell.inputs()
+        leaves, up = cell.inputs(0)
         run_both(one.make(), leaves, up)
         torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.kernels.cell import Cell, Contender, Work, device, run_both
+from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Work, device, run_both
 from llmtrain.bench.tune.operations import relative_error
 
 REP_MS = 100
@@ -22,7 +23,7 @@ _CYCLES_MS = 2_000_000  # of a GPU, at most
 class Result:
     """ms: medians. memory_mib: peak of forward and backward above the inputs, None where it is not measured.
     share_*: the time that the copy and the matmul of this run say it needs at least, over the time it took.
-    errors: relative, of the output and of every gradient, against float64.
+    errors: relative, of the output and of every gradient, against float64; of several draws the root mean square.
     """
 
     operation: str
@@ -117,9 +118,12 @@ def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -
     return statistics.median(once()[0] for _ in range(count))
 
 
-def measure(cell: Cell, contenders: list[Contender], most: Ceilings) -> list[Result]:
-    """All contenders of a cell, one after the other. One that fails says why, and the others go on."""
-    leaves, up = cell.inputs()
+def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int = 1) -> list[Result]:
+    """All contenders of a cell, one after the other. One that fails says why, and the others go on.
+
+    draws: of inputs, on which ours and the public ones are compared with float64; the first is also timed.
+    """
+    leaves, up = cell.inputs(0)
     exact = [t.detach() for t in cell.exact(leaves, up)]
     results = []
     for contender in contenders:
@@ -131,7 +135,29 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings) -> list[Res
                 raise  # nothing on this GPU can be trusted any more
             result.failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         results.append(result)
+    del leaves, up, exact
+    compared = [
+        (one, result)
+        for one, result in zip(contenders, results, strict=True)
+        if (one.public or one.name == OURS) and not result.failed
+    ]
+    squares = [{name: error**2 for name, error in result.errors.items()} for _, result in compared]
+    for seed in range(1, draws):
+        leaves, up = cell.inputs(seed)
+        exact = [t.detach() for t in cell.exact(leaves, up)]
+        for (one, _), sums in zip(compared, squares, strict=True):
+            for name, error in _errors(cell, one.make(), leaves, up, exact).items():
+                sums[name] += error**2
+    for (_, result), sums in zip(compared, squares, strict=True):
+        result.errors = {name: math.sqrt(total / draws) for name, total in sums.items()}
     return results
+
+
+def _errors(
+    cell: Cell, function: Callable[..., Tensor], leaves: list[Tensor], up: Tensor, exact: list[Tensor]
+) -> dict[str, float]:
+    found = cell.pieces(run_both(function, leaves, up))
+    return {name: relative_error(a, b) for name, a, b in zip(cell.names, found, exact, strict=True)}
 
 
 def _measure(
@@ -139,9 +165,7 @@ def _measure(
 ) -> None:
     torch.compiler.reset()  # else Dynamo gives up compiling a peer after eight shapes
     function = one.make()
-    found = cell.pieces(run_both(function, leaves, up))
-    result.errors = {name: relative_error(a, b) for name, a, b in zip(cell.names, found, exact, strict=True)}
-    del found
+    result.errors = _errors(cell, function, leaves, up, exact)
     if device() == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

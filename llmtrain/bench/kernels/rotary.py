@@ -26,8 +26,8 @@ def _cell(head_dim: int, seq_len: int, heads: int, tokens: int) -> Cell:
     )
     cos, sin = angle.cos(), angle.sin()
 
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        g = generator()
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        g = generator(seed)
         fused = draw(g, tokens // seq_len, seq_len, 3 * heads * head_dim, dtype=dtype)
         q, k, _ = (t.unflatten(-1, (heads, head_dim)) for t in fused.chunk(3, dim=-1))
         return [leaf(q), leaf(k)], draw(g, *q.shape[:2], 2 * heads, head_dim, dtype=dtype)

@@ -36,8 +36,8 @@ def cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
 
 
 def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        *tensors, dy = case.tensors(device())
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        *tensors, dy = case.tensors(device(), seed)
         return [leaf(t) for t in tensors], dy
 
     forward, backward = work(case)

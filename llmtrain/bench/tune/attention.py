@@ -82,11 +82,11 @@ class Case:
             pairs = whole * spec.pairs(self.document, self.causal) + spec.pairs(rest, self.causal)
         return 4.0 * pairs * spec.n_heads * spec.head_dim * self.batch
 
-    def tensors(self, device: str) -> tuple[list[Tensor], Tensor]:
+    def tensors(self, device: str, seed: int = 0) -> tuple[list[Tensor], Tensor]:
         """q, k, v as slices of one projection, and the gradient of the output."""
         spec, dtype = self.spec, getattr(torch, self.dtype)
         heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-        g = None if device == "meta" else torch.Generator(device).manual_seed(0)
+        g = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=g, device=device).to(dtype)

@@ -58,10 +58,10 @@ class Case:
     def batch(self) -> int:
         return max(1, self.tokens // self.seq_len)
 
-    def tensors(self, device: str) -> list[Tensor]:
+    def tensors(self, device: str, seed: int = 0) -> list[Tensor]:
         """x, dt, A, B, C, D, dt_bias as after a projection and a convolution, and the gradient of y."""
         spec, dtype = self.spec, getattr(torch, self.dtype)
-        g = None if device == "meta" else torch.Generator(device).manual_seed(0)
+        g = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=g, device=device)
