@@ -10,6 +10,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.decode import decode, readable
 from llmtrain.config.differences import differences
 from llmtrain.config.interpolation import resolve
+from llmtrain.config.kinds import check_kind
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.schema import Config
@@ -37,6 +38,7 @@ def load_config(
     Raises ConfigError, which holds every problem and prints as the whole report.
     """
     source = read_file(path)
+    check_kind(source, "training")
     for override in overrides:
         apply_override(source, override, Config)
     resolve(source, Config)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from llmtrain.config.base import PositiveInt, Problem, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
+from llmtrain.config.kinds import check_kind
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.source import read_file
@@ -133,6 +134,7 @@ def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_mode
     if file.is_file() and not file.read_bytes().strip():
         raise ConfigError(str(path), [Problem("", None, "is empty; it needs tasks, or a gauntlet")])
     source = read_file(path)
+    check_kind(source, "evaluation")
     for override in overrides:
         apply_override(source, override, EvalRun)
     resolve(source, EvalRun)

@@ -132,7 +132,7 @@ kernels() {
     # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
     step kernels-attention 220 "$python" -m llmtrain.bench kernels --only attention rotary \
         --compile-seconds 100 --out "$work/attention" "$@"
-    step kernels-scan 400 "$python" -m llmtrain.bench kernels --only ssd conv1d gated_norm mixer \
+    step kernels-scan 400 "$python" -m llmtrain.bench kernels --only ssd conv1d gated_norm mixer --draws 4 \
         --compile-seconds 150 --out "$work/scan" "$@"
 }
 

@@ -318,7 +318,7 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
 
 def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    cell = Cell("ssd", "c", 2048, ("y",), lambda: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
+    cell = Cell("ssd", "c", 2048, ("y",), lambda seed: ([], torch.zeros(1)), lambda: [Contender("triton", lambda: torch.sin)],
                 lambda a, b: [], Work(1, 1), Work(1, 1))  # fmt: skip
     before = set(multiprocessing.active_children())
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))

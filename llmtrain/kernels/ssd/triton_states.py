@@ -24,6 +24,7 @@ from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
 from llmtrain.kernels.ssd.triton_passing import States
 
 _NARROW = 64
+"""d_state up to which one program does both sides."""
 
 
 def through_states(
@@ -68,15 +69,14 @@ def through_states(
     fetched = all(view is not None for view in views)
     dy, x, before, after = views if fetched else (dy, x, *states.values)
     for of_B, of_C in [(True, True)] if rows <= _NARROW else [(True, False), (False, True)]:
-        # With one block of heads its sums are final.
-        into = [d if blocks == 1 or not wanted else parts_like(d, blocks) for d, wanted in ((dB, of_B), (dC, of_C))]
-        tokens = [
-            token_stride(d if d.ndim == 4 else d[-1]) for d, wanted in zip(into, (of_B, of_C), strict=True) if wanted
-        ]
-        assert tokens[0] == tokens[-1]
+        into_B, into_C, token = dB, dC, token_stride(dB if of_B else dC)
+        assert not (of_B and of_C) or token == token_stride(dC)
+        if blocks > 1:  # else their sums are final
+            token = n_groups * d_state
+            into_B, into_C = parts_like(dB, blocks) if of_B else dB, parts_like(dC, blocks) if of_C else dC
         _through_states[n_groups * blocks, chunks * tiles, batch](
             *(dy, x, B, C, times, begun, d_pairs, d_across, before, after),
-            *(*two(states.exponents), *two(states.added), *into, passed, vectors),
+            *(*two(states.exponents), *two(states.added), into_B, into_C, passed, vectors),
             *(seq_len, d_pairs.shape[0], 0 if d_across is None else d_across.shape[0], *strides),
             OF_B=of_B,
             OF_C=of_C,
@@ -91,15 +91,16 @@ def through_states(
             COLUMNS=padded(head_dim),
             PART=states.columns,
             HEADS=heads,
-            TOKEN=tokens[0],
+            TOKEN=token,
             DESCRIBED=fetched,
             PRECISION=precision,
             STAGES=launch.stages,
             **launch.options,
         )
-        for found, d in zip(into, (dB, dC), strict=True):
-            if found.ndim > 4:
-                add_parts(found, d)
+        if blocks > 1 and of_B:
+            add_parts(into_B, dB)
+        if blocks > 1 and of_C:
+            add_parts(into_C, dC)
     return dB, dC, passed
 
 

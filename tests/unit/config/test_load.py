@@ -45,6 +45,13 @@ def problems(load, *args, **options) -> dict[str, str]:
     return {problem.path: problem.message for problem in caught.value.problems}
 
 
+def test_a_config_for_evaluation_is_told_as_that(load):
+    assert problems(load, "model: runs/a\ntasks: [piqa]\nconvention: foundry\n") == {
+        "": "is a config for evaluation (it has tasks, convention); give one with model, data, train and optimizer, such as "
+        "yamls/quickstart.yaml; this one is for `llmtrain eval`"
+    }
+
+
 # Values
 
 

@@ -64,6 +64,17 @@ def test_every_error_at_once(file):
     assert all(part in said for part in ("modles", "did you mean models", "limit", "tasks.1.shot", "convention")), said
 
 
+def test_a_training_config_is_told_as_that(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: tiny\nmodel: {d_model: 8}\ntrain: {duration: 3 steps}\noptimizer: {lr: 1e-3}\n")
+    with pytest.raises(ConfigError) as error:
+        load_eval_run(path)
+    assert str(error.value) == (
+        f"{path}: is a config for training (it has train, optimizer); give one with tasks, such as eval/quick.yaml, "
+        "and what was trained as model=RUN_FOLDER"
+    )
+
+
 def test_an_empty_file(tmp_path):
     (tmp_path / "e.yaml").write_text("\n")
     with pytest.raises(ConfigError, match="is empty; it needs tasks, or a gauntlet"):

@@ -1,0 +1,27 @@
+"""A YAML for one command given to another: told as that, not as a list of unknown keys."""
+
+from __future__ import annotations
+
+from llmtrain.config.base import Problem
+from llmtrain.config.report import ConfigError
+from llmtrain.config.source import Source
+
+_OWN = {
+    "training": ("train", "optimizer", "schedule", "checkpoint"),
+    "evaluation": ("tasks", "gauntlet", "models", "convention"),
+}
+"""Sections that only one kind has."""
+
+_WANTED = {
+    "training": "give one with model, data, train and optimizer, such as yamls/quickstart.yaml; this one is for `llmtrain eval`",
+    "evaluation": "give one with tasks, such as eval/quick.yaml, and what was trained as model=RUN_FOLDER",
+}
+
+
+def check_kind(source: Source, wanted: str) -> None:
+    """wanted: training or evaluation. Raises ConfigError for what is clearly of the other kind."""
+    found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
+    (other,) = found.keys() - {wanted}
+    if found[other] and not found[wanted]:
+        what = f"is a config for {other} (it has {', '.join(found[other])}); {_WANTED[wanted]}"
+        raise ConfigError(source.title, [Problem("", None, what)])
