@@ -159,8 +159,9 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors, halves,
 @both_tiles
 @pytest.mark.parametrize("columns", [16, 64], ids=["exponents of parts", "of whole states"])
 @pytest.mark.parametrize("longer", [0.0, 5.0], ids=["short steps", "steps above 1"])
-@pytest.mark.parametrize("processors", [1, 1000])
-@pytest.mark.parametrize("d_state", [24, 70], ids=["", "of two parts"])
+@pytest.mark.parametrize(
+    "d_state, processors", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
+)
 def test_states_in_fp16_with_powers_of_two(halves, columns, longer, processors, d_state):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
     spec = SSDSpec(4, 40, d_state, 2, 64, dtype="float16")
