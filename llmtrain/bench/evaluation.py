@@ -98,6 +98,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse_intermixed_args()
+    if args.passes < 1:
+        raise ValueError(f"--passes {args.passes}: at least one pass is timed")
     config = load_config(args.file, args.overrides)
     if args.out and args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
