@@ -40,12 +40,11 @@ def _column_sums(
 ):
     """Program (block of columns)."""
     column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float64)  # fp32 would add a rounding per row to those of the partial sums
     for start in tl.range(0, rows, ROWS):
         r = (start + row).to(tl.int64)[:, None]
-        total += tl.load(
-            partials + r * columns + column[None, :], mask=(r < rows) & (column < columns)[None, :], other=0.0
-        )
+        inside = (r < rows) & (column < columns)[None, :]
+        total += tl.load(partials + r * columns + column[None, :], mask=inside, other=0.0).to(tl.float64)
     found = tl.sum(total, 0)
     tl.store(first + column, found.to(first.dtype.element_ty), mask=column < second_at)
     if second is not None:

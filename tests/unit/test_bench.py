@@ -229,7 +229,7 @@ def test_no_tensor_of_ours_is_less_exact_than_the_best_public_one():
 
 
 def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
-    """A contender that rounds, one that fails, and one that is neither ours nor public, of which the first draw counts."""
+    """Contenders that round, one neither ours nor public, of which the first draw counts; two that fail, one on a later draw."""
 
     def cell(first: int) -> Cell:
         def inputs(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -247,15 +247,21 @@ def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
     def rounds(x: torch.Tensor) -> torch.Tensor:
         return (3 * x).bfloat16().float()
 
+    def fails_later(x: torch.Tensor) -> torch.Tensor:
+        if not torch.equal(x, cell(0).inputs(0)[0][0]):
+            raise RuntimeError("later")
+        return 3 * x
+
     names = ("triton", "mamba_ssm", "reference")
     contenders = [Contender(name, lambda: rounds, name == "mamba_ssm") for name in names]
-    contenders.append(Contender("triton", lambda: fails))
+    contenders += [Contender("triton", lambda: fails), Contender("mamba_ssm", lambda: fails_later, True)]
     most = Ceilings(1.0, 1.0)
     apart = [measure(cell(seed), contenders[:1], most)[0].errors["y"] for seed in range(3)]
-    *found, failed = measure(cell(0), contenders, most, draws=3)
+    *found, failed, later = measure(cell(0), contenders, most, draws=3)
     mean = pytest.approx((sum(error**2 for error in apart) / 3) ** 0.5)
     assert [one.errors["y"] for one in found] == [mean, mean, apart[0]]
     assert failed.failed == "RuntimeError: boom" and not failed.errors
+    assert later.failed == "RuntimeError: later"
 
 
 def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path: Path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -128,12 +129,8 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int 
     results = []
     for contender in contenders:
         result = Result(cell.operation, cell.name, cell.seq_len, contender.name, contender.public)
-        try:
+        with _failing(result):
             _measure(cell, contender, leaves, up, exact, most, result)
-        except Exception as error:
-            if "illegal memory access" in str(error):
-                raise  # nothing on this GPU can be trusted any more
-            result.failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         results.append(result)
     del leaves, up, exact
     compared = [
@@ -145,12 +142,25 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int 
     for seed in range(1, draws):
         leaves, up = cell.inputs(seed)
         exact = [t.detach() for t in cell.exact(leaves, up)]
-        for (one, _), sums in zip(compared, squares, strict=True):
-            for name, error in _errors(cell, one.make(), leaves, up, exact).items():
-                sums[name] += error**2
+        for (one, result), sums in zip(compared, squares, strict=True):
+            with _failing(result):
+                for name, error in _errors(cell, one.make(), leaves, up, exact).items():
+                    sums[name] += error**2
     for (_, result), sums in zip(compared, squares, strict=True):
-        result.errors = {name: math.sqrt(total / draws) for name, total in sums.items()}
+        if not result.failed:
+            result.errors = {name: math.sqrt(total / draws) for name, total in sums.items()}
     return results
+
+
+@contextmanager
+def _failing(result: Result) -> Iterator[None]:
+    """What fails inside is said in the result."""
+    try:
+        yield
+    except Exception as error:
+        if "illegal memory access" in str(error):
+            raise  # nothing on this GPU can be trusted any more
+        result.failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def _errors(
