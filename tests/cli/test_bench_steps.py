@@ -1,10 +1,11 @@
-"""`python -m llmtrain.bench.steps`: the same training steps by different kernels."""
+"""`python -m llmtrain.bench.steps` and `.gradients`: the same training steps by different kernels."""
 
 import json
 
 import pytest
+import torch
 
-from llmtrain.bench import steps
+from llmtrain.bench import gradients, steps
 from llmtrain.config.report import ConfigError
 
 TINY = [
@@ -39,3 +40,22 @@ def test_a_bad_override_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr("sys.argv", ["steps", FILE, "model.layerz=1"])
     with pytest.raises(ConfigError, match="layerz"):
         steps.main()
+
+
+def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY, "--kernels", "auto"])
+    assert gradients.main() == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["relative", "error", "of", "auto"]
+    found = {kind: float(error) for kind, error in map(str.split, lines)}
+    assert list(found)[:2] == ["loss", "all"] and {"embed.weight", "blocks.*.mixer.ssm.A_log"} <= set(found)
+    assert 5e-4 < found["all"] < 0.05 and found["loss"] < 1e-3
+    loss, exact = gradients.gradients(steps.with_kernels(FILE, TINY, "reference"), torch.float32)
+    again, other = gradients.gradients(steps.with_kernels(FILE, TINY, "auto"), torch.float32)
+    assert loss == pytest.approx(again, abs=1e-5) and gradients.errors(other, exact)["all"] < 1e-5
+
+
+def test_the_error_of_a_kind_is_that_of_its_parameters_together():
+    exact = {f"blocks.{i}.w": torch.full((2,), 1.0 + i) for i in range(2)} | {"norm.w": torch.ones(1)}
+    found = exact | {"blocks.1.w": torch.tensor([2.0, 3.0])}
+    assert gradients.errors(found, exact) == pytest.approx({"all": 11**-0.5, "blocks.*.w": 0.1**0.5, "norm.w": 0.0})

@@ -13,7 +13,6 @@ from llmtrain.bench.kernels import autotuned
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, leaf, run_both, wide
 from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import platform, registry
-from llmtrain.kernels.ssd.reference import ReferenceSSD
 
 LENGTHS = (2048, 4096, 8192)
 SHAPES = ((80, 64, 128), (80, 64, 64), (64, 64, 128))
@@ -48,7 +47,7 @@ def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
         ("y", *(f"d{name}" for name in ("x", "dt", "A", "B", "C", "D", "dt_bias"))),
         inputs,
         lambda: _contenders(case, chunks),
-        lambda leaves, dy: _exact(case, leaves, dy),
+        lambda leaves, dy: by_sequence(case.exact(), leaves, dy),
         forward,
         backward,
         bars,
@@ -118,8 +117,3 @@ def by_sequence(function: Callable[..., Tensor], leaves: list[Tensor], up: Tenso
         new = run_both(function, pieces, up[i : i + 1].double())
         found = [b if b.ndim >= 3 else a + b for a, b in zip(found or map(torch.zeros_like, new), new, strict=True)]
     return found
-
-
-def _exact(case: Case, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
-    reference = ReferenceSSD(case.spec)
-    return by_sequence(lambda *pieces: reference(*pieces)[0], leaves, dy)
