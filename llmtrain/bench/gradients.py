@@ -33,12 +33,14 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     configs = {name: with_kernels(args.file, args.overrides, name) for name in {*args.kernels, args.exact}}
     right, exact = gradients(configs[args.exact], torch.float32)
+    print(f"{args.exact} in fp32: loss {right:.4f}", flush=True)
     found = {}
     for name in args.kernels:
         loss, gradient = gradients(configs[name], torch.bfloat16)
+        print(f"{name} in bf16: loss {loss:.4f}", flush=True)
         found[name] = {"loss": abs(loss - right) / right, **errors(gradient, exact)}
         del gradient
-    print(f"{'relative error of':{LABEL}}" + "".join(f"{name:>11}" for name in found))
+    print(f"\n{'relative error of':{LABEL}}" + "".join(f"{name:>11}" for name in found))
     for kind in next(iter(found.values())):
         print(f"{kind:{LABEL}}" + "".join(f"{one[kind]:11.2e}" for one in found.values()))
     return 0

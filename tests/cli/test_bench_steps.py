@@ -45,7 +45,8 @@ def test_a_bad_override_is_refused_before_anything_runs(monkeypatch):
 def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY, "--kernels", "auto"])
     assert gradients.main() == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    exactly, bf16, _, head, *lines = capsys.readouterr().out.splitlines()
+    assert exactly.startswith("reference in fp32: loss 4.") and bf16.startswith("auto in bf16: loss 4.")
     assert head.split() == ["relative", "error", "of", "auto"]
     found = {kind: float(error) for kind, error in map(str.split, lines)}
     assert list(found)[:2] == ["loss", "all"] and {"embed.weight", "blocks.*.mixer.ssm.A_log"} <= set(found)
