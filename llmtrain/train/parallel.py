@@ -45,15 +45,17 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
-# Costly to compute, cheap to keep: attention, and (below) every second matrix product.
+# Costly to compute, cheap to keep: attention, and (below) every second matrix product. By name, since our own operator
+# exists only where a model takes it.
 _SAVED_OPS = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "flex_attention",
+    "llmtrain.attention_forward.default",
     # A reduce-scatter or all-gather would be repeated by recomputation.
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    "_c10d_functional.reduce_scatter_tensor.default",
 }
 
 
@@ -61,7 +63,7 @@ def _selective_contexts():
     seen = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
-        keep = op in _SAVED_OPS
+        keep = str(op) in _SAVED_OPS
         if op is torch.ops.aten.mm.default:
             phase = "recompute" if ctx.is_recompute else "forward"
             seen[phase] += 1

@@ -56,6 +56,13 @@ def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(
     assert loss == pytest.approx(again, abs=1e-5) and gradients.errors(other, exact)["all"] < 1e-5
 
 
+def test_kernels_that_cannot_serve_are_told_before_any_gradient_is_computed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY])
+    with pytest.raises(ValueError, match="needs a GPU"):
+        gradients.main()
+    assert not capsys.readouterr().out
+
+
 def test_the_error_of_a_kind_is_that_of_its_parameters_together():
     exact = {f"blocks.{i}.w": torch.full((2,), 1.0 + i) for i in range(2)} | {"norm.w": torch.ones(1)}
     found = exact | {"blocks.1.w": torch.tensor([2.0, 3.0])}

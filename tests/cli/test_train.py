@@ -203,7 +203,8 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
         assert living(project.folder) == []
     finally:
         stop(process, project.folder)
-    *warnings, error = [line for line in text.splitlines() if not line.startswith("step ")]
+    # A save that the next one waited for is told too, on a busy machine.
+    *warnings, error = [line for line in text.splitlines() if not line.startswith(("step ", "checkpoint: "))]
     assert error == "rank 1 was killed by SIGKILL (the system may have run out of memory); the other ranks were stopped"
     complete = [int(name[5:13]) for name in project.checkpoints() if not name.endswith(".partial")]
     last = max(complete)

@@ -23,7 +23,7 @@ pytestmark = [
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCES = {BF16: 0.01, FP16: 0.002, FP32: 2e-5}
 LENGTHS = (1, 63, 65, 333)
-WIDTHS = ("64", "128", "160", "224")  # by default: of one part, padded parts, two and three
+WIDTHS = ("64", "80", "96", "112", "128", "160", "192", "224", "256")  # by default: of one part, of two and of three
 WHOLE = ("causal", "everything")  # every length and dtype
 PARTS = ("48", "96")  # in fp32 too: a last part of 16 columns once multiplied wrongly in TF32
 

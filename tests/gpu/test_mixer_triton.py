@@ -27,6 +27,8 @@ SHAPES = {
     "ragged, groups, norm first, no bias": (GROUPED, 2, 1001, False, True),
     "odd": (mixers.spec(3, 24, 40, width=3, dtype=BF16), 3, 65, True, True),
     "one token": (GROUPED, 2, 1, True, True),
+    "63 tokens": (ZAMBA, 1, 63, True, False),
+    "4097 tokens": (ZAMBA, 1, 4097, True, False),
 }
 
 
@@ -56,10 +58,24 @@ def parts(spec: MambaMixerSpec) -> Any:
 
 @pytest.mark.parametrize("spec, batch, seq_len, biased, with_state", SHAPES.values(), ids=SHAPES.keys())
 def test_as_exact_as_the_composition_in_the_same_dtype(spec, batch, seq_len, biased, with_state):
-    tensors = mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda")
+    assert_as_exact(spec, mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda"), None)
+
+
+@pytest.mark.parametrize("spec", [ZAMBA, GROUPED], ids=["zamba2", "groups"])
+def test_as_exact_where_sequences_hold_documents(spec):
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 1, 300, 47]))[None].cuda()
+    assert_as_exact(spec, mixers.inputs(spec, 1, ids.shape[1], device="cuda"), ids)
+
+
+def assert_as_exact(spec: MambaMixerSpec, tensors: list[Any], ids: torch.Tensor | None) -> None:
+    """Output and gradients of ours beside those of the composition in the same dtype."""
+
+    def run(mixer: Any) -> Any:
+        return lambda *t: mixer(*t, document_ids=ids)
+
     reference = ReferenceMambaMixer(spec)
-    exact = around.outcome(reference, tensors, torch.float64)
-    ours, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (kernel(spec), reference))
+    exact = around.outcome(run(reference), tensors, torch.float64)
+    ours, theirs = (around.errors(around.outcome(run(f), tensors), exact) for f in (kernel(spec), reference))
     # A number per head is a sum over all tokens, whose terms cancel: its error is left to chance. Otherwise 7e-4 is the
     # rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
     names = ("y", *(name for name, t in zip(mixers.NAMES, tensors, strict=True) if t is not None))

@@ -19,11 +19,12 @@ pytestmark = [
 ]
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ZAMBA, WIDE, GROUPED, FEW = (
+ZAMBA, WIDE, GROUPED, FEW, LIMITED = (
     SSDSpec(80, 64, 128, 1, 256),
     SSDSpec(8, 128, 256, 1, 256),
     SSDSpec(16, 64, 64, 2, 256),
     SSDSpec(4, 24, 40, 1, 64),
+    SSDSpec(16, 64, 64, 2, 256, (1e-3, 0.3)),
 )
 SHAPES = {
     "zamba2, whole chunks": (ZAMBA, 1, 2048, False),
@@ -44,10 +45,25 @@ def kernel(spec: SSDSpec, dtype: torch.dtype = BF16, **changes: Any) -> TritonSS
 
 @pytest.mark.parametrize("spec, batch, seq_len, with_state", SHAPES.values(), ids=SHAPES.keys())
 def test_as_exact_as_the_reference_in_the_same_dtype(spec, batch, seq_len, with_state):
-    tensors = scans.inputs(spec, batch, seq_len, BF16, with_state, "cuda")
-    exact = scans.exact(spec, tensors)
-    ours = scans.errors(scans.outcome(kernel(spec), tensors), exact)
-    theirs = scans.errors(scans.outcome(ReferenceSSD(spec), tensors), exact)
+    assert_as_exact(spec, scans.inputs(spec, batch, seq_len, BF16, with_state, "cuda"), None)
+
+
+@pytest.mark.parametrize("spec", [ZAMBA, GROUPED, LIMITED], ids=["zamba2", "groups", "limited steps"])
+def test_as_exact_where_sequences_hold_documents(spec):
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 1, 300, 47]))[None].cuda()
+    assert_as_exact(spec, scans.inputs(spec, 1, ids.shape[1], BF16, True, "cuda"), ids)
+
+
+def assert_as_exact(spec: SSDSpec, tensors: list[Tensor], ids: Tensor | None) -> None:
+    """Outputs and gradients of ours beside those of the reference in the same dtype."""
+
+    def run(scan: Any) -> Any:
+        return lambda *t: scan(*t, document_ids=ids)
+
+    reference = ReferenceSSD(spec)
+    exact = scans.outcome(run(reference), tensors, wide=True)
+    ours = scans.errors(scans.outcome(run(kernel(spec)), tensors), exact)
+    theirs = scans.errors(scans.outcome(run(reference), tensors), exact)
     # A number per head is a sum over all tokens, whose terms cancel: its error is left to chance. Otherwise 7e-4 is the
     # rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
     allowed = {name: (2.0 if name in ("A", "D", "dt_bias") else 1.1) * max(theirs[name], 7e-4) for name in ours}
@@ -82,7 +98,7 @@ def test_a_packed_batch_equals_its_documents_apart():
         assert (part - alone).float().norm() <= 0.005 * alone.float().norm()
 
 
-@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])
+@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0), (-1e-30, 20.0), (-16.0, 60.0)])
 def test_strong_decay_and_none_are_finite(rate, bias):
     tensors = scans.inputs(GROUPED, 1, 300, BF16, True, "cuda")
     tensors[2], tensors[6] = (torch.full((GROUPED.n_heads,), value, device="cuda") for value in (rate, bias))

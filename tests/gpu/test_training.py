@@ -87,6 +87,15 @@ def test_compiled_and_checkpointed_training_follows_eager(config_file: Path, pla
     assert compiled[0] == pytest.approx(plain[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", cases({kind: kind for kind in KINDS[:2] + KINDS[3:]}, "full", "selective"))
+def test_our_kernels_in_every_block_follow_too(config_file: Path, plain: list[float], kind: str):
+    """`auto` takes cuDNN for such attention. In bf16, under FSDP2 and compiled."""
+    kernels = [f"model.blocks.{block}.backend=triton" for block in "msa"]
+    setting = f"train.activation_checkpointing={{type: {kind}}}"
+    ours = losses(config_file, f"ours-{kind}", "train.compile=on", setting, *kernels)
+    assert ours == pytest.approx(plain, rel=1e-2)
+
+
 def test_fp32_agrees_with_bf16(config_file: Path, plain: list[float]):
     fp32 = losses(config_file, "fp32", "train.precision=fp32", "train.compile=off")
     assert plain == pytest.approx(fp32, rel=2e-2)

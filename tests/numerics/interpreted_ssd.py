@@ -175,7 +175,26 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, processors, 
     assert not wrong
 
 
-@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0)])
+@both_tiles
+@pytest.mark.parametrize(
+    "limits, described", [(None, True), ((0.05, 0.3), False)], ids=["copy engine", "limited steps"]
+)
+def test_documents_with_states_in_fp16(halves, limits, described):
+    """As the measured rows run: borders inside chunks, two in one, and at a chunk's end; every gradient."""
+    spec = SSDSpec(4, 40, 24, 2, 64, dt_limit=limits, dtype="float16")
+    tensors = scans.inputs(spec, 1, 64, torch.float16, with_state=True)
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor([5, 1, 26, 11, 21]))[None]
+    launch = replace(small(spec, halves=halves), half=True)
+    for name in ("walk", "pairs", "states") if described else ():
+        launch = replace(launch, **{name: replace(getattr(launch, name), described=True, stages=2)})
+    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
+    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-3}
+    assert not wrong
+
+
+@pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0), (-1e-30, 60.0), (-16.0, 60.0)])
 @both_tiles
 def test_strong_decay_and_none_are_finite_and_right(rate, bias, halves):
     """Above the diagonal a decay would overflow; where all decays, so does 2^a from the start of the chunk to 0."""

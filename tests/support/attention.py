@@ -59,7 +59,7 @@ CASES = {
     "padded-full": Case(packed=(-20, 33, -40), causal=False),
     "everything": Case(40, 4, 2, True, 20, 3.0, True, (33, 30, -5)),
     "everything-full": Case(40, 4, 1, False, 20, 3.0, True, (33, 30, -5)),
-    **{str(d): Case(d) for d in (8, 16, 48, 64, 80, 96, 104, 112, 128, 160, 224, 256)},
+    **{str(d): Case(d) for d in (8, 16, 48, 64, 80, 96, 104, 112, 128, 160, 192, 224, 256)},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,10 +30,9 @@ def cells(tiny: bool) -> Iterator[Cell]:
     for head_dim in (64, 128):
         for seq_len in LENGTHS:
             yield _cell(Case(head_dim, seq_len), _PLAIN)
-    for variant in ("alibi", "window", "documents"):
-        for head_dim in (64, 128):
-            yield _cell(Case(head_dim, 4096, variant), _OTHER)
-    yield _cell(Case(160, 4096), _OTHER)
+    others = [*itertools.product((64, 128), ("alibi", "window", "documents")), (160, "plain")]
+    for (head_dim, variant), seq_len in itertools.product(others, LENGTHS):
+        yield _cell(Case(head_dim, seq_len, variant), _OTHER)
 
 
 def _cell(case: Case, bars: tuple[Bar, ...]) -> Cell:

@@ -136,7 +136,8 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 
     Measured on H200 (BENCHMARKS.md, 16 bits): plain causal attention is fastest in cuDNN up to head_dim 128; ours comes
     next (0.8 to 1.0 x cuDNN, 1.4 to 1.6 x FlashAttention-2), and with ALiBi, a window or documents before FlexAttention
-    (1.2 to 2.2 x). Elsewhere ours is not measured and comes last: FA2 leads where cuDNN is untuned or absent;
+    (1.2 to 2.2 x); at head_dim 160 before both (1.6 and 3.1 x). That wider heads and softcaps follow suit on Hopper is not
+    measured. On other GPUs ours is not measured at all and comes last: FA2 leads where cuDNN is untuned or absent;
     FlexAttention fuses the change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
     On CPUs, SDPA's own kernel never stores the T x T scores.
     """

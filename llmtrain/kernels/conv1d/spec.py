@@ -54,7 +54,7 @@ def refuse_causal_conv1d(spec: Conv1dSpec, platform: Platform | None) -> str | N
 def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`.
 
-    Measured on H200 (BENCHMARKS.md, 16 bits, forward and backward of 16,384 tokens x 5,376 channels): ours 0.36 ms, the
+    Measured on H200 (BENCHMARKS.md, 16 bits, forward and backward of 16,384 tokens x 5,376 channels): ours 0.30 ms, the
     compiled reference 1.4, F.conv1d with its transposes 3.3. Ours is not measured elsewhere. Run eagerly on a CPU, oneDNN's
     convolution takes 0.6 x the time of the reference (15 against 26 ms forward and backward, 2048 tokens x 640 channels, one
     core).

@@ -40,8 +40,8 @@ def refuse_mamba_ssm(spec: GatedNormSpec, platform: Platform | None) -> str | No
 def preference(spec: GatedNormSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`.
 
-    Measured on H200 (BENCHMARKS.md, 16 bits, forward and backward of 16,384 tokens x 5,120 channels): ours 0.56 ms, the
-    compiled reference 0.65. Ours is not measured elsewhere.
+    Measured on H200 (BENCHMARKS.md, 16 bits, forward and backward of 16,384 tokens x 5,120 channels): ours 0.36 ms, the
+    compiled reference 0.66. Ours is not measured elsewhere.
     """
     if platform.vendor == "cpu":
         return ("reference",)
