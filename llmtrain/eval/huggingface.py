@@ -1,20 +1,25 @@
-"""Any causal language model of transformers: whole rows padded on the right, one forward pass per batch."""
+"""Any causal language model of transformers. What requests begin with alike is read once where the model's cache holds keys and
+values alone; of other models whole rows, padded on the right."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.ahead import idle
-from llmtrain.eval.batching import Limits, Row, pack, rows_of
+from llmtrain.eval.batching import Limits, pack, rows_of
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.generation import Answer, cut_context
+from llmtrain.eval.prefix import Family, Plan, Tail, make_plan
 from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scorer import cache_bytes
 from llmtrain.models.loss import IGNORE
 
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -23,7 +28,8 @@ _LOGITS = 2**29
 
 
 class HuggingFaceScorer:
-    """max_batch_tokens: read at a time, padding included; default 16,384 on a GPU and 4,096 on a CPU.
+    """max_batch_tokens: read at a time, padding included; default 16,384 on a GPU and 4,096 on a CPU. share: False reads every
+    request whole.
 
     Raises EvalError when the model's config does not say how long a text may be and `max_length` does not either.
     """
@@ -35,14 +41,19 @@ class HuggingFaceScorer:
         *,
         max_length: int | None = None,
         max_batch_tokens: int | None = None,
+        share: bool = True,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.window = max_length or _longest(model.config)
         self.device = next(model.parameters()).device
         self.vocab_size = model.config.get_text_config().vocab_size
-        on_gpu = self.device.type == "cuda"
-        self.limits = Limits(max_batch_tokens or (16_384 if on_gpu else 4096), 1024 if on_gpu else 128)
         self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        token_bytes = self._token_bytes() if share and self.keeps else None
+        self.share = token_bytes is not None
+        tokens, patience = (16_384, 1024) if self.device.type == "cuda" else (4096, 128)
+        self.limits = Limits(max_batch_tokens or tokens, patience, 0, token_bytes or 0, cache_bytes(self.device))
+        self.plan = Plan([])
+        """Of the last call of `score`."""
 
     def score(
         self,
@@ -57,39 +68,70 @@ class HuggingFaceScorer:
         for place in rows.place:
             users[place] += 1
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
-        for batch in self._batches(rows.rows):
-            for row, score in self._read([rows.rows[row] for row in batch], batch):
-                found[row] = score
-                progress(users[row])
+        # Not padded on the left: not every model can tell that from text.
+        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share, padded=False)
+        with torch.no_grad():
+            for family in self.plan.families:
+                for row, score in self._read_family(family):
+                    found[row] = score
+                    progress(users[row])
         return [
             Scored(*found[place], tokens=rows.rows[place].scored, truncated=truncated)
             for place, truncated in zip(rows.place, rows.truncated, strict=True)
         ]
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        def most(first: int) -> int:
-            length = rows[first].length
-            return max(min(self.limits.rows(length, length), _LOGITS // (self.vocab_size * length)), 1)
+    def _token_bytes(self) -> int | None:
+        """That a token takes in the cache; None for a cache that does not only hold keys and values, token by token."""
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-        yield from pack(
-            sorted(range(len(rows)), key=lambda row: (-rows[row].length, -rows[row].scored)),
-            rows=most,
-            waste=lambda first, row: rows[first].length - rows[row].length,
-            patience=self.limits.patience,
-        )
-
-    def _read(self, rows: Sequence[Row], numbers: Sequence[int]) -> Iterator[tuple[int, tuple[float, bool]]]:
-        width = max(row.length for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        labels = torch.full((len(rows), width), IGNORE)
-        for i, row in enumerate(rows):
-            ids[i, : row.length] = torch.tensor(row.tokens[:-1])
-            labels[i, row.start : row.length] = torch.tensor(row.tokens[-row.scored :])
-        # No attention mask: what is padded comes after all that is scored, and causal models do not look ahead.
-        keep = width - min(row.start for row in rows)
-        options = {"logits_to_keep": keep} if self.keeps else {}
         with torch.no_grad():
-            logits = self.model(ids.to(self.device), use_cache=False, **options).logits[:, -keep:]
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            cache = getattr(self.model(ids, use_cache=True, logits_to_keep=1), "past_key_values", None)
+        layers: list[Any] = cache.layers if type(cache) is DynamicCache else []
+        if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+            return None
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // ids.shape[1]
+
+    def _read_family(self, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
+        trunk = self._filled(None, [family.trunk]) if family.trunk else None
+        for batch in family.batches:
+            cache = trunk
+            if batch.prefixes:
+                copies = None if trunk is None else _taken(trunk, [0] * len(batch.prefixes))
+                cache = self._filled(copies, batch.prefixes)
+            for piece in batch.pieces:
+                yield from self._read_piece(piece, cache)
+
+    def _filled(self, cache: Any, prefixes: Sequence[Sequence[int]]) -> Any:
+        """prefixes: of one length."""
+        ids = torch.tensor(prefixes, device=self.device)
+        return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    def _read_piece(self, piece: Sequence[Tail], before: Any) -> Iterator[tuple[int, tuple[float, bool]]]:
+        starts = [len(tail.tokens) - self.plan.rows[tail.row].scored for tail in piece]
+        width = max(len(tail.tokens) for tail in piece)
+        keep = width - min(starts)
+        most = max(_LOGITS // (self.vocab_size * (keep if self.keeps else width)), 1)
+        for at in range(0, len(piece), most):
+            some = slice(at, at + most)
+            yield from self._read(piece[some], starts[some], width, keep, before)
+
+    def _read(
+        self, tails: Sequence[Tail], starts: Sequence[int], width: int, keep: int, before: Any
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        ids = torch.zeros(len(tails), width, dtype=torch.int64)
+        labels = torch.full((len(tails), width), IGNORE)
+        for i, (tail, start) in enumerate(zip(tails, starts, strict=True)):
+            row = self.plan.rows[tail.row]
+            ids[i, : len(tail.tokens)] = torch.tensor(tail.tokens)
+            labels[i, start : len(tail.tokens)] = torch.tensor(row.tokens[-row.scored :])
+        # No attention mask: what is padded comes after all that is scored, and causal models do not look ahead.
+        options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps else {}
+        if before is None:
+            options["use_cache"] = False
+        else:
+            options |= {"use_cache": True, "past_key_values": _taken(before, [tail.parent for tail in tails])}
+        logits = self.model(ids.to(self.device), **options).logits[:, -keep:]
         labels = labels[:, -keep:].to(self.device)
         scored = labels != IGNORE
         picked, wanted = logits[scored].float(), labels[scored]
@@ -97,6 +139,7 @@ class HuggingFaceScorer:
         greedy = torch.ones_like(scored)
         scores[scored] = (picked.gather(-1, wanted[:, None])[:, 0] - picked.logsumexp(dim=-1)).double()
         greedy[scored] = picked.argmax(dim=-1) == wanted
+        numbers = (tail.row for tail in tails)
         yield from zip(numbers, zip(scores.sum(1).tolist(), greedy.all(1).tolist(), strict=True), strict=True)
 
     def generate(
@@ -144,6 +187,17 @@ class HuggingFaceScorer:
                 pad_token_id=self.tokenizer.eod_id,
                 stopping_criteria=[ended],
             )
+
+
+def _taken(cache: Any, rows: Sequence[int]) -> Any:
+    """A cache with copies of these rows of another's, which stays as it is."""
+    made = copy.copy(cache)
+    made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, Tensor):
+                setattr(layer, name, value[torch.tensor(rows)] if name in ("keys", "values") else value.clone())
+    return made
 
 
 def load_huggingface(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -111,7 +111,8 @@ def load_scorer(
             raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
         from llmtrain.eval.huggingface import HuggingFaceScorer, load_huggingface
 
-        scorer = HuggingFaceScorer(load_huggingface(found.folder, kind, device), tokenizer, **options)
+        model = load_huggingface(found.folder, kind, device)
+        scorer = HuggingFaceScorer(model, tokenizer, share=share_prefixes, **options)
         _check_vocabulary(found, tokenizer, scorer.vocab_size)
         return scorer
     from llmtrain.eval.scorer import HybridScorer

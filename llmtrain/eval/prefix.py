@@ -108,14 +108,17 @@ class Unit:
         return len(self.head)
 
 
-def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True) -> Plan:
-    """window: slots that a cache may have at most. share: False reads every row whole."""
+def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True, padded: bool = True) -> Plan:
+    """window: slots that a cache may have at most. share: False reads every row whole. padded: False for a model whose cache
+    cannot begin with padding.
+    """
     plan = Plan(rows.rows)
     if not share:
         plan.families.append(Family((), list(_whole(plan, range(len(rows.rows)), 0, limits))))
         return plan
     for trunk, some in shared_starts(units_of(rows, _CACHED), _CACHED, 2 * limits.patience):
-        batches = _after_trunk(plan, some, len(trunk), limits) if trunk else _without_trunk(plan, some, limits, window)
+        cut = trunk or not padded
+        batches = _after_trunk(plan, some, len(trunk), limits) if cut else _without_trunk(plan, some, limits, window)
         plan.families.append(Family(trunk, list(batches)))
     return plan
 
@@ -236,7 +239,7 @@ def _ends(plan: Plan, units: list[Unit], limits: Limits) -> Iterator[Batch]:
 
 
 def _after_trunk(plan: Plan, units: list[Unit], trunk: int, limits: Limits) -> Iterator[Batch]:
-    """Heads are cut where the shortest of the batch ends."""
+    """Heads are cut where the shortest of the batch ends. trunk: may be 0."""
     single = [row for unit in units if len(unit.rows) == 1 for row in unit.rows]
     several = sorted((unit for unit in units if len(unit.rows) > 1), key=lambda unit: unit.shared)
     batches = pack(

@@ -198,16 +198,20 @@ def reading() -> Iterator[None]:
 
 
 def limits_for(model: HybridLM, max_batch_tokens: int | None = None) -> Limits:
-    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU; a cache may take a fifth of the GPU's free memory
-    (at most two are alive)."""
+    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU. At most two caches are alive."""
     with reading():
         one, two = (_bytes(Cache(model, 1, capacity)) for capacity in (1, 2))
     device = model.embed.weight.device
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
-        return Limits(max_batch_tokens or 32_768, 2048, 2 * one - two, two - one, free // 5)
-    return Limits(max_batch_tokens or 4096, 128, 2 * one - two, two - one, 2**31)
+    tokens, patience = (32_768, 2048) if device.type == "cuda" else (4096, 128)
+    return Limits(max_batch_tokens or tokens, patience, 2 * one - two, two - one, cache_bytes(device))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """What all rows of one cache may take: a fifth of a GPU's free memory."""
+    if device.type != "cuda":
+        return 2**31
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + unused) // 5
 
 
 def _bytes(cache: Cache) -> int:

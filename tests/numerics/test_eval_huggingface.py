@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,79 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda ids: model(ids, use_cache=False).logits
 
 
+def mistral(**settings: Any) -> Any:
+    """Grouped queries; a window may be shorter than the texts."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+PEERS = {
+    "gpt2": gpt2,
+    "grouped queries": lambda: mistral(sliding_window=None),
+    "a window": lambda: mistral(sliding_window=17),
+}
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "whole"])
+@pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_a_forward_pass_per_request(kind):
-    model, requests = gpt2(), KINDS[kind]()
+def test_scores_are_those_of_a_forward_pass_per_request(kind, peer, share):
+    model, requests = PEERS[peer](), KINDS[kind]()
     expected = score_one_by_one(logits_of(model), requests)
     seen: list[int] = []
-    made = HuggingFaceScorer(model, checkpoints.tokenizer())
-    assert made.window == 128 and made.keeps
+    made = HuggingFaceScorer(model, checkpoints.tokenizer(), share=share)
+    assert made.window == 128 and made.keeps and made.share == share
+    made.limits = replace(made.limits, patience=4)  # of a small model, every token counts
     assert_same_scores(made.score(requests, seen.append), expected)
     assert sum(seen) == len(requests)
-    few = HuggingFaceScorer(model, checkpoints.tokenizer(), max_batch_tokens=50)
-    few.keeps = False  # as of a model that gives logits for every token
+    read, whole = made.plan.tokens, sum(row.length for row in made.plan.rows)
+    assert read == whole if not share or kind == "texts" else read < 0.9 * whole
+    few = HuggingFaceScorer(model, checkpoints.tokenizer(), max_batch_tokens=50, share=share)
     assert_same_scores(few.score(requests), expected)
-    cut = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=20)
+    cut = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=20, share=share)
     short = [request for request in requests if len(request.continuation) <= 20]
     assert_same_scores(cut.score(short), score_one_by_one(logits_of(model), short, 20))
+
+
+def test_logits_are_few_at_a_time(monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.huggingface._LOGITS", 40 * VOCAB)
+    model, requests = gpt2(), KINDS["all"]()
+    shown = []
+    model.register_forward_hook(lambda module, given, out: shown.append(out.logits.shape[:2].numel()))
+    expected = score_one_by_one(logits_of(model), requests)
+    for keeps in (True, False):  # False: as of a model that gives logits for every token
+        made = HuggingFaceScorer(model, checkpoints.tokenizer(), share=keeps)
+        made.keeps = keeps
+        shown.clear()
+        assert_same_scores(made.score(requests), expected)
+        longest = max(row.length for row in made.plan.rows)
+        assert max(shown) <= max(40, longest)  # one row at least
+
+
+def test_a_model_of_states_is_read_whole():
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(2)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+        "expand": 2,
+    }
+    model: Any = Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=4, head_dim=16, n_groups=1, chunk_size=16)).eval()
+    requests = KINDS["all"]()
+    made = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=128)
+    assert not made.share
+    assert_same_scores(made.score(requests), score_one_by_one(logits_of(model), requests))
 
 
 def greedy_one_by_one(
