@@ -22,7 +22,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 @dataclass(frozen=True)
 class Found:
-    """folder: of a checkpoint, or in Hugging Face format. ours: read by llmtrain's own model, which shares prefixes.
+    """folder: of a checkpoint, or in Hugging Face format. ours: read by llmtrain's own model.
 
     identity: of weights and config, as far as names, sizes and times of files tell.
     """

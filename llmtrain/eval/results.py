@@ -144,6 +144,8 @@ def as_markdown(report: Report) -> str:
             for model, scores in report.scores.items()
         ]
         lines += _table(["model", *names], rows)
+    documents = (f"{title} {report.cell(report.models[0], title).metrics.documents:,}" for title in report.titles)
+    lines += ["", f"Documents: {', '.join(documents)}."]
     used = dict.fromkeys(report.metric(title) for title in report.titles)
     lines += ["", *(f"- `{name}`: {MEANINGS[name]}" for name in used if name in MEANINGS)]
     lines += [
@@ -201,14 +203,23 @@ def draw(report: Report, path: Path) -> Path | None:
 
 
 def flat(results: Sequence[Result]) -> dict[str, float]:
-    """`icl/<task>/<metric>` -> value, for loggers; tasks run with several numbers of shots carry them in their name."""
+    """`icl/<task>/<metric>` -> value, for loggers, and `truncated` where contexts were cut; tasks run with several numbers
+    of shots carry them in their name."""
     counts = {(one.task, one.shots) for one in results}
     several = {task for task, _ in counts if sum(task == other for other, _ in counts) > 1}
-    return {
-        f"icl/{one.task}{f'-{one.shots}-shot' if one.task in several else ''}/{name}": value.value
-        for one in results
-        for name, value in one.metrics.values.items()
-    }
+    found: dict[str, float] = {}
+    for one in results:
+        name = f"icl/{one.task}" + (f"-{one.shots}-shot" if one.task in several else "")
+        found |= {f"{name}/{metric}": value.value for metric, value in one.metrics.values.items()}
+        if one.metrics.truncated:
+            found[f"{name}/truncated"] = one.metrics.truncated
+    return found
+
+
+def cut_to_fit(result: Result) -> str:
+    """How many contexts lost their left end; nothing where none did."""
+    cut = result.metrics.truncated
+    return f"{cut} of {result.metrics.requests} contexts cut to fit" if cut else ""
 
 
 def _gauntlet_note(gauntlet: Gauntlet) -> str:

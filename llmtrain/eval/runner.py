@@ -25,7 +25,7 @@ from llmtrain.eval.models import (
     tokenizer_identity,
     window_of,
 )
-from llmtrain.eval.results import Report, Result
+from llmtrain.eval.results import Report, Result, cut_to_fit
 from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
 from llmtrain.eval.scorer import Scorer
 from llmtrain.eval.store import Answers, Store, requests_digest
@@ -86,7 +86,7 @@ def scores_of(gauntlet: Gauntlet, model: str, run: EvalRun, results: Sequence[Re
 def line_of(result: Result) -> str:
     score = result.metrics.score
     error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
-    cut = f"  ({result.metrics.truncated} contexts cut to fit)" if result.metrics.truncated else ""
+    cut = f"  ({told})" if (told := cut_to_fit(result)) else ""
     name = f"{result.model}  {result.title}"
     return f"{name}  {result.metrics.headline} {score.value:.4f}{error}  {result.metrics.documents} documents{cut}"
 
@@ -131,6 +131,7 @@ class Evaluated:
     ) -> Result:
         """requests: as above. progress: told how many documents are done. meanwhile: as in `Scorer.score`."""
         task, run, window = chosen.task, self.settings, self._tokens_read(chosen.task)
+        task.check_fit(documents, requests, self.window)
         dtype = run.dtype or default_dtype()
         about = {
             "model": self.found.identity,
@@ -150,6 +151,7 @@ class Evaluated:
                 requests,
                 self.scorer,
                 self.team,
+                title=chosen.title,
                 window=window,
                 known=known,
                 keep=store.append if store else lambda new: None,

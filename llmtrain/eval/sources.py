@@ -107,10 +107,8 @@ def _text(file: Path) -> Record:
 def _hub(name: str, config: str | None, split: str) -> Iterator[Record]:
     where = f"{name}{f' ({config})' if config else ''} [{split}]"
     advice = "; without it, put a JSONL file into a folder and name that with --data-dir (the task's `local`)"
-    try:
-        import datasets
-    except ImportError:
-        raise EvalError(f"{where}: hub data sets need the `datasets` library: pip install datasets{advice}") from None
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises whatever its many file systems and formats do

@@ -179,6 +179,24 @@ class Task:
         prompts = (one for one in writer.prompts(group, pool, shots, own) if pmi or not one.premise)
         return encode(prompts, encoding, tokenizer, generation)
 
+    def check_fit(self, documents: Documents, requests: Sequence[Score | Generate], max_seq_len: int) -> None:
+        """max_seq_len: tokens that the model reads. Raises EvalError, with file and line, for what no context can precede."""
+        most = self.window(max_seq_len) - 1
+        for request in requests:
+            if isinstance(request, Score) and len(request.continuation) > most:
+                what = f"a continuation of {len(request.continuation)} tokens"
+                room, advice = f"{most} of them", "leave the document out"
+            elif isinstance(request, Generate) and request.max_new_tokens >= max_seq_len:
+                what = f"an answer of up to {request.max_new_tokens} tokens"
+                room, advice = f"{max_seq_len - 1} of them after a context", "lower max_new_tokens"
+            else:
+                continue
+            where = next(one.where for one in documents.evaluated if one.index == request.document)
+            raise EvalError(
+                f"task {self.name}: {where}: the model reads {max_seq_len} tokens, and {what} does not fit (at most {room}); "
+                f"{advice}, or raise max_length if the model can read more"
+            )
+
     def metrics(
         self,
         documents: Documents,

@@ -101,6 +101,7 @@ def answer(
     scorer: Scorer,
     team: Team,
     *,
+    title: str,
     window: int,
     known: Answers,
     keep: Callable[[Answers], None],
@@ -110,7 +111,7 @@ def answer(
     """Every document's answers, the same on every rank; `known` ones are not asked for again.
 
     keep: called on rank 0 with what is new, a chunk at a time. progress: told how many documents are done, of all ranks.
-    meanwhile: as in `Scorer.score`. Raises EvalError for a log-likelihood that is no number.
+    meanwhile: as in `Scorer.score`. Raises EvalError, which names the title, for a log-likelihood that is no number.
     """
     groups = by_document(requests)
     costs = {
@@ -131,7 +132,7 @@ def answer(
             assert not new.keys() & part.keys(), "a document was answered twice"
             new |= part
         assert new.keys() == set(chunk), "a document was not answered"
-        _refuse_nan(new)
+        _refuse_nan(title, new)
         if team.world.is_main:
             keep(new)
         found |= new
@@ -155,10 +156,11 @@ def _ask(requests: Requests, scorer: Scorer, window: int, meanwhile: Callable[[]
     return list(scorer.score(scores, window=window, meanwhile=meanwhile))
 
 
-def _refuse_nan(answers: Answers) -> None:
+def _refuse_nan(title: str, answers: Answers) -> None:
     for document, some in answers.items():
         for one in some:
             if isinstance(one, Scored) and one.log_likelihood != one.log_likelihood:
                 raise EvalError(
-                    f"document {document}: the model's log-likelihood is not a number; its weights are broken"
+                    f"{title}, document {document} (from 0): the model's log-likelihood is not a number; its weights are "
+                    "broken"
                 )

@@ -98,7 +98,7 @@ def measure(settings: dict[str, Any], strategy: str, given: list[Any], fail_on: 
             if fail_on == team.world.rank:
                 scorer.score = scorer.generate = broken
             options: dict[str, Any] = {"keep": lambda new: None, "progress": lambda count: None}
-            answers = answer(given, scorer, team, window=10**6, known={}, **options)
+            answers = answer(given, scorer, team, title="texts (0-shot)", window=10**6, known={}, **options)
             found.append(in_order(given, answers))
         assert model.training
         assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
@@ -175,5 +175,7 @@ def test_a_nan_is_no_score(place, tmp_path):
     checkpoints.save(folder, config, lambda shape: torch.full(shape, torch.nan))
     tokenizer = next(Path(place.model).rglob("tokenizer.json")).parent
     run = place.run(models=[{"path": str(folder), "tokenizer": str(tokenizer)}], tasks=place.tasks[:1], cache=None)
-    with pytest.raises(ValueError, match="document 0: the model's log-likelihood is not a number"):
+    with pytest.raises(
+        ValueError, match=r"choice \(0-shot\), document 0 \(from 0\): the model's log-likelihood is not a number"
+    ):
         evaluate(run)

@@ -77,6 +77,16 @@ def test_a_gauntlet_and_a_sparse_log(ranks, shards, tmp_path, place):
     assert found[7]["icl/gauntlet/average"] == pytest.approx((accuracy - 0.25) / 0.75)
 
 
+def test_what_the_model_cannot_read_is_told_before_training_and_what_is_cut_in_it(ranks, shards, tmp_path, place):
+    made = config(shards, tmp_path / "short", place, {"train.microbatch_size": 8}, max_length=2)
+    with pytest.raises(Exception, match=r"jsonl:\d+: the model reads 2 tokens, and a continuation of"):
+        ranks(1).run(train, made)
+    assert not (Path(made.run_dir) / "metrics.jsonl").exists()
+    made = config(shards, tmp_path / "cut", place, {"train.microbatch_size": 8}, max_length=24)
+    ranks(1).run(train, made)
+    assert any(name.endswith("/truncated") and value > 0 for name, value in logged(Path(made.run_dir))[7].items())
+
+
 def test_a_task_that_is_not_there_is_told_before_training(shards, tmp_path, place):
     def report(**icl: Any) -> str:
         changes = {"eval.icl": icl}

@@ -15,7 +15,7 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.gauntlet import load_gauntlet
 from llmtrain.eval.lockstep import lockstep
 from llmtrain.eval.request import Generate, Score
-from llmtrain.eval.results import Result, flat
+from llmtrain.eval.results import Result, cut_to_fit, flat
 from llmtrain.eval.run_config import Chosen, EvalRun, chosen_tasks
 from llmtrain.eval.runner import read_documents, scores_of
 from llmtrain.eval.scorer import HybridScorer
@@ -38,7 +38,8 @@ class Prepared:
 class Evaluation(Callback):
     """Logs `icl/<task>/<metric>` every `interval` steps and after the last one.
 
-    Data are read, and prompts tokenised, when this is made: what is wrong with them is known before training begins.
+    Data are read, and prompts tokenised, when this is made: what is wrong with them is known before training begins. How
+    many contexts were cut to fit the model is told, and logged as `icl/<task>/truncated`.
     The weights, the optimizer, the random generators and the data are left as they are.
     Raises ValueError for a task or data file that cannot be used.
     """
@@ -55,6 +56,7 @@ class Evaluation(Callback):
             task, found = chosen.task, documents[chosen.task.name]
             window = task.window(self.length) - 1
             requests = task.requests(found, tokenizer, chosen.shots, max_seq_len=window, pmi=run.pmi)
+            task.check_fit(found, requests, self.length)
             self.prepared.append(Prepared(chosen, found, requests, window))
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -71,7 +73,8 @@ class Evaluation(Callback):
         logger.log_metrics(metrics)
         if self.team.world.is_main:
             heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
-            print(f"step {step}  " + "  ".join(heads), flush=True)
+            cut = (f"({one.title}: {told})" for one in results if (told := cut_to_fit(one)))
+            print(f"step {step}  " + "  ".join([*heads, *cut]), flush=True)
 
     def measure(self) -> list[Result]:
         """Every rank calls this, and gets the same."""
@@ -88,6 +91,7 @@ class Evaluation(Callback):
                 one.requests,
                 scorer,
                 self.team,
+                title=one.chosen.title,
                 window=one.window,
                 known={},
                 keep=lambda new: None,

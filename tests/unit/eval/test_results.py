@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_the_table_has_a_row_for_each_model_and_says_what_it_measures(report):
     assert lines[head + 3] == "| c | 50.0 ± 1.0 | 75.0 ± 1.0 | 9 |"
     assert "`acc_sum`: the choice of the highest log-likelihood (`acc`)" in text
     assert "c, arc (0-shot): 3 of 400 contexts were cut" in text
+    assert re.search(r"^Documents: arc \(0-shot\) \d+, arc \(5-shot\) \d+, text \(0-shot\) \d+\.$", text, re.MULTILINE)
     assert "| c | 33.3 ± 1.3 | 33.3 ± 1.3 |" in text, "above the baseline, rescaled"
 
 
@@ -103,3 +105,5 @@ def test_names_for_loggers(report):
     assert found["icl/text/word_perplexity"] == 9.0
     assert found["icl/arc-0-shot/acc_sum"] == 0.5 and found["icl/arc-5-shot/acc_sum"] == 0.75
     assert "icl/arc/acc_sum" in flat([report.results[0]])
+    assert {name for name in found if name.endswith("truncated")} == {"icl/arc-0-shot/truncated"}
+    assert found["icl/arc-0-shot/truncated"] == 3

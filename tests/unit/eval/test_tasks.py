@@ -215,14 +215,19 @@ def test_missing_files_and_names(make, tmp_path):
         load_task(tmp_path / "nine.yaml", "foundry")
 
 
-def test_hub_data_sets_without_the_library_or_the_network(monkeypatch, tmp_path):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        EvalError, match=r"allenai/ai2_arc \(ARC-Easy\) \[test\]: hub data sets need the `datasets` library"
-    ):
-        load_task("arc_easy", "foundry").documents()
+def test_hub_data_sets(make, tmp_path, monkeypatch):
+    """`datasets` reads a folder as it reads a repository of the hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "quiz").mkdir()
+    (tmp_path / "quiz" / "test.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in (GOOD, GOOD | {"gold": 9})))
+    hub = str(tmp_path / "quiz")
+    task = make([], source={"hub": hub, "split": "test[:1]"})
+    [document] = task.documents().evaluated
+    assert (document.content.query, document.where) == (GOOD["query"], f"{hub} [test[:1]]:1")
+    with pytest.raises(EvalError, match=r"quiz \[test\]:2: `gold` is 9"):
+        make([], source={"hub": hub, "split": "test"}).documents()
+    with pytest.raises(EvalError, match=r"quiz \[dev\]: the Hugging Face hub did not give it: .*--data-dir"):
+        make([], source={"hub": hub, "split": "dev"}).documents()
 
 
 def test_rows_of_mds_shards(tmp_path, tokenizer):
@@ -277,6 +282,32 @@ def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
     task = make([record], "lm-eval", type="language_modeling")
     [request] = task.requests(task.documents(), tokenizer)
     assert request.context == (tokenizer.eod_id,), "lm-evaluation-harness takes EOS for want of BOS"
+
+
+@pytest.mark.parametrize("convention, most", [("foundry", 19), ("lm-eval", 20)])
+def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, convention, most):
+    """LLM Foundry's window holds the token that is only predicted, lm-evaluation-harness's does not."""
+
+    def check(task: Task, window: int) -> None:
+        documents = task.documents()
+        task.check_fit(documents, task.requests(documents, tokenizer), window)
+
+    one, long = ({"context": "Is it", "continuation": " so" * n} for n in (1, 40))
+    task = make([one, long], convention, type="language_modeling")
+    n = len(task.requests(task.documents(), tokenizer)[1].continuation)
+    check(task, n + 20 - most)
+    with pytest.raises(EvalError, match=rf"task mine: \S*x.jsonl:2: the model reads 20 tokens, and a continuation of {n} "
+                       rf"tokens does not fit \(at most {most} of them\); leave the document out"):  # fmt: skip
+        check(task, 20)
+    asked = {"context": "Is it", "answer": "so"}
+    task = make([asked], convention, type="generation")
+    [request] = task.requests(task.documents(), tokenizer)
+    longest = request.max_new_tokens
+    check(task, longest + 1)
+    with pytest.raises(
+        EvalError, match=rf"x.jsonl:1: .* an answer of up to {longest} tokens does not fit .* lower max_new"
+    ):
+        check(task, longest)
 
 
 def test_pmi_requests_come_last_and_can_be_left_out(make, tokenizer):
