@@ -22,14 +22,14 @@ from llmtrain.eval.metrics import Judged, Metrics
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Generate, Generated, Score, Scored
 from llmtrain.eval.task import Task, load_task
-from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, without_pmi_premise
+from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, harness_settings, without_pmi_premise
 from tests.support.icl import byte_level, icl_file
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval, of the development dependencies"
 )
 
-LIMIT = 4
+LIMIT = 40  # documents
 WINDOW = 300
 SIZES: dict[str, Any] = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -142,7 +142,7 @@ def their_task(name: str, file: Path, title: str, shots: int, cache: Path) -> An
     from tests.support import harness as oracle
 
     settings = LOCAL[name][1]
-    rest = {key: value for key, value in settings.items() if key != "yaml"} | {"fewshot_split": "test"}
+    rest = harness_settings(name)
     if "yaml" in settings:
         splits = {"training_split": None, "validation_split": None, "test_split": "test"}
         config = oracle.shipped(settings["yaml"], {"test": file}, cache, **splits, **rest)
@@ -230,12 +230,12 @@ def test_zero_shot(folder, scratch):
 
 def test_few_shot_and_a_window_that_cuts_contexts(folder, scratch):
     compare(folder, ["arc_challenge", "boolq", "winogrande", "lambada"], 2, 90, scratch)
+    compare(folder, ["copa", "winograd", "openbook_qa", "piqa"], 3, WINDOW, scratch)
 
 
 def test_answers_in_text(folder, scratch):
-    compare(folder, ["triviaqa"], 0, WINDOW, scratch, limit=2)
+    compare(folder, ["triviaqa"], 0, WINDOW, scratch, limit=10)
 
 
-@pytest.mark.slow
 def test_long_answers_in_text(folder, scratch):
     compare(folder, ["gsm8k"], 1, 600 if folder.name[:5] in ("mamba", "llama") else WINDOW, scratch)

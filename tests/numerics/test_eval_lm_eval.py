@@ -185,11 +185,7 @@ def check_local(name: str, shots: int, tokenizer: TextTokenizer, folder: Path) -
     results: dict[str, Any] = {}
     for group in groups:
         splits = {"test": group}
-        rest = {key: value for key, value in settings.items() if key != "yaml"}
-        if (
-            getattr(task.style, "avoid_document", None) is not False
-        ):  # else as without a split for examples: they come from the test split too
-            rest["fewshot_split"] = "test"
+        rest = harness_settings(name)
         if "yaml" in settings:
             none = {"training_split": None, "validation_split": None, "test_split": "test"}
             config = oracle.shipped(settings["yaml"], splits, folder / "cache", **none, **rest)
@@ -197,6 +193,14 @@ def check_local(name: str, shots: int, tokenizer: TextTokenizer, folder: Path) -
             config = oracle.local(splits, folder / "cache", test_split="test", **rest)
         results = oracle.evaluate(theirs, config, shots, LIMIT)
     assert_same(theirs, results, requests, metrics if len(groups) == 1 else None)
+
+
+def harness_settings(name: str) -> dict[str, Any]:
+    """Examples come from the test split. Where that is named as theirs, the harness leaves out the document; where none is, as
+    in its winograd and lambada, it does not.
+    """
+    rest = {key: value for key, value in LOCAL[name][1].items() if key != "yaml"}
+    return rest if name in ("winograd", "lambada") else rest | {"fewshot_split": "test"}
 
 
 def categories(source: Path, folder: Path) -> list[Path]:
