@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public"])
     parser.add_argument("--exact", choices=list(KERNELS), default="reference")
     args = parser.parse_intermixed_args()
-    configs = {name: with_kernels(args.file, args.overrides, name) for name in {*args.kernels, args.exact}}
+    configs = {name: with_kernels(args.file, args.overrides, name) for name in (args.exact, *args.kernels)}
     for config in configs.values():
         _without_weights(config)  # kernels that cannot serve here say so before anything is computed
     right, exact = gradients(configs[args.exact], torch.float32)
