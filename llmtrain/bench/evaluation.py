@@ -8,13 +8,16 @@ documents and timed from prompts as text to log-likelihoods. Ours are timed in -
 kernels (once for a machine), each task from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
 tokenised while those before are scored. Their median counts, as it is chance beside which task a prompt of the next is made.
 The harness runs with each batch size of --peer-batch, and its best counts. It may be too slow to answer everything: --peer-limit
-and --peer-seconds stop it early, and its rate is then that of the documents it did answer, spread evenly over the task. Without
-the harness (lm_eval), or with --no-peer, only our side is measured. --out is written anew after every task of the harness.
+and --peer-seconds stop it early, and its rate is then that of the documents it did answer, spread evenly over the task. Its
+transformers runs a scan by mamba_ssm and causal_conv1d where they are on the path, and else in PyTorch, many times slower: which
+of them it found is printed. Without the harness (lm_eval), or with --no-peer, only our side is measured. --out is written anew
+after every task of the harness.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -30,6 +33,7 @@ from llmtrain.bench.entry import end_with
 from llmtrain.bench.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from llmtrain.config.load import load_config
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.doctor.machine import OPTIONAL
 from llmtrain.eval.ahead import Ahead, Steps, finished, idle
 from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.request import Score
@@ -119,12 +123,15 @@ def main() -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         count = sum(parameter.numel() for parameter in scorer.model.parameters())
         print(f"{config.name}, {count:,} parameters, {scorer.model.embed.weight.dtype}, {name}", flush=True)
+        packages = [one for one in OPTIONAL if importlib.util.find_spec(one)]
+        print(f"optional packages that the harness may use: {', '.join(packages) or 'none'}", flush=True)
 
         def keep(rows: list[Measured]) -> None:
             if args.out:
                 content = {
                     "model": config.name,
                     "device": name,
+                    "packages": packages,
                     "rows": [asdict(row) | {"ours": row.ours} for row in rows],
                 }
                 args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

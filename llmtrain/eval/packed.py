@@ -1,4 +1,4 @@
-"""Reads packs (packing.py) by a HybridLM of attention alone."""
+"""Reads packs (packing.py) by a HybridLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from llmtrain.eval.batching import Row
 from llmtrain.eval.packing import Segment
-from llmtrain.kernels.attention.tree import Tree, moved_to, tree
+from llmtrain.kernels.attention.tree import Tree, tree
+from llmtrain.kernels.moving import moved_to
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import TokenScores
 
@@ -84,10 +85,10 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
             labels += row.tokens[-row.scored :]
             owners.append((number, row.scored))
     lengths, above = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
-    padding = -len(ids) % _MULTIPLE  # texts of one token, which nobody looks at
-    ids += [0] * padding
-    lengths += [1] * padding
-    above += [()] * padding
+    if padding := -len(ids) % _MULTIPLE:  # a text that nobody looks at
+        ids += [0] * padding
+        lengths.append(padding)
+        above.append(())
     parts = [moved_to(torch.from_numpy(np.array(values, dtype=np.int64)), device) for values in (ids, scored, labels)]
     return _Call(parts[0][None], parts[1], parts[2], tree(lengths, above).to(device), owners)
 

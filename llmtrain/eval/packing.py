@@ -1,7 +1,7 @@
-"""A plan for scoring rows by a model of attention alone: everything in long sequences, what rows share once in each.
+"""A plan for scoring rows by a model that can read trees: everything in long sequences, what rows share once in each.
 
-Nothing is padded and no cache is copied. Hybrids cannot do so, whose states run through a sequence: prefix.py is theirs.
-No torch here.
+Nothing is padded and no cache is copied. Attention and scans find what a segment continues elsewhere in the sequence
+(kernels/attention/tree.py, kernels/ssd/tree.py); a model that cannot do so reads with a cache (prefix.py). No torch here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmtrain.eval.batching import Row, Rows
 from llmtrain.eval.prefix import Prices, Unit, shared_starts, units_of
 
 _PRICES = Prices(split=2, trunk=8)
-"""Nothing is copied, but attention reads a segment and what it continues one after the other."""
+"""Nothing is copied, but a segment and what it continues are read one after the other."""
 
 
 class Segment(NamedTuple):

@@ -57,7 +57,7 @@ def nothing(done: int) -> None:
 
 
 class HybridScorer:
-    """Reads what requests have in common once: into a cache, or, where attention is all there is, in one packed sequence.
+    """Reads what requests have in common once: in one packed sequence, or, where the model cannot, into a cache.
 
     max_batch_tokens: read at a time, padding included. share: False reads every request whole. packed: default where the
     model can and a GPU serves.

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
-from llmtrain.kernels.attention import tree as trees
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.tree import Tree
 from llmtrain.kernels.platform import Platform, detect
@@ -21,7 +20,6 @@ from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
 from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
-from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.mixers.mamba2 import SSMParameters
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 
@@ -121,17 +119,20 @@ class HybridLM(nn.Module):
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(tree.places)
-        contexts = [BlockContext(cast("Any", block).mixer.tree_context(tree), None) for block in self.blocks]
+        contexts = [
+            BlockContext(
+                block.mixer.tree_context(tree),
+                block.shared_input and block.shared_input.shared.mixer.tree_context(tree),
+            )
+            for block in cast("Iterable[Any]", self.blocks)
+        ]
         return self._layers(x, contexts, scored)
 
     def no_trees(self) -> str | None:
-        """Why it cannot read packed texts that begin alike (`tree`), or None: layers of attention alone can."""
-        for block in cast("Iterable[Any]", self.blocks):
-            if not isinstance(block.mixer, Attention) or block.shared_input is not None:
-                return "a recurrent layer, or a shared block, reads one text per row"
-            if reason := trees.refusal(block.mixer.spec, block.mixer.platform):
-                return reason
-        return None
+        """Why it cannot read packed texts that begin alike (`tree`), or None."""
+        mixers = [block.mixer for block in cast("Iterable[Any]", self.blocks)]
+        mixers += [shared.mixer for shared in self.shared_uses()]
+        return next((reason for mixer in mixers if (reason := mixer.no_trees())), None)
 
     def _layers(self, x: Tensor, contexts: list[BlockContext], only: Tensor | None = None) -> Tensor:
         """only: [n], the tokens that matter after the last layer."""

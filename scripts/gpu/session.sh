@@ -9,7 +9,7 @@
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
 # three-columns, which times nothing, also compiles for kernels on the same machine (compiling.txt).
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
-# eval wants the tasks' JSONL files in icl/, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
+# eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
@@ -92,6 +92,7 @@ three_columns() {
 }
 
 evaluation() {
+    public_packages # by which the harness's transformers runs Zamba2
     # Both write after every task, ours first: half of the time for each loses the harness's last tasks at most.
     local common=(--data-dir icl --peer-seconds 20) each=$(((limit - SECONDS) / 2))
     step evaluation-zamba2 $each "$python" -m llmtrain.bench.evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \

@@ -1,4 +1,4 @@
-"""Packed texts that begin alike, scored with our attention kernels; run by test_attention_triton.py under TRITON_INTERPRET=1."""
+"""Packed texts that begin alike, scored with our kernels; run by test_attention_triton.py under TRITON_INTERPRET=1."""
 
 import pytest
 import torch
@@ -25,12 +25,13 @@ def scored(model: HybridLM, requests, **options):
     return found, made.plan
 
 
-@pytest.mark.parametrize("name", [*PACKABLE, "capped"])
+@pytest.mark.parametrize("name", [*(name for name in PACKABLE if "2.7B" not in name), "capped"])  # that one on a GPU
 def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     monkeypatch.setitem(MODELS, "capped", CAPPED)
     model = build(name, platform.cpu())
     assert "need a GPU" in (model.no_trees() or "")  # and nothing else
-    requests = [*choices(3, shots=25), *letters(2, shots=30), *schemas(2), *texts(2)]
+    few = 1 if "mamba" in str(MODELS[name]) else 2  # with all its heads, a scan takes long to interpret
+    requests = [*choices(few + 1, shots=25), *letters(few, shots=30), *schemas(few), *texts(few)]
     expected = score_one_by_one(model, requests)
     found, plan = scored(model, requests)
     assert_same_scores(found, expected)
@@ -48,8 +49,6 @@ def test_scores_do_not_depend_on_how_much_is_read_at_a_time():
         assert plan.calls > 1
 
 
-def test_hybrids_are_read_with_a_cache():
-    for name in MODELS:
-        model = build(name, platform.cpu())
-        if "mamba" in str(MODELS[name]):
-            assert "one text per row" in (model.no_trees() or "") and not HybridScorer(model, tokenizer()).packed
+def test_windows_are_read_with_a_cache():
+    model = build("a window and soft caps", platform.cpu(), layers="w a")
+    assert "sliding window" in (model.no_trees() or "") and not HybridScorer(model, tokenizer()).packed

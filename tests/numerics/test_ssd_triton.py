@@ -24,6 +24,11 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
     run_interpreted("ssd", cases, timeout=7200 if cases == "slow" else 900)
 
 
+def test_packed_texts_that_begin_alike():
+    """By the cases in interpreted_tree_kernels.py."""
+    run_interpreted("tree_kernels")
+
+
 def test_the_forward_walks_where_that_fills_the_device():
     """One program to a processor of 132, or two."""
     launch = default_launch(SSDSpec(80, 64, 128, 1, 256), H200)

@@ -36,15 +36,17 @@ ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
 GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
-WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve")
+WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve", "_times_tree")
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
     "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
     "ssd_step": ("ssd/step_triton.py", "ssd/triton_steps.py"),
+    "ssd_tree": ("ssd/tree_triton.py", "ssd/triton_forward.py", "ssd/triton_steps.py"),
     "conv1d_step": ("conv1d/step_triton.py",),
+    "conv1d_tree": ("conv1d/tree_triton.py", "sigmoid.py"),
 }
 """Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
-MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", "attention_step", "ssd_step", "conv1d_step")
+MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_tree")
 """Have no matrix instructions; rows that were not measured are held to loads and stores of 16 bytes a thread (`wide`,
 counted on NVIDIA)."""
 
@@ -257,6 +259,8 @@ def may_spill(check: Check) -> bool:
     dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
     engine fetch its tiles spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
+    if check.operation == "ssd_tree":
+        return check.key.endswith("fp32") and check.task.arch.startswith("sm")
     if check.row is None or check.operation in MEMORY_BOUND:
         return False
     if check.key.endswith("ragged, documents"):

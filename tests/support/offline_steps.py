@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.tree import TILE
 from llmtrain.kernels.attention.tree_triton import join
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.tree_triton import convolve_tree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.tree import Walks
+from llmtrain.kernels.ssd.tree_triton import launch_for, scan_tree
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,15 @@ def _tree(head_dim: int, group: int = 1, **more: Any) -> Case:
 
 
 def _ssd(head_dim: int, d_state: int, batch: int = 1) -> Case:
-    fields = {"n_heads": 64, "head_dim": head_dim, "d_state": d_state, "n_groups": 1, "chunk_size": 256}
-    return Case("ssd_step", fields, batch, 0)
+    return Case("ssd_step", _scan(head_dim, d_state), batch, 0)
+
+
+def _ssd_tree(head_dim: int, d_state: int, **more: Any) -> Case:
+    return Case("ssd_tree", _scan(head_dim, d_state) | more, 1, 4096)
+
+
+def _scan(head_dim: int, d_state: int) -> dict[str, Any]:
+    return {"n_heads": 64, "head_dim": head_dim, "d_state": d_state, "n_groups": 1, "chunk_size": 256}
 
 
 _EVERYTHING = {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0}
@@ -68,7 +79,16 @@ CASES = {
     "tree, 64, fp32": _tree(64, dtype="float32"),
     "tree, 48, fp32": _tree(48, dtype="float32"),
     "tree, 128, fp32": _tree(128, dtype="float32"),
+    "tree, 64 x 64": _ssd_tree(64, 64),
+    "tree, 64 x 128, limits": _ssd_tree(64, 128, dt_limit=(0.001, 0.1)),
+    "tree, 80 x 16": _ssd_tree(80, 16),
+    "tree, 128 x 256": _ssd_tree(128, 256),
+    "tree, 64 x 64, fp32": _ssd_tree(64, 64, dtype="float32"),
+    "tree, 64 x 128, fp32": _ssd_tree(64, 128, dtype="float32"),
+    "tree, 128 x 256, fp32": _ssd_tree(128, 256, dtype="float32"),
     "4352 channels": Case("conv1d_step", {"channels": 4352, "width": 4}, 64, 0),
+    "tree, 4224 channels": Case("conv1d_tree", {"channels": 4224, "width": 4}, 1, 4096),
+    "tree, 4224 channels, fp32": Case("conv1d_tree", {"channels": 4224, "width": 4, "dtype": "float32"}, 1, 4096),
 }
 
 
@@ -96,6 +116,20 @@ class Problem:
             tiles = empty(tokens // TILE, dtype=torch.int32)
             lse = empty(1, spec.n_heads, tokens)
             join(q, k, k, q, lse, spec, slopes, starts, ends, apart, tiles, self.where.vendor)
+            return
+        if self.case.operation == "ssd_tree":
+            spec, tokens = SSDSpec(**fields), self.case.capacity
+            heads, shared = empty(spec.n_heads), half(1, tokens, spec.n_groups, spec.d_state)
+            x, dt = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_heads)
+            integers = partial(empty, dtype=torch.int32)
+            made = Walks([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk), 9)
+            scan_tree(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
+            return
+        if self.case.operation == "conv1d_tree":
+            spec, tokens = Conv1dSpec(**fields), self.case.capacity
+            weight, bias = half(spec.channels, spec.width), half(spec.channels)
+            before = empty(tokens, spec.width - 1, dtype=torch.int32)
+            convolve_tree(half(1, tokens, spec.channels), weight, bias, before, self.where.vendor)
             return
         family = self.case.operation.removesuffix("_step")
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build

@@ -23,6 +23,7 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.attention.documents import Documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.moving import moved_to
 from llmtrain.kernels.platform import Platform
 
 TILE = 32
@@ -43,8 +44,10 @@ class Depth:
 
 @dataclass
 class Tree:
-    """places: [1, T], of each token in its own text. own: what it sees in its own segment."""
+    """lengths, above: as of `tree`. places: [1, T], of each token in its own text. own: what it sees in its own segment."""
 
+    lengths: Sequence[int]
+    above: Sequence[Sequence[int]]
     places: Tensor
     own: Documents
     depths: list[Depth]
@@ -61,12 +64,7 @@ class Tree:
         depths = [
             Depth(*(moved_to(t, device) for t in (one.starts, one.ends, one.apart, one.tiles))) for one in self.depths
         ]
-        return Tree(moved_to(self.places, device), own, depths)
-
-
-def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy from pageable memory would wait for what the GPU is doing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+        return Tree(self.lengths, self.above, moved_to(self.places, device), own, depths)
 
 
 def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
@@ -96,7 +94,8 @@ def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
         tiles = torch.from_numpy(np.flatnonzero(per_tile).astype(np.int32))
         depths.append(Depth(spread(first), spread(last), spread(apart), tiles))
     own = Documents(spread(start)[None], spread(end - 1)[None])
-    return Tree((torch.from_numpy(inside) - spread(start - offset))[None], own, depths)
+    places = torch.from_numpy(inside) - spread(start - offset)
+    return Tree(lengths, above, places[None], own, depths)
 
 
 @functools.cache

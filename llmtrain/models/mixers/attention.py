@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
-from llmtrain.kernels.attention.tree import Tree, attend_tree
+from llmtrain.kernels.attention import tree as trees
+from llmtrain.kernels.attention.tree import Tree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
@@ -56,7 +57,10 @@ class Attention(nn.Module):
         self.kernel = self.backend.build(self.spec, platform)
         self.rotary = block.position if block.position.type == "rotary" else None
         rotary = RotarySpec(self.spec.head_dim, self.spec.dtype)
-        self.rotate = registry.resolve_beside("rotary", block.backend, rotary, platform).build(rotary, platform)
+        self.rotate, self.rotate_uncompiled = (
+            registry.resolve_beside("rotary", name, rotary, platform).build(rotary, platform)
+            for name in (block.backend, "triton")
+        )
 
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
@@ -87,8 +91,11 @@ class Attention(nn.Module):
     def tree_context(self, tree: Tree) -> AttentionContext:
         """For packed texts that begin alike."""
         return self.cached_context(
-            tree.once, tree.places, partial(attend_tree, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+            tree.once, tree.places, partial(trees.attend_tree, spec=self.spec, vendor=self.platform.vendor, tree=tree)
         )
+
+    def no_trees(self) -> str | None:
+        return trees.refusal(self.spec, self.platform)
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
@@ -104,7 +111,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
-            q, k = self.rotate(q, k, *context.rotary)
+            # What attends to a cache or a tree is never compiled, which makes one kernel of the reference's many.
+            rotate = self.rotate if context.attend is None else self.rotate_uncompiled
+            q, k = rotate(q, k, *context.rotary)
         out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
         return self.wo(out.flatten(-2))
 

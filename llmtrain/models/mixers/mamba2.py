@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.tree import predecessors
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.moving import moved_to
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.tree import walks
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.init import (
     InitScale,
@@ -28,6 +32,7 @@ from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.specs import ssd_spec
 
 if TYPE_CHECKING:
+    from llmtrain.kernels.attention.tree import Tree
     from llmtrain.models.cache import CachedMamba2
 
 
@@ -115,25 +120,65 @@ class Mamba2(nn.Module):
     def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> Tensor | None:
         return document_ids
 
-    def forward(self, x: Tensor, context: CachedMamba2 | Tensor | None = None) -> Tensor:
-        """context: the layer's memory, when it reads on from a cache; or the documents of a packed batch, [batch, T]."""
-        cache, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+    def tree_context(self, tree: Tree) -> TreeMamba2:
+        """For packed texts that begin alike."""
+        return TreeMamba2(self, tree)
+
+    def no_trees(self) -> str | None:
+        return registry.refusal("ssd", "triton", self.spec, self.platform)
+
+    def forward(self, x: Tensor, context: CachedMamba2 | TreeMamba2 | Tensor | None = None) -> Tensor:
+        """context: the layer's memory, when it reads on from a cache; texts that begin alike; or the documents of a packed
+        batch, [batch, T].
+        """
+        other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
         zxbcdt, ssm = self.in_proj(x), self.ssm
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
 
         def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            if cache is not None:
-                return cache.scan(x, dt, A, B, C)
+            if other is not None:
+                return other.scan(x, dt, A, B, C)
             return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias, document_ids=ids)[0]
 
-        if self.fused is not None and cache is None:
+        if self.fused is not None and other is None:
             parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
             y = self.fused(zxbcdt, *parameters, document_ids=ids)
         else:
-            convolve = (lambda xBC: self.conv(xBC, ids)) if cache is None else cache.convolve
+            convolve = (lambda xBC: self.conv(xBC, ids)) if other is None else other.convolve
             y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
         return self.out_proj(y)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         scan = Flops(scan=self.spec.flops(seq_len, causal))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)
+
+
+@dataclass(frozen=True)
+class TreeMamba2:
+    """A Mamba-2 layer's context when it reads packed texts that begin alike. Without gradients."""
+
+    mixer: Mamba2
+    tree: Tree
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """x: [1, T, channels] -> like x."""
+        from llmtrain.kernels.conv1d.tree_triton import convolve_tree
+
+        conv, tree = self.mixer.conv, self.tree
+        reach = conv.spec.width - 1
+
+        def before() -> Tensor:
+            return moved_to(predecessors(tree.lengths, tree.above, reach), x.device)
+
+        return convolve_tree(
+            x, conv.weight, conv.bias, tree.once(("predecessors", reach), before), self.mixer.platform.vendor
+        )
+
+    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        """As the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
+        from llmtrain.kernels.ssd.tree_triton import launch_for, scan_tree
+
+        mixer, tree = self.mixer, self.tree
+        chunk = launch_for(mixer.spec, mixer.platform).chunk
+        made = tree.once(("walks", chunk), lambda: walks(tree.lengths, tree.above, chunk).to(x.device))
+        return scan_tree(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)
