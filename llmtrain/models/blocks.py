@@ -23,7 +23,7 @@ from llmtrain.models.mixers.shared_attention import SharedInput
 
 @dataclass
 class BlockContext:
-    """What a layer's kernels need besides activations. Not a tuple: see AttentionContext."""
+    """What a layer's kernels need besides activations."""
 
     mixer: Any
     shared: Any

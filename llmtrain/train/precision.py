@@ -23,7 +23,9 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # A layer's inputs follow from the parameters. Casting them would also cast what a layer is told in fp32, wherever FSDP2
+    # finds tensors (in tuples, dicts and dataclasses): rotary tables, ALiBi's slopes, the states of a cache.
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def fp32_modules(model: nn.Module) -> list[nn.Module]:

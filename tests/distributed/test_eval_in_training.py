@@ -64,6 +64,15 @@ def test_losses_are_those_of_a_run_without(ranks, shards, tmp_path, place, size,
     assert found[3] != found[6]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_bf16_scores_are_those_of_the_checkpoint_read_in_bf16(ranks, shards, tmp_path, place, size):
+    changes = {"train.precision": "amp_bf16", "train.microbatch_size": 4}
+    made = config(shards, tmp_path / "run", place, changes)
+    ranks(size).run(train, made)
+    report = evaluate(place.run(models=[made.run_dir], cache=None, dtype="bfloat16"))
+    assert logged(Path(made.run_dir))[7] == pytest.approx(flat(report.results), abs=1e-5, rel=1e-4)
+
+
 def test_a_gauntlet_and_a_sparse_log(ranks, shards, tmp_path, place):
     gauntlet = place.folder / "gauntlet.yaml"
     benchmarks = [{"task": "choice.yaml", "shots": 0, "baseline": 0.25}]

@@ -56,10 +56,15 @@ class Observer(LoggerDestination):
         for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
             mixer.norm.register_forward_pre_hook(lambda *_, mixer=mixer: self.note_dtypes(mixer))
+        for attention in [module for module in model.modules() if self.look_inside and hasattr(module, "wqkv")]:
+            attention.register_forward_pre_hook(lambda _, args: self.note_tables(args[1]))
 
     def note_dtypes(self, mixer: Any) -> None:
         parameters = [*mixer.ssm.named_parameters(), ("in_proj.weight", mixer.in_proj.weight)]
         self.step.dtypes |= {(name, parameter.dtype) for name, parameter in parameters}
+
+    def note_tables(self, context: Any) -> None:
+        self.step.dtypes |= {("rotary", table.dtype) for table in context.rotary or ()}
 
     def batch_start(self, state: State, logger: Logger) -> None:
         parts = dist.all_gather_object(dict(state.batch))
@@ -246,7 +251,7 @@ def test_sharding_leaves_gradients_alone(ranks, config, size, sharding):
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
 @pytest.mark.parametrize(("size", "microbatch"), [(1, 8), (2, 2)])
-def test_bf16_keeps_the_recurrence_in_fp32(ranks, config, kind, size, microbatch):
+def test_bf16_keeps_the_recurrence_and_positions_in_fp32(ranks, config, kind, size, microbatch):
     changes = {"train.precision": "amp_bf16", "train.microbatch_size": microbatch}
     made = config(DENSE_ATTENTION | ACTIVATION_CHECKPOINTING[kind] | changes)
     for step in ranks(size).run(one_step, made):
@@ -255,6 +260,7 @@ def test_bf16_keeps_the_recurrence_in_fp32(ranks, config, kind, size, microbatch
             ("D", torch.float32),
             ("dt_bias", torch.float32),
             ("in_proj.weight", torch.bfloat16),
+            ("rotary", torch.float32),
         }
         assert all(gradient.dtype == torch.float32 for gradient in step.gradients.values())
         # bf16 has 8 bits; sums of many such products in the smallest gradients lose a little more.

@@ -7,10 +7,13 @@ from llmtrain.eval.packing import Packs
 from llmtrain.eval.scorer import HybridScorer
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.train.distributed import World
+from llmtrain.train.parallel import parallelize
 from tests.support import interpreter
 from tests.support.checkpoints import tokenizer
 from tests.support.models import ALIBI, ATTENTION, MODELS, PACKABLE, build
 from tests.support.scoring import assert_same_scores, choices, letters, schemas, score_one_by_one, texts
+from tests.support.tiny import tiny_config
 
 interpreter.speed_up()
 torch.set_num_threads(1)
@@ -47,6 +50,22 @@ def test_scores_do_not_depend_on_how_much_is_read_at_a_time():
         found, plan = scored(model, requests, max_batch_tokens=tokens)
         assert_same_scores(found, expected)
         assert plan.calls > 1
+
+
+def test_a_model_in_training_is_read_the_same_way(tmp_path):
+    """A hybrid, its layers sharded over one rank: their contexts reach them through FSDP2's hooks."""
+    config = tiny_config(tmp_path, tmp_path, {"model.max_seq_len": 300})
+    with torch.device("meta"):
+        model = HybridLM(config.model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallelize(model, config.train, World(0, 1, 0, 1), torch.device("cpu"))
+        model.init_weights(1)
+        requests = choices(2, shots=25)
+        found, _ = scored(model, requests)
+        assert_same_scores(found, score_one_by_one(model, requests))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_windows_are_read_with_a_cache():

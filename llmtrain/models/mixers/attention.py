@@ -23,10 +23,7 @@ from llmtrain.models.specs import attention_spec
 
 @dataclass
 class AttentionContext:
-    """What depends on the batch's shape and documents alone; attend: reads keys and values on from a cache instead.
-
-    Not a tuple or dict on purpose: FSDP2 casts every tensor that it finds in those to bf16.
-    """
+    """What depends on the batch's shape and documents alone; attend: reads keys and values on from a cache instead."""
 
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
