@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from llmtrain.config.load import load_config
+from llmtrain.eval.results import flat
+from llmtrain.eval.runner import evaluate
+from tests.support.evaluation import Place
 from tests.support.selection import cases
 
 pytestmark = [
@@ -94,6 +97,18 @@ def test_our_kernels_in_every_block_follow_too(config_file: Path, plain: list[fl
     setting = f"train.activation_checkpointing={{type: {kind}}}"
     ours = losses(config_file, f"ours-{kind}", "train.compile=on", setting, *kernels)
     assert ours == pytest.approx(plain, rel=1e-2)
+
+
+def test_tasks_are_scored_in_training_as_afterwards(config_file: Path, tmp_path: Path):
+    """In bf16: packed, by sharded layers; what is generated, with a cache."""
+    place = Place(tmp_path / "eval", documents=3)
+    file = place.write({"models": []}).rename(tmp_path / "icl.yaml")
+    losses(config_file, "scored", "train.compile=on", f"eval.icl={{file: {file}, interval: 8 steps}}")
+    run_dir = config_file.parent / "scored"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {name: value for line in lines for name, value in line.items() if name.startswith("icl/")}
+    report = evaluate(place.run(models=[str(run_dir)], cache=None, dtype="bfloat16"))
+    assert found == pytest.approx(flat(report.results), rel=1e-3, abs=1e-3)
 
 
 def test_fp32_agrees_with_bf16(config_file: Path, plain: list[float]):
