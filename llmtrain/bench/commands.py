@@ -30,7 +30,7 @@ def _add_tune(commands) -> None:
         "--operation",
         default="attention",
         metavar="NAME",
-        help="attention (default), ssd, conv1d, gated_norm or rotary",
+        help="attention (default), ssd, conv1d, gated_norm, norm or rotary",
     )
     sub.add_argument(
         "--shape",
@@ -71,7 +71,9 @@ def _add_kernels(commands) -> None:
         description="Every operation x backend x shape on this machine: forward, backward, memory, share of the "
         "roofline, error against float64; a Markdown table, JSON and a plot.",
     )
-    sub.add_argument("--only", nargs="+", metavar="NAME", help="attention, rotary, ssd, conv1d, gated_norm, mixer")
+    sub.add_argument(
+        "--only", nargs="+", metavar="NAME", help="attention, rotary, norm, ssd, conv1d, gated_norm, mixer"
+    )
     sub.add_argument("--seq-len", nargs="+", type=int, metavar="T", help="these lengths only")
     sub.add_argument("--match", metavar="TEXT", help="cells whose name contains this")
     sub.add_argument("--quick", action="store_true", help="one length, no public scan with chunks of 128")

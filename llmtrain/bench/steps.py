@@ -26,10 +26,10 @@ from llmtrain.config.schema import Config
 from llmtrain.models.config import Mamba2Block
 
 KERNELS = {
-    "ours": {"attention": "triton", "mamba2": "triton"},
-    "public": {"attention": "sdpa:flash", "mamba2": "mamba_ssm"},
-    "auto": {"attention": "auto", "mamba2": "auto"},
-    "reference": {"attention": "reference", "mamba2": "reference"},
+    "ours": {"attention": "triton", "mamba2": "triton", "norm": "triton"},
+    "public": {"attention": "sdpa:flash", "mamba2": "mamba_ssm", "norm": "reference"},
+    "auto": {"attention": "auto", "mamba2": "auto", "norm": "auto"},
+    "reference": {"attention": "reference", "mamba2": "reference", "norm": "reference"},
 }
 
 
@@ -66,13 +66,16 @@ def main() -> int:
 
 
 def with_kernels(file: str, overrides: list[str], name: str) -> Config:
-    """The config with these kernels in each block. Raises ConfigError."""
+    """The config with these kernels in each block and norm. Raises ConfigError."""
     backends = KERNELS[name]
     blocks = load_config(file, overrides).model.blocks
     kinds = {
         label: backends["mamba2" if isinstance(block, Mamba2Block) else "attention"] for label, block in blocks.items()
     }
-    return load_config(file, [*overrides, *(f"model.blocks.{label}.backend={kind}" for label, kind in kinds.items())])
+    norms = ["model.norm", *(f"model.blocks.{label}.norm" for label, block in blocks.items() if block.norm)]
+    chosen = [f"{norm}.backend={backends['norm']}" for norm in norms]
+    chosen += [f"model.blocks.{label}.backend={kind}" for label, kind in kinds.items()]
+    return load_config(file, [*overrides, *chosen])
 
 
 def one(config: Config) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -55,6 +56,9 @@ def exams(dtype: str) -> Iterator[Exam]:
     whole = MambaMixerSpec(Conv1dSpec(384, 4, dtype), of_scan, of_norm)
     mixer = ((BATCH, T, sum(whole.widths)), (384, 4), (384,), (H,), (H,), (H,), (256,))
     yield Exam("mamba_mixer", "conv, scan, norm", whole, mixer, 3)
+    row = (BATCH, 24, 256)  # few: on a CPU, PyTorch adds up LayerNorm's gradients of weights in bf16
+    yield Exam("norm", "sum, RMSNorm", NormSpec(256, dtype=dtype), (row, row, (256,)), 3)
+    yield Exam("norm", "sum, LayerNorm", NormSpec(256, "layernorm", True, dtype=dtype), (row, row, (256,), (256,)), 4)
     yield Exam("rotary", "positions", RotarySpec(P, dtype), ((BATCH, T, H, P), (BATCH, T, 2, P)), 2)
 
 
@@ -94,6 +98,8 @@ def _function(exam: Exam, backend: str, here: Platform) -> Callable[..., Tensor]
         return lambda q, k: torch.cat([t.flatten() for t in kernel(q, k, angle.cos(), angle.sin())])
     if exam.operation == "ssd":
         return lambda *tensors: kernel(*tensors)[0]
+    if exam.operation == "norm":
+        return lambda *tensors: torch.cat(kernel(*tensors), -1)
     return kernel
 
 

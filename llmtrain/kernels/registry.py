@@ -15,14 +15,24 @@ from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
+from llmtrain.kernels.norm import spec as norm
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 Operation = Literal[
-    "attention", "rotary", "ssd", "conv1d", "gated_norm", "mamba_mixer", "attention_step", "ssd_step", "conv1d_step"
+    "attention",
+    "rotary",
+    "norm",
+    "ssd",
+    "conv1d",
+    "gated_norm",
+    "mamba_mixer",
+    "attention_step",
+    "ssd_step",
+    "conv1d_step",
 ]
-Spec = Any  # AttentionSpec, RotarySpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
+Spec = Any  # AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "llmtrain.kernels.rotary.reference", rotary.refuse_nothing),
         Backend("triton", "llmtrain.kernels.rotary.triton", rotary.refuse_triton_pairs),
     ),
+    "norm": (
+        Backend("reference", "llmtrain.kernels.norm.reference", norm.refuse_nothing),
+        Backend("triton", "llmtrain.kernels.norm.triton", norm.refuse_triton_rows),
+    ),
     "ssd": (
         Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),
         Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
@@ -103,6 +117,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
     "rotary": rotary.preference,
+    "norm": norm.preference,
     "ssd": ssd.preference,
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,

@@ -23,7 +23,8 @@ TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90"), "amd": ("gf
 
 _ATTENTION = "llmtrain.kernels.attention.triton_launch:Launch"
 _CONV = "llmtrain.kernels.conv1d.triton_launch:Walk"
-_NORM = "llmtrain.kernels.gated_norm.triton_launch:Tile"
+_GATED_NORM = "llmtrain.kernels.gated_norm.triton_launch:Tile"
+_NORM = "llmtrain.kernels.row_tiles:Tile"
 _WIDE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,8 +45,10 @@ KERNELS: dict[str, Kernel] = {
     # Channels are in no key: what a program does is the same for any number of them.
     "conv1d.forward": Kernel(("width",), _CONV),
     "conv1d.backward": Kernel(("width",), _CONV),
-    "gated_norm.forward": Kernel(("group_size",), _NORM),
-    "gated_norm.backward": Kernel(("group_size",), _NORM),
+    "gated_norm.forward": Kernel(("group_size",), _GATED_NORM),
+    "gated_norm.backward": Kernel(("group_size",), _GATED_NORM),
+    "norm.forward": Kernel(("dim",), _NORM),
+    "norm.backward": Kernel(("dim",), _NORM),
     # Both directions: the gradient is a rotation.
     "rotary": Kernel(("head_dim",), "llmtrain.kernels.rotary.triton_launch:Launch"),
 }

@@ -50,24 +50,24 @@ class Block(nn.Module):
         norm = block.norm or config.norm
         self.dropout = config.dropout
         self.shared_input = shared_input
-        self.norm = Norm(config.d_model, norm)
+        self.norm = Norm(config.d_model, norm, platform, dtype)
         if isinstance(block, Mamba2Block):
             self.mixer = Mamba2(block, config, platform, dtype, documents)
         else:
             self.mixer = Attention(block, config, platform, dtype, documents=documents)
-        self.mlp_norm = Norm(config.d_model, norm) if block.mlp else None
+        self.mlp_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp else None
         self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
 
     def forward(self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None) -> Tensor:
-        u = x
-        if self.shared_input is not None:
-            u = x + self.shared_input(x, embedding, context.shared)
-        x = x + F.dropout(self.mixer(self.norm(u), context.mixer), self.dropout, self.training)
+        steering = None if self.shared_input is None else self.shared_input(x, embedding, context.shared)
+        _, u = self.norm.of_sum(x, steering)
+        mixed = F.dropout(self.mixer(u, context.mixer), self.dropout, self.training)
         if only is not None:
-            x = x[:, only]
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
-        return x
+            x, mixed = x[:, only], mixed[:, only]
+        if self.mlp is None or self.mlp_norm is None:
+            return x + mixed
+        x, u = self.mlp_norm.of_sum(x, mixed)
+        return x + F.dropout(self.mlp(u), self.dropout, self.training)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         total = self.mixer.flops(seq_len, causal)

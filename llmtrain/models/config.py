@@ -23,6 +23,7 @@ AttentionBackend = Literal[
     "flash_attn",
 ]
 SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
+NormBackend = Literal["auto", "reference", "triton"]
 
 
 class NormConfig(Section):
@@ -32,6 +33,8 @@ class NormConfig(Section):
     bias: bool = False
     """LayerNorm's additive bias. RMSNorm has none."""
     eps: Annotated[float, Field(gt=0)] = 1e-5
+    backend: NormBackend = free("auto")
+    """In training. Scoring and generation, and norms of queries and keys, are plain PyTorch."""
 
     def problems(self) -> Iterator[Problem]:
         if self.type == "rmsnorm" and self.bias:

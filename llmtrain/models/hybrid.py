@@ -60,7 +60,7 @@ class HybridLM(nn.Module):
             shared_input = SharedInput(next(in_turn[layer.shared]), config) if layer.shared else None
             block = config.blocks[layer.block]
             self.blocks.append(Block(block, config, platform, dtype, shared_input, documents))
-        self.norm = Norm(config.d_model, config.norm)
+        self.norm = Norm(config.d_model, config.norm, platform, dtype)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
         self.loss = build_loss(loss, config.logit_softcap, platform)
         self._contexts = ContextCache()

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
 from llmtrain.models.init import InitScale, Rule, constant, normal
+from llmtrain.models.specs import norm_spec
 
 
 class Linear(nn.Linear):
@@ -65,11 +67,20 @@ class LearnedPositions(Embedding):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension."""
+    """LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension, [..., dim].
 
-    def __init__(self, dim: int, config: NormConfig):
+    platform: where it will run, which picks the kernel of training, for activations of `dtype`. None: plain PyTorch, which
+        the compiler fuses with what stands around it.
+    """
+
+    def __init__(
+        self, dim: int, config: NormConfig, platform: Platform | None = None, dtype: torch.dtype = torch.bfloat16
+    ):
         super().__init__()
-        self.config = config
+        spec = norm_spec(config, dim, str(dtype).removeprefix("torch."))
+        self.plain = self.kernel = ReferenceNorm(spec)
+        if platform is not None:
+            self.kernel = registry.resolve("norm", config.backend, spec, platform).build(spec, platform)
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if config.bias else None
 
@@ -77,10 +88,13 @@ class Norm(nn.Module):
         return {"weight": constant(1.0)} | ({} if self.bias is None else {"bias": constant(0.0)})
 
     def forward(self, x: Tensor) -> Tensor:
-        # Both functions accumulate in fp32 for lower-precision inputs.
-        if self.config.type == "layernorm":
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.config.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.config.eps)
+        return self.of_sum(x, None)[1]
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta (None: x), and its norm."""
+        # Ours was measured in training. Scoring and generation are not compiled, and short of time in Python.
+        kernel = self.kernel if torch.is_grad_enabled() else self.plain
+        return kernel(x, delta, self.weight, self.bias)
 
 
 class GatedRMSNorm(nn.Module):

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
+from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, NormConfig, SharedAttentionBlock
 
 AnyAttention = AttentionBlock | SharedAttentionBlock
 
@@ -45,6 +46,10 @@ def ssd_spec(block: Mamba2Block, d_model: int, dtype: str = "bfloat16") -> SSDSp
     )
 
 
+def norm_spec(norm: NormConfig, dim: int, dtype: str = "bfloat16") -> NormSpec:
+    return NormSpec(dim, norm.type, norm.bias, norm.eps, dtype)
+
+
 def kernel_spec(
     block: Block, d_model: int, dtype: str = "bfloat16", documents: bool = False
 ) -> tuple[registry.Operation, registry.Spec]:
@@ -65,3 +70,7 @@ def backend_problems(
         operation, spec = kernel_spec(block, config.d_model, dtype, documents)
         if reason := registry.refusal(operation, block.backend, spec, platform):
             yield Problem(f"blocks.{name}.backend", block.backend, reason)
+        norm, where = (config.norm, "norm") if block.norm is None else (block.norm, f"blocks.{name}.norm")
+        width = (2 if isinstance(block, SharedAttentionBlock) else 1) * config.d_model
+        if reason := registry.refusal("norm", norm.backend, norm_spec(norm, width, dtype), platform):
+            yield Problem(f"{where}.backend", norm.backend, reason)

@@ -84,10 +84,10 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["kernels", "--only", "norm"], "nothing to measure in 'norm'; there is attention"),
+        (["kernels", "--only", "softmax"], "nothing to measure in 'softmax'; there is attention"),
         (["kernels", "--match", "xyz"], "no cell is left; there is:\n  attention head_dim 32 T=128"),
         (["kernels", "--peer-path", "/nowhere"], "--peer-path /nowhere is no folder"),
-        (["tune", "--operation", "norm"], "nothing to tune in 'norm'; there is attention, ssd"),
+        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, ssd"),
         (["tune", "--shape", "head_dim"], "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'"),
         (["tune", "--shape", "headdim=64"], "attention has no 'headdim'; its cases have head_dim"),
         (["tune", "--variant", "causal"], "no attention variant 'causal'; there is plain, alibi"),

@@ -18,8 +18,9 @@ FILE = "yamls/pretrain/zamba2-2.7b.yaml"
 
 
 def test_every_block_takes_the_kernels_of_its_kind():
-    blocks = steps.with_kernels(FILE, TINY, "public").model.blocks
-    assert {name: block.backend for name, block in blocks.items()} == {"m": "mamba_ssm", "s": "sdpa:flash"}
+    model = steps.with_kernels(FILE, [*TINY, "model.blocks.s.norm.eps=1e-6"], "public").model
+    assert {name: block.backend for name, block in model.blocks.items()} == {"m": "mamba_ssm", "s": "sdpa:flash"}
+    assert model.blocks["s"].norm and model.blocks["s"].norm.backend == model.norm.backend == "reference"
 
 
 def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(monkeypatch, capfd, tmp_path):

@@ -10,8 +10,9 @@ from torch import Tensor
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.rotary.spec import RotarySpec
-from tests.support import around, rotations
+from tests.support import around, norms, rotations
 from tests.support.selection import cases
 
 pytestmark = [
@@ -36,8 +37,16 @@ NORMS = {
     "odd": ((3, 7), 1001, 1, False),
     "one token": ((1, 1), 512, 1, True),
 }
-
-
+RESIDUALS: dict[str, tuple[tuple[int, ...], int, str, bool, bool]] = {
+    "llama": ((4, 512), 2048, "rmsnorm", True, False),
+    "mpt": ((4, 512), 2048, "layernorm", True, True),
+    "zamba2": ((2, 333), 2560, "rmsnorm", True, False),
+    "first of a block": ((2, 333), 2560, "rmsnorm", False, False),
+    "wide": ((3, 100), 4096, "layernorm", True, False),
+    "widest": ((2, 100), 8192, "layernorm", True, True),
+    "odd": ((3, 7), 1001, "layernorm", True, True),
+    "one token": ((1, 1), 512, "rmsnorm", True, False),
+}
 ROTATIONS = {
     "llama": (2, 2048, 32, 8, 64),
     "odd": (1, 333, 11, 9, 80),
@@ -76,6 +85,18 @@ def test_the_norm_is_as_exact_as_pytorch(leading, dim, groups, first):
     assert_as_exact(*kernels("gated_norm", GatedNormSpec(dim, groups, 1e-5, first)), tensors)
 
 
+@pytest.mark.parametrize("leading, dim, type_, summed, biased", RESIDUALS.values(), ids=RESIDUALS.keys())
+def test_the_residual_norm_is_as_exact_as_pytorch(leading, dim, type_, summed, biased):
+    """As PyTorch compiled: what it runs uncompiled rounds the sum before it is normed."""
+    ours, reference = kernels("norm", NormSpec(dim, type_, biased))
+    tensors = norms.inputs(leading, dim, summed, biased, BF16, "cuda")
+    torch._dynamo.reset()
+    exact = around.outcome(norms.joined(reference), tensors, torch.float64)
+    compiled = torch.compile(norms.joined(reference), dynamic=False)
+    found, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (norms.joined(ours), compiled))
+    assert all(a <= 1.1 * max(b, 1e-4) for a, b in zip(found, theirs, strict=True)), (found, theirs)
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("batch, seq_len, heads, kv_heads, head_dim", ROTATIONS.values(), ids=ROTATIONS.keys())
 def test_the_rotation_is_as_exact_as_pytorch(batch, seq_len, heads, kv_heads, head_dim, per_row):
@@ -98,6 +119,10 @@ def test_other_dtypes(dtype, tolerance):
         (
             kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5, False, name)),
             around.norm_inputs((99,), 5120, dtype, "cuda"),
+        ),
+        (
+            [norms.joined(kernel) for kernel in kernels("norm", NormSpec(2560, "layernorm", True, dtype=name))],
+            norms.inputs((99,), 2560, True, True, dtype, "cuda"),
         ),
     ):
         exact = around.outcome(reference, tensors, torch.float64)
@@ -122,6 +147,10 @@ def one_of_each() -> list[tuple[Callable[..., Tensor], list]]:
     return [
         (kernels("conv1d", Conv1dSpec(5376, 4))[0], around.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
         (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], around.norm_inputs((4, 512), 5120, BF16, "cuda")),
+        (
+            norms.joined(kernels("norm", NormSpec(2560))[0]),
+            norms.inputs((4, 512), 2560, True, False, BF16, "cuda"),
+        ),
         (rotated(64, 333)[0], rotations.inputs(2, 333, 8, 2, 64, BF16, "cuda")),
     ]
 

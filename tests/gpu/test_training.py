@@ -93,7 +93,7 @@ def test_compiled_and_checkpointed_training_follows_eager(config_file: Path, pla
 @pytest.mark.parametrize("kind", cases({kind: kind for kind in KINDS[:2] + KINDS[3:]}, "full", "selective"))
 def test_our_kernels_in_every_block_follow_too(config_file: Path, plain: list[float], kind: str):
     """`auto` takes cuDNN for such attention. In bf16, under FSDP2 and compiled."""
-    kernels = [f"model.blocks.{block}.backend=triton" for block in "msa"]
+    kernels = ["model.norm.backend=triton", *(f"model.blocks.{block}.backend=triton" for block in "msa")]
     setting = f"train.activation_checkpointing={{type: {kind}}}"
     ours = losses(config_file, f"ours-{kind}", "train.compile=on", setting, *kernels)
     assert ours == pytest.approx(plain, rel=1e-2)

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from llmtrain.kernels import platform
+from llmtrain.kernels.norm.triton import TritonNorm
 from llmtrain.kernels.platform import Platform
+from llmtrain.models.layers import Norm
 from tests.support.models import build
 from tests.support.packing import apart, assert_same, packed_batch, together
 
@@ -26,4 +28,7 @@ def test_a_packed_batch_equals_its_documents_apart(name, layers):
     expected = apart(build(name, platform.cpu(), backend="reference", layers=layers), batch)
     ours: Any = build(name, GPU, device="cpu", backend="triton", layers=layers, documents=True)
     assert all(block.mixer.backend.name == "triton" for block in ours.blocks)
+    norms = [module for module in ours.modules() if isinstance(module, Norm)]
+    residual = [norm for norm in norms if isinstance(norm.kernel, TritonNorm)]
+    assert residual and all(norm.kernel is norm.plain for norm in norms if norm not in residual)
     assert_same(together(ours, batch), expected, 1e-4)

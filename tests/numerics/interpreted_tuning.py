@@ -17,6 +17,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("conv1d", {"channels": 24, "width": 3, "seq_len": 20, "tokens": 40, "packed": True, "document": 7}, "weight"),
     ("gated_norm", {"group_size": 24, "groups": 2, "tokens": 10}, "z"),
     ("gated_norm", {"group_size": 24, "norm_first": 1, "tokens": 10}, "weight"),
+    ("norm", {"dim": 600, "tokens": 10}, "weight"),
+    ("norm", {"dim": 600, "centred": True, "biased": True, "summed": False, "tokens": 10}, "weight"),
     ("rotary", {"head_dim": 16, "heads": 4, "kv_heads": 2, "seq_len": 5, "tokens": 10}, "sin"),
 ]
 

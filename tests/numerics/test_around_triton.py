@@ -1,8 +1,8 @@
 """The Triton kernels around the scan through Triton's interpreter on a CPU, and how they are launched.
 
 Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
-interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_mixer.py, interpreted_rotary.py and, of
-`bench tune`, in interpreted_tuning.py.
+interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_mixer.py, interpreted_norm.py,
+interpreted_rotary.py and, of `bench tune`, in interpreted_tuning.py.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,18 @@ from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer import triton as mixer
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.norm import triton_launch as residual_norm
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
+from llmtrain.kernels.row_tiles import fitted
 from tests.support import mixers
 from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import launches, peak_mib
 
 
-@pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "rotary", "tuning"])
+@pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "norm", "rotary", "tuning"])
 def test_the_interpreted_kernels_agree_with_the_reference(operation):
     run_interpreted(operation)
 
@@ -45,6 +48,9 @@ def test_launches_come_from_the_tables_and_survive_their_dump(arch, dtype):
     norm = gated_norm.default_launch(GatedNormSpec(14336, 2, 1e-5, dtype=dtype), here)
     sizes = {"group_size": 7168}
     assert (norm.forward, norm.backward) == (row("gated_norm.forward", **sizes), row("gated_norm.backward", **sizes))
+    residual = residual_norm.default_launch(NormSpec(1600, dtype=dtype), here)
+    assert (residual.forward, residual.backward) == (row("norm.forward", dim=1600), row("norm.backward", dim=1600))
+    assert residual_norm.parsed(residual.dump()) == residual
     turned = rotary.default_launch(RotarySpec(80, dtype), here)
     assert turned == row("rotary", head_dim=80)
     assert conv.programs == 4 * norm.processors == 400
@@ -61,10 +67,10 @@ def test_small_problems_get_short_runs_and_narrow_tiles():
     few = conv1d.default_launch(Conv1dSpec(40, 4), Platform("nvidia", "sm90", "", 1 << 36))
     assert few.forward.channels == few.backward.channels == 64
     tile = gated_norm.Tile(1024, 4, 32)
-    assert gated_norm.fitted(tile, 83, 16384, 1) == tile
-    assert gated_norm.fitted(tile, 83, 2048, 2).run == 9  # 456 programs, as equal as can be
-    assert gated_norm.fitted(tile, 83, 1, 1).run == 1
-    assert gated_norm.fitted(replace(tile, run=512, programs=2), 132, 16384, 1).run == 63  # 261 of the 264 at once
+    assert fitted(tile, 83, 16384) == tile
+    assert fitted(tile, 83, 2048, 2).run == 9  # 456 programs, as equal as can be
+    assert fitted(tile, 83, 1).run == 1
+    assert fitted(replace(tile, run=512, programs=2), 132, 16384).run == 63  # 261 of the 264 at once
     launch = gated_norm.default_launch(GatedNormSpec(8192, 64, 1e-5), Platform("nvidia", "sm90", "", 1 << 36))
     assert (launch.forward.columns, launch.forward.rows) == (128, 16)
 
@@ -134,6 +140,9 @@ def test_a_refusal_names_the_sizes_it_takes():
     assert reason is not None
     assert "groups of up to 8192 channels, not 16384" in reason
     assert registry.refusal("gated_norm", "triton", GatedNormSpec(16384, 2, 1e-5), None) is None
+    reason = registry.refusal("norm", "triton", NormSpec(9216), None)
+    assert reason is not None
+    assert "up to 8192 channels, not 9216" in reason
     h200 = Platform("nvidia", "sm90", "", 1 << 36)
     reason = registry.refusal("rotary", "triton", RotarySpec(512), h200)
     assert reason is not None

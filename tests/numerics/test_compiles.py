@@ -68,6 +68,7 @@ def test_the_reviewed_table_holds_every_kernel_that_is_bound_by_memory(checks):
         assert {pair for pair in found if pair[0] in offline.MEMORY_BOUND} == {
             *(("conv1d", "_forward"), ("conv1d", "_backward"), ("conv1d", "_column_sums")),
             *(("gated_norm", "_forward"), ("gated_norm", "_backward"), ("gated_norm", "_column_sums")),
+            *(("norm", "_forward"), ("norm", "_backward"), ("norm", "_column_sums")),
             *(("rotary", "_rotate"), ("ssd_step", "_step"), ("conv1d_step", "_step"), ("conv1d_tree", "_convolve")),
             *(("attention_step", name) for name in ("_one_head", "_grouped", "_merge")),
         }

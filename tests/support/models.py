@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import ModelConfig, NormBackend
 from llmtrain.models.hybrid import HybridLM
 
 VOCAB = 97
@@ -71,10 +71,12 @@ def build(
 ) -> HybridLM:
     """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
 
-    device: default: the platform's. backend: of all its blocks. layers: in place of its own.
+    device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
     """
     settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
     settings["blocks"] = {name: block | {"backend": backend} for name, block in settings["blocks"].items()}
+    if backend in get_args(NormBackend):
+        settings["norm"] = settings.get("norm", {}) | {"backend": backend}
     settings["layers"] = layers or settings["layers"]
     config = ModelConfig.model_validate_json(json.dumps(settings))
     model = HybridLM(config, platform=platform, dtype=dtype, documents=documents)

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 REVIEWED = ROOT / "tests/data/compiled.json"
 ARCHES = tuple(arch for arches in tuning.TABLES.values() for arch in arches)
 GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
+WIDTHS = (64, 1001, 2048, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve", "_times_tree")
@@ -46,7 +47,7 @@ ALONE = {
     "conv1d_tree": ("conv1d/tree_triton.py", "sigmoid.py"),
 }
 """Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
-MEMORY_BOUND = ("conv1d", "gated_norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_tree")
+MEMORY_BOUND = ("conv1d", "gated_norm", "norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_tree")
 """Have no matrix instructions; rows that were not measured are held to loads and stores of 16 bytes a thread (`wide`,
 counted on NVIDIA)."""
 
@@ -167,6 +168,15 @@ def _memory_bound_cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, An
             for other in _others(arch, row, (None,), GROUP_SIZES):
                 case = {**base, "group_size": other, "groups": max(1, 8192 // other)}
                 yield f"group_size {other}", case, False
+    elif row.kernel.startswith("norm"):
+        base["dim"] = size
+        yield "sum, rms", base, True
+        yield "sum, layer, bias", {**base, "centred": True, "biased": True}, True
+        if options:
+            yield "rms", {**base, "summed": False}, True
+            yield "layer, bias", {**base, "centred": True, "biased": True, "summed": False}, True
+            for other in _others(arch, row, (None,), WIDTHS):
+                yield f"dim {other}", {**base, "dim": other, "centred": True, "biased": True}, False
     else:
         yield "plain", {**base, "head_dim": size, "kv_heads": 2}, True
         if options:
@@ -194,8 +204,10 @@ def source(operation: str) -> str:
     kernels = ROOT / "llmtrain/kernels"
     files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
     files += [] if files else sorted((kernels / operation).glob("triton*.py"))
-    if operation in ("conv1d", "gated_norm", "ssd"):
+    if operation in ("conv1d", "gated_norm", "norm", "ssd"):
         files.append(kernels / "column_sums.py")
+    if operation in ("gated_norm", "norm"):
+        files += [kernels / "rows.py", kernels / "row_tiles.py"]
     if operation in ("conv1d", "gated_norm"):
         files.append(kernels / "sigmoid.py")
     assert files

@@ -112,6 +112,8 @@ CASES = [
     ("conv1d", {"width": 3, "channels": 768}),
     ("gated_norm", {}),
     ("gated_norm", {"group_size": 64, "groups": 64}),
+    ("norm", {}),
+    ("norm", {"dim": 768, "centred": True, "biased": True}),
     ("rotary", {}),
     ("rotary", {"head_dim": 64}),
 ]
@@ -147,6 +149,7 @@ def test_what_is_timed_is_what_a_row_makes_run(operation, case):
     [
         ("conv1d", "backward", {"channels": 64, "walkers": 2, "run": 8, "group": 4, "warps": 4}, None, {"width": 4}),
         ("gated_norm", "forward", {"columns": 512, "warps": 2, "run": 4}, None, {"group_size": 5120}),
+        ("norm", "backward", {"columns": 1024, "warps": 4, "run": 63, "programs": 2}, None, {"dim": 2560}),
         ("rotary", "every", {"tokens": 16, "heads": 4, "warps": 2}, "rotary", {"head_dim": 128}),
     ],
 )
@@ -185,6 +188,7 @@ def test_candidates_around_the_scan_compile_without_a_gpu():
     cases = [
         ("conv1d", {"channels": 64, **tokens}),
         ("gated_norm", {"group_size": 64, "tokens": 64}),
+        ("norm", {"dim": 768, "tokens": 64}),
         ("rotary", tokens),
     ]
     tasks = []
@@ -193,9 +197,9 @@ def test_candidates_around_the_scan_compile_without_a_gpu():
         tasks += [Task(operation, case, part, made.candidates(part, True)[-1]) for part in made.parts]
     with Compilers(1) as compilers:
         found = dict(compilers.results(tasks))
-    assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 5
+    assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 7
     kernels = [[kernel["kernel"] for kernel in found[i].kernels] for i in range(len(tasks))]
-    assert kernels == [*[["_forward"], ["_backward", "_column_sums"]] * 2, ["_rotate", "_rotate"]]
+    assert kernels == [*[["_forward"], ["_backward", "_column_sums"]] * 3, ["_rotate", "_rotate"]]
 
 
 def test_spills_are_a_problem():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Direction = Literal["forward", "backward", "sum", "memory"]
+Output = Tensor | tuple[Tensor, ...]
 OURS = "triton"
 
 
@@ -32,7 +33,7 @@ class Contender:
     """
 
     name: str
-    make: Callable[[], Callable[..., Tensor]]
+    make: Callable[[], Callable[..., Output]]
     public: bool = False
     warm: Callable[[int, int], None] | None = None
 
@@ -47,7 +48,7 @@ class Work:
 
 @dataclass
 class Cell:
-    """inputs: of a seed, leaves and the gradient of the output, made when it is this cell's turn.
+    """inputs: of a seed, leaves and the gradient of the output (of several: gradients), made when it is this cell's turn.
 
     exact: (leaves, gradient) -> output and gradients of the leaves in float64, or pieces of them; pieces: those of a
     contender's outcome, in the same order; names: theirs.
@@ -57,9 +58,9 @@ class Cell:
     name: str
     seq_len: int
     names: tuple[str, ...]
-    inputs: Callable[[int], tuple[list[Tensor], Tensor]]
+    inputs: Callable[[int], tuple[list[Tensor], Any]]
     contenders: Callable[[], list[Contender]]
-    exact: Callable[[list[Tensor], Tensor], Sequence[Tensor]]
+    exact: Callable[[list[Tensor], Any], Sequence[Tensor]]
     forward: Work
     backward: Work
     bars: tuple[Bar, ...] = ()
@@ -74,10 +75,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_both(function: Callable[..., Tensor], leaves: list[Tensor], up: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients."""
+def run_both(function: Callable[..., Output], leaves: list[Tensor], up: Output) -> tuple[Tensor, ...]:
+    """Output, or outputs, and gradients."""
     y = function(*leaves)
-    return (y.detach(), *torch.autograd.grad(y, leaves, up))
+    outputs = y if isinstance(y, tuple) else (y,)
+    return (*(t.detach() for t in outputs), *torch.autograd.grad(y, leaves, up))
 
 
 def leaf(t: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.kernels import around, attention, report, rotary, scan
+from llmtrain.bench.kernels import around, attention, norm, report, rotary, scan
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
 from llmtrain.kernels import platform
 
-OPERATIONS = ("attention", "rotary", "ssd", "conv1d", "gated_norm", "mixer")
+OPERATIONS = ("attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mixer")
 SHARES = 8  # into which the compilation of an autotuned public kernel is cut
 
 
@@ -95,6 +95,7 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
         "attention": lambda: attention.cells(tiny),
         "ssd": lambda: scan.cells(tiny, chunks),
         "rotary": lambda: rotary.cells(tiny),
+        "norm": lambda: norm.cells(tiny),
         "conv1d": lambda: around.conv_cells(tiny),
         "gated_norm": lambda: around.norm_cells(tiny),
         "mixer": lambda: around.mixer_cells(tiny, chunks),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Work, device, run_both
+from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Output, Work, device, run_both
 from llmtrain.bench.tune.operations import relative_error
 
 REP_MS = 100
@@ -164,14 +164,14 @@ def _failing(result: Result) -> Iterator[None]:
 
 
 def _errors(
-    cell: Cell, function: Callable[..., Tensor], leaves: list[Tensor], up: Tensor, exact: list[Tensor]
+    cell: Cell, function: Callable[..., Output], leaves: list[Tensor], up: Output, exact: list[Tensor]
 ) -> dict[str, float]:
     found = cell.pieces(run_both(function, leaves, up))
     return {name: relative_error(a, b) for name, a, b in zip(cell.names, found, exact, strict=True)}
 
 
 def _measure(
-    cell: Cell, one: Contender, leaves: list[Tensor], up: Tensor, exact: list[Tensor], most: Ceilings, result: Result
+    cell: Cell, one: Contender, leaves: list[Tensor], up: Output, exact: list[Tensor], most: Ceilings, result: Result
 ) -> None:
     torch.compiler.reset()  # else Dynamo gives up compiling a peer after eight shapes
     function = one.make()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 
-OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "rotary")
+OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "norm", "rotary")
 
 
 @dataclass

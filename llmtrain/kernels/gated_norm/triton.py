@@ -7,8 +7,9 @@ from torch import Tensor
 
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch, fitted, parsed
+from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch, parsed
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.row_tiles import fitted
 
 
 def build(spec: GatedNormSpec, platform: Platform, variant: str) -> TritonGatedNorm:

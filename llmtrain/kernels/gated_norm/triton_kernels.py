@@ -1,8 +1,7 @@
 """The gated RMSNorm in Triton, forward and backward, and the launches of both.
 
-A row is one token's group of channels, taken in parts, so that a size between two powers of two wastes little. It stays in
-registers, or (`again`) is read once more from the L1 cache after its sum is known (`.ca` keeps the compiler from merging both
-reads). r: the reciprocal root mean square, kept for the backward.
+A row is one token's group of channels (rows.py). It stays in registers, or (`again`) is read once more from the L1 cache
+after its sum is known. r: the reciprocal root mean square, kept for the backward.
 """
 
 # What Triton makes of a kernel has other types than the function that pyright reads.
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.gated_norm.triton_launch import Tile
+from llmtrain.kernels.rows import part, parts, vector
 from llmtrain.kernels.sigmoid import sigmoid
 
 
@@ -87,33 +87,6 @@ def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:
 
 
 @triton.jit
-def _part(base, row, stride, tokens, size, p: tl.constexpr, COLUMNS: tl.constexpr, AGAIN: tl.constexpr):
-    """Part p of some rows, [rows, columns]; zeros outside."""
-    column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    at, inside = base + row.to(tl.int64)[:, None] * stride + column, (row < tokens)[:, None] & (column < size)
-    if AGAIN:
-        return tl.load(at, mask=inside, other=0.0, cache_modifier=".ca")
-    return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def _row(base, row, stride, tokens, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    found = ()
-    for p in tl.static_range(PARTS):
-        found = found + (_part(base, row, stride, tokens, size, p, COLUMNS, False),)
-    return found
-
-
-@triton.jit
-def _weights(weight, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    found = ()
-    for p in tl.static_range(PARTS):
-        column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        found = found + (tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32),)
-    return found
-
-
-@triton.jit
 def _gated(x, z):
     """x, silu(z) and silu'(z), in fp32."""
     gate = z.to(tl.float32)
@@ -147,20 +120,20 @@ def _forward(
     x += group * size
     z += group * size
     y += group * size
-    weights = _weights(weight + group * size, size, PARTS, COLUMNS)
+    weights = vector(weight + group * size, size, PARTS, COLUMNS)
     row = tl.program_id(0) * (run * ROWS) + tl.arange(0, ROWS)
     if AHEAD:
-        next_x = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
-        next_z = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+        next_x = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
+        next_z = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
     for i in tl.range(0, run, num_stages=STAGES):
         if AHEAD:
             xs, zs = next_x, next_z
             later = tl.where(i + 1 < run, row + ROWS, tokens)
-            next_x = _row(x, later, x_row, tokens, size, PARTS, COLUMNS)
-            next_z = _row(z, later, z_row, tokens, size, PARTS, COLUMNS)
+            next_x = parts(x, later, x_row, tokens, size, PARTS, COLUMNS)
+            next_z = parts(z, later, z_row, tokens, size, PARTS, COLUMNS)
         else:
-            xs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
-            zs = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
+            xs = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
+            zs = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         values, gates = (), ()
         for p in tl.static_range(PARTS):
@@ -220,24 +193,24 @@ def _backward(
     z += group * size
     dx += group * size
     dz += group * size
-    weights = _weights(weight + group * size, size, PARTS, COLUMNS)
+    weights = vector(weight + group * size, size, PARTS, COLUMNS)
     sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
     row = block * (run * ROWS) + tl.arange(0, ROWS)
     if AHEAD:
-        next_x = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
-        next_z = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
-        next_dy = _row(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
+        next_x = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
+        next_z = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
+        next_dy = parts(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
     for i in tl.range(0, run, num_stages=STAGES):
         if AHEAD:
             xs, zs, dys = next_x, next_z, next_dy
             later = tl.where(i + 1 < run, row + ROWS, tokens)
-            next_x = _row(x, later, x_row, tokens, size, PARTS, COLUMNS)
-            next_z = _row(z, later, z_row, tokens, size, PARTS, COLUMNS)
-            next_dy = _row(dy, later, dy_row, tokens, size, PARTS, COLUMNS)
+            next_x = parts(x, later, x_row, tokens, size, PARTS, COLUMNS)
+            next_z = parts(z, later, z_row, tokens, size, PARTS, COLUMNS)
+            next_dy = parts(dy, later, dy_row, tokens, size, PARTS, COLUMNS)
         else:
-            xs = _row(x, row, x_row, tokens, size, PARTS, COLUMNS)
-            zs = _row(z, row, z_row, tokens, size, PARTS, COLUMNS)
-            dys = _row(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
+            xs = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
+            zs = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
+            dys = parts(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
         scale = tl.load(r + row.to(tl.int64) * n_groups + group, mask=row < tokens, other=0.0)[:, None]
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
         added, ds = (), ()
@@ -253,8 +226,8 @@ def _backward(
 
         for p in tl.static_range(PARTS):
             if AGAIN:
-                again_x = _part(x, row, x_row, tokens, size, p, COLUMNS, True)
-                again_z = _part(z, row, z_row, tokens, size, p, COLUMNS, True)
+                again_x = part(x, row, x_row, tokens, size, p, COLUMNS, True)
+                again_z = part(z, row, z_row, tokens, size, p, COLUMNS, True)
                 value, silu, slope = _gated(again_x, again_z)
             else:
                 value, silu, slope = _gated(xs[p], zs[p])

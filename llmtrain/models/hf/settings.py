@@ -199,8 +199,12 @@ def only_block(
 
 
 def _resolved(block: Block, field: str, config: ModelConfig) -> Any:
-    value = getattr(block, field)
-    return config.norm if field == "norm" and value is None else value
+    return _function(block.norm or config.norm) if field == "norm" else getattr(block, field)
+
+
+def _function(norm: NormConfig) -> NormConfig:
+    """What it computes, by whatever backend."""
+    return norm.model_copy(update={"backend": "auto"})
 
 
 def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
@@ -225,9 +229,9 @@ def refuse_own_norm(
     refusals: Refusals,
 ) -> None:
     """A block whose norm is not the model's: the published classes have one norm setting."""
-    own = block.norm or config.norm
+    same = _resolved(block, "norm", config) == _function(config.norm)
     found = "another than model.norm"
-    refusals.unless(own == config.norm, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
+    refusals.unless(same, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
 
 
 def refuse_attention_features(

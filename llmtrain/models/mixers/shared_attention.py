@@ -47,10 +47,10 @@ class SharedAttention(nn.Module):
         super().__init__()
         self.block = block
         norm = block.norm or config.norm
-        self.norm = Norm(2 * config.d_model, norm)
+        self.norm = Norm(2 * config.d_model, norm, platform, dtype)
         d_in = 2 * config.d_model
         self.mixer = Attention(block, config, platform, dtype, d_in=d_in, residual=False, documents=documents)
-        self.mlp_norm = Norm(config.d_model, norm)
+        self.mlp_norm = Norm(config.d_model, norm, platform, dtype)
         self.mlp = MLP(config.d_model, block.mlp, residual=False)
 
     def forward(

@@ -59,7 +59,7 @@ def test_same_config_differs_in_nothing():
         (
             "model__blocks__m__norm",
             {"eps": 1e-6},
-            'model.blocks.m.norm: null -> {"type": "rmsnorm", "bias": false, "eps": 1e-06}',
+            'model.blocks.m.norm: null -> {"type": "rmsnorm", "bias": false, "eps": 1e-06, "backend": "auto"}',
         ),
         ("model__blocks__a__position", {"type": "rotary"}, "model.blocks.a.position.type: alibi -> rotary"),
         ("data__mask_documents", True, "data.mask_documents: false -> true"),

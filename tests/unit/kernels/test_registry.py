@@ -10,6 +10,7 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -120,6 +121,7 @@ SPECS: dict[registry.Operation, registry.Spec] = {
     "conv1d": Conv1dSpec(64, 4),
     "gated_norm": GatedNormSpec(64, 1, 1e-5),
     "rotary": RotarySpec(64),
+    "norm": NormSpec(64),
     "mamba_mixer": MambaMixerSpec(Conv1dSpec(640, 4), SSDSpec(8, 64, 64, 1, 256), GatedNormSpec(512, 1, 1e-5)),
     "attention_step": PLAIN,
     "ssd_step": SSDSpec(8, 64, 64, 1, 256),

@@ -145,6 +145,7 @@ def test_the_shipped_tables_serve_every_size(arch, dtype):
             assert default_launch(SSDSpec(8, head_dim, d_state, 1, 256, dtype=dtype), where)
     around = {"conv1d.forward": range(1, 5), "conv1d.backward": range(1, 5), "rotary": range(2, 257, 2)}
     around |= {f"gated_norm.{part}": range(1, 8193, 37) for part in ("forward", "backward")}
+    around |= {f"norm.{part}": range(1, 8193, 37) for part in ("forward", "backward")}
     for kernel, sizes in around.items():
         (name,) = tuning.KERNELS[kernel].shape
         assert all(tuning.select(kernel, dtype, {name: size}, where) for size in (*sizes, max(sizes)))

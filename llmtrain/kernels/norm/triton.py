@@ -1,0 +1,104 @@
+"""LayerNorm and RMSNorm of a residual stream in Triton: the operators and the backend. No atomics.
+
+The sum with what a layer adds to the stream is part of the norm: it is read once, and its gradient joins the norm's in the
+pass that computes the latter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.norm import triton_kernels as kernels
+from llmtrain.kernels.norm.spec import NormSpec
+from llmtrain.kernels.norm.triton_launch import Launch, default_launch, parsed
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.row_tiles import fitted
+
+
+def build(spec: NormSpec, platform: Platform, variant: str) -> TritonNorm:
+    return TritonNorm(spec, default_launch(spec, platform))
+
+
+class TritonNorm:
+    """The signature of the reference. Computes in fp32, whatever the dtypes; results have x's dtype and are contiguous."""
+
+    def __init__(self, spec: NormSpec, launch: Launch):
+        self.spec, self.options = spec, launch.dump()
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta (x itself without delta), and its norm. x, delta: [..., dim]; weight, bias: [dim]."""
+        spec = self.spec
+        assert x.shape[-1:] == weight.shape == (spec.dim,) and (bias is not None) == spec.bias
+        assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
+        total, y, _ = norm_forward(x, delta, weight, bias, spec.type == "layernorm", spec.eps, self.options)
+        return (x if delta is None else total), y
+
+
+def launch_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, centred: bool, eps: float, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta (empty without delta), its norm, and the statistics; see kernels.forward."""
+    rows, launch = _rows(x), parsed(options)
+    tile = fitted(launch.forward, launch.processors, len(rows))
+    bias = None if bias is None else bias.contiguous()
+    more = None if delta is None else _rows(delta)
+    total, y, statistics = kernels.forward(rows, more, weight.contiguous(), bias, centred, eps, tile)
+    return x.new_empty(0) if total is None else total.view(x.shape), y.view(x.shape), statistics
+
+
+norm_forward = torch.library.custom_op("llmtrain::norm_forward", launch_forward, mutates_args=())
+
+
+@norm_forward.register_fake
+def _(x, delta, weight, bias, centred, eps, options):
+    statistics = x.new_empty((1 + centred, x.numel() // x.shape[-1]), dtype=torch.float32)
+    return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape), statistics
+
+
+def launch_backward(
+    dy: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, statistics: Tensor, biased: bool, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of what is normed, of the weight and of the bias (empty, if there is none)."""
+    rows, launch = _rows(total), parsed(options)
+    tile = fitted(launch.backward, launch.processors, len(rows))
+    more = None if d_total is None else _rows(d_total)
+    dx, partials = kernels.backward(_rows(dy), more, rows, weight.contiguous(), statistics, biased, tile)
+    d_weight, d_bias = kernels.parameter_gradients(partials, weight, biased)
+    return dx.view(total.shape), d_weight, weight.new_empty(0) if d_bias is None else d_bias
+
+
+norm_backward = torch.library.custom_op("llmtrain::norm_backward", launch_backward, mutates_args=())
+
+
+@norm_backward.register_fake
+def _(dy, d_total, total, weight, statistics, biased, options):
+    d_weight = weight.new_empty(weight.shape)
+    return total.new_empty(total.shape), d_weight, weight.new_empty(weight.shape if biased else 0)
+
+
+def _keep(ctx, inputs, output) -> None:
+    x, delta, weight, bias, _, _, ctx.options = inputs
+    ctx.summed, ctx.biased = delta is not None, bias is not None
+    ctx.save_for_backward(output[0] if ctx.summed else x, weight, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_total, dy, _):
+    if dy is None:  # only the sum was used
+        assert ctx.summed
+        return d_total, d_total, None, None, None, None, None
+    total, weight, statistics = ctx.saved_tensors
+    d_total = d_total if ctx.summed else None
+    dx, d_weight, d_bias = norm_backward(dy, d_total, total, weight, statistics, ctx.biased, ctx.options)
+    return dx, dx if ctx.summed else None, d_weight, d_bias if ctx.biased else None, None, None, None
+
+
+norm_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[tokens, dim], contiguous."""
+    return t.reshape(-1, t.shape[-1]).contiguous()

@@ -1,0 +1,43 @@
+"""How a kernel goes through the rows of a matrix, each in registers as a whole: what norms do. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+
+@dataclass(frozen=True)
+class Tile:
+    """columns: of one part of a row, a power of two; as many parts as a row needs are in registers at once.
+
+    run: tiles that a program goes through at most, with the weights, and their gradients, in registers.
+    rows: of a tile, a power of two; more than one for rows narrower than `columns`.
+    stages: tiles fetched ahead through shared memory; 1: none.
+    ahead: whether the next tile is fetched into registers.
+    programs: per processor, at least, where there are tokens enough. As many as run there at once, and `run` without
+        bound: each gets an equal share, and there are few partial sums.
+    """
+
+    columns: int
+    warps: int
+    run: int
+    rows: int = 1
+    stages: int = 1
+    ahead: bool = False
+    programs: int = 6
+
+
+_AnyTile = TypeVar("_AnyTile", bound=Tile)
+
+
+def narrowed(tile: _AnyTile, size: int) -> _AnyTile:
+    """No wider than a row; what is free then takes more rows."""
+    while tile.columns >= 2 * size and tile.columns > 16:
+        tile = replace(tile, columns=tile.columns // 2, rows=tile.rows * 2)
+    return tile
+
+
+def fitted(tile: _AnyTile, processors: int, rows: int, n_groups: int = 1) -> _AnyTile:
+    """The same with runs so short that tiles are shared by as many programs as it wants."""
+    share = -(-rows * n_groups // (tile.rows * tile.programs * processors)) if processors else tile.run
+    return replace(tile, run=max(1, min(tile.run, share)))
