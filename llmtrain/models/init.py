@@ -30,7 +30,7 @@ class InitScale:
 
     std: float
     residual_std: float
-    """Of projections whose output is added to the residual stream."""
+    """Of projections whose output is added to the residual stream, or to what a mixer reads of it."""
 
 
 def normal(std: float) -> Rule:

@@ -25,7 +25,8 @@ from llmtrain.models.specs import norm_spec
 class Linear(nn.Linear):
     """nn.Linear that leaves its memory as it is.
 
-    residual: the output is added to the residual stream, so its initial scale shrinks with depth.
+    residual: the output is added to the residual stream, or to what a mixer reads of it, so its initial scale shrinks with
+        depth.
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = False, residual: bool = False):

@@ -68,8 +68,13 @@ def test_weights_have_the_scale_their_rules_say():
     w = initialised()
     assert w["embed.weight"].std() == pytest.approx(0.02, rel=0.03)
     assert abs(w["embed.weight"].mean()) < 3 * 0.02 / math.sqrt(w["embed.weight"].numel())
-    for name in ("blocks.1.mixer.wo.weight", "blocks.1.mlp.w_out.weight", "blocks.0.mixer.out_proj.weight"):
+    scaled = ["blocks.1.mixer.wo.weight", "blocks.1.mlp.w_out.weight", "blocks.0.mixer.out_proj.weight"]
+    for name in scaled:
         assert w[name].std() == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.05), name
+    shared = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 128}}
+    mamba = {"type": "mamba2", "d_state": 16, "head_dim": 8}
+    fed = initialised(blocks={"m": mamba, "s": shared}, layers="m s+m")
+    assert fed["blocks.1.shared_input.linear.weight"].std() == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.05)
     unscaled = initialised(init={"std": 0.05, "scale_residual": False})
     assert unscaled["blocks.1.mixer.wo.weight"].std() == pytest.approx(0.05, rel=0.05)
     for name, value in w.items():
