@@ -163,6 +163,23 @@ def test_a_convolution_over_documents_is_not_that_of_aten():
     assert reason is not None and "keeps no documents apart; use reference" in reason
 
 
+@pytest.mark.parametrize(
+    "spec, where, expected",
+    [
+        (NormSpec(4096), H200, "triton"),
+        (NormSpec(2560, "layernorm", True), H200, "triton"),
+        (NormSpec(4096, "layernorm"), H200, "reference"),  # measured: slower
+        (NormSpec(5120), H200, "reference"),  # not measured
+        (NormSpec(2048, dtype="float32"), H200, "reference"),
+        (NormSpec(2048), A100, "reference"),
+        (NormSpec(2048), MI300X, "reference"),
+        (NormSpec(2048), CPU, "reference"),
+    ],
+)
+def test_a_norm_is_ours_where_that_was_measured_to_be_faster(spec, where, expected):
+    assert registry.resolve("norm", "auto", spec, where).name == expected
+
+
 @pytest.mark.parametrize("operation", ["ssd", "attention_step", "ssd_step", "conv1d_step"])
 def test_a_scan_and_a_step_run_in_triton_on_gpus_and_by_the_reference_elsewhere(operation):
     wanted = SPECS[operation]
