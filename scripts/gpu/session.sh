@@ -131,7 +131,7 @@ kernels() {
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
     public_packages
     # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
-    step kernels-attention 220 "$python" -m llmtrain.bench kernels --only attention rotary \
+    step kernels-attention 220 "$python" -m llmtrain.bench kernels --only attention rotary norm \
         --compile-seconds 100 --out "$work/attention" "$@"
     step kernels-scan 400 "$python" -m llmtrain.bench kernels --only ssd conv1d gated_norm mixer --draws 4 \
         --compile-seconds 150 --out "$work/scan" "$@"

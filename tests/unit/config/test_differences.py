@@ -82,6 +82,7 @@ def test_change_of_meaning_is_one_line(path, value, line):
         ("eval__interval", "7 steps"),
         ("model__blocks__a__backend", "flex"),
         ("model__blocks__m__chunk_size", 64),
+        ("model__norm__backend", "reference"),
         ("data__train__streams__books__local", "/elsewhere/books"),
         ("data__num_workers", 0),
     ],

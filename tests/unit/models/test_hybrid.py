@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
+from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
+from llmtrain.models.specs import backend_problems
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
@@ -225,6 +227,18 @@ def test_sequences_longer_than_learned_positions_are_refused():
 def test_a_backend_that_cannot_serve_is_refused_at_construction():
     with pytest.raises(ValueError, match="no ALiBi"):
         build({"a": BLOCKS["alibi"] | {"backend": "sdpa:flash"}}, "a")
+    with pytest.raises(ValueError, match="need a GPU; use reference"):
+        build({"a": ATTENTION}, "a", norm={"backend": "triton"})
+
+
+def test_norms_that_a_backend_cannot_serve_are_problems_of_the_config():
+    shared = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 64}}
+    blocks = {"m": {"type": "mamba2"}, "s": shared | {"norm": {"backend": "triton"}}}
+    config = ModelConfig.model_validate({"vocab_size": 64, "d_model": 5120, "blocks": blocks, "layers": "s+m"})
+    (problem,) = backend_problems(config)
+    assert problem.path == "blocks.s.norm.backend" and "up to 8192 channels, not 10240" in problem.message
+    h100 = Platform("nvidia", "sm90", "", 1 << 36)
+    assert not list(backend_problems(ModelConfig.model_validate({**config.model_dump(), "d_model": 4096}), h100))
 
 
 def test_gradient_accumulation_over_labels_equals_one_batch():

@@ -229,6 +229,15 @@ def function(config: ModelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BASES)
+def test_a_block_whose_norm_differs_in_its_backend_alone_is_expressed(name):
+    family, base = BASES[name]
+    config = ModelConfig.model_validate(base)
+    norm = config.norm.model_dump() | {"backend": "reference"}
+    for block in config.blocks:
+        assert family.write_config(ModelConfig.model_validate(changed(base, ("blocks", block, "norm"), norm)))
+
+
+@pytest.mark.parametrize("name", BASES)
 def test_the_bases_are_expressed(name):
     family, base = BASES[name]
     config = ModelConfig.model_validate(base)
