@@ -34,7 +34,9 @@ class NormConfig(Section):
     """LayerNorm's additive bias. RMSNorm has none."""
     eps: Annotated[float, Field(gt=0)] = 1e-5
     backend: NormBackend = free("auto")
-    """In training. Scoring and generation, and norms of queries and keys, are plain PyTorch."""
+    """In training steps. Validation, scoring and generation, and norms of queries and keys, are plain PyTorch. What is named
+    must be able to serve wherever the model is built.
+    """
 
     def problems(self) -> Iterator[Problem]:
         if self.type == "rmsnorm" and self.bias:
@@ -215,11 +217,11 @@ Block = Annotated[AttentionBlock | Mamba2Block | SharedAttentionBlock, Field(dis
 
 
 class InitConfig(Section):
-    """Weights are N(0, std^2); projections back into the residual stream shrink with depth."""
+    """Weights are N(0, std^2); projections that end in the residual stream, or beside it in a mixer's input, shrink with depth."""
 
     std: Annotated[float, Field(gt=0)] = 0.02
     scale_residual: bool = True
-    """Divide the std of residual output projections by sqrt(2 * number of layers)."""
+    """Divide the std of those projections by sqrt(2 * number of layers)."""
 
 
 class ModelConfig(Section):

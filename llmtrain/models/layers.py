@@ -93,7 +93,7 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta (None: x), and its norm."""
-        # Ours was measured in training. Scoring and generation are not compiled, and short of time in Python.
+        # Ours was measured in training steps. Scoring and generation are not compiled, and short of time in Python.
         kernel = self.kernel if torch.is_grad_enabled() else self.plain
         return kernel(x, delta, self.weight, self.bias)
 

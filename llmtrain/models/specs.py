@@ -70,7 +70,28 @@ def backend_problems(
         operation, spec = kernel_spec(block, config.d_model, dtype, documents)
         if reason := registry.refusal(operation, block.backend, spec, platform):
             yield Problem(f"blocks.{name}.backend", block.backend, reason)
-        norm, where = (config.norm, "norm") if block.norm is None else (block.norm, f"blocks.{name}.norm")
-        width = (2 if isinstance(block, SharedAttentionBlock) else 1) * config.d_model
-        if reason := registry.refusal("norm", norm.backend, norm_spec(norm, width, dtype), platform):
-            yield Problem(f"{where}.backend", norm.backend, reason)
+
+
+def norm_backend_problems(
+    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16"
+) -> Iterator[Problem]:
+    """Norms whose named backend cannot serve them; as backend_problems. A setting is told once, whatever takes it."""
+
+    def refusal(norm: NormConfig, width: int) -> str | None:
+        return registry.refusal("norm", norm.backend, norm_spec(norm, width, dtype), platform)
+
+    inherited = refusal(config.norm, config.d_model)
+    if inherited:
+        yield Problem("norm.backend", config.norm.backend, inherited)
+    for name, block in config.blocks.items():
+        shared = isinstance(block, SharedAttentionBlock)
+        if block.norm is None and (inherited or not shared):
+            continue
+        norm, width = block.norm or config.norm, (2 if shared else 1) * config.d_model
+        if reason := refusal(norm, width):
+            told = (
+                reason
+                if block.norm
+                else f"{reason}; block {name} takes model.norm at {width} channels, or a norm of its own"
+            )
+            yield Problem(f"blocks.{name}.norm.backend" if block.norm else "norm.backend", norm.backend, told)

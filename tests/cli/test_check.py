@@ -250,6 +250,15 @@ def test_batch_that_the_ranks_cannot_share(check):
     )
 
 
+def test_what_is_wrong_with_the_norm_hides_nothing_of_the_blocks(check):
+    text = GOOD.replace("n_heads: 4,", "n_heads: 4, backend: sdpa:flash,").replace(
+        "  blocks:", "  norm: {eps: -1}\n  blocks:"
+    )
+    code, report = check(text)
+    assert code == 2 and "2 errors" in report
+    assert "model.norm.eps" in report and "model.blocks.a.backend" in report
+
+
 def test_sharding_groups_that_do_not_fit_the_ranks(check):
     status, text = check(GOOD, "train.sharding={strategy: hybrid, shard_size: 3}", "--nproc", "4")
     assert status == 2

@@ -97,8 +97,11 @@ def test_overrides_change_what_is_described(capsys):
     assert (deep["steps"], deep["tokens"]) == (None, None)
 
 
-def test_a_backend_for_another_machine_can_still_be_described(capsys):
-    found = facts(capsys, str(PRETRAIN / "mpt-125m.yaml"), "model.blocks.attn.backend=sdpa:cudnn")
+@pytest.mark.parametrize(
+    "setting", ["blocks.attn.backend=sdpa:cudnn", "norm.backend=triton", "blocks.attn.norm.backend=triton"]
+)
+def test_a_backend_for_another_machine_can_still_be_described(capsys, setting):
+    found = facts(capsys, str(PRETRAIN / "mpt-125m.yaml"), f"model.{setting}")
     assert found["total_parameters"] > 125_000_000
 
 

@@ -22,7 +22,7 @@ LAYERS = {  # as few as show it: the interpreter is slow
 
 
 @pytest.mark.parametrize("name, layers", LAYERS.items())
-def test_a_packed_batch_equals_its_documents_apart(name, layers):
+def test_a_packed_batch_equals_its_documents_apart(name, layers, monkeypatch):
     """The documents one by one through the reference."""
     batch = packed_batch()
     expected = apart(build(name, platform.cpu(), backend="reference", layers=layers), batch)
@@ -31,4 +31,7 @@ def test_a_packed_batch_equals_its_documents_apart(name, layers):
     norms = [module for module in ours.modules() if isinstance(module, Norm)]
     residual = [norm for norm in norms if isinstance(norm.kernel, TritonNorm)]
     assert residual and all(norm.kernel is norm.plain for norm in norms if norm not in residual)
+    used, call = set(), TritonNorm.__call__
+    monkeypatch.setattr(TritonNorm, "__call__", lambda self, *given: used.add(id(self)) or call(self, *given))
     assert_same(together(ours, batch), expected, 1e-4)
+    assert used == {id(norm.kernel) for norm in residual}

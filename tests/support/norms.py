@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ def inputs(
     return [x, delta if summed else None, 1 + 0.5 * weight, bias if biased else None]
 
 
-def joined(kernel: Callable[..., tuple[Tensor, Tensor]], uses: str = "both") -> Callable[..., Tensor]:
-    """One output, for the gradient of both: the sum and its norm side by side; or of one alone (sum, norm)."""
+def joined(
+    kernel: Callable[..., tuple[Tensor, Tensor]], uses: Literal["both", "norm"] = "both"
+) -> Callable[..., Tensor]:
+    """One output, for the gradient of both: the sum and its norm side by side; or the norm alone."""
 
     def run(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
         total, y = kernel(x, delta, weight, bias)
-        return {"both": lambda: torch.cat((total, y), -1), "sum": lambda: total * 1, "norm": lambda: y}[uses]()
+        return y if uses == "norm" else torch.cat((total, y), -1)
 
     return run

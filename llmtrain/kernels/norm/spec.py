@@ -36,12 +36,12 @@ def refuse_triton_rows(spec: NormSpec, platform: Platform | None) -> str | None:
 def preference(spec: NormSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`.
 
-    Measured on H200 (BENCHMARKS.md, 16 bits, x + delta, forward and backward of 16,384 tokens): ours takes 0.61 to 0.92 of
-    the compiled reference's time at 2048 and 2560 channels, and RMSNorm at 4096, but LayerNorm at 4096 takes 1.09. Ours is
-    not measured elsewhere.
+    Measured on H200 (BENCHMARKS.md, bf16, x + delta, forward and backward of 16,384 tokens) at 2048, 2560 and 4096 channels:
+    ours takes 0.61 to 0.92 of the compiled reference's time, but 1.09 for LayerNorm at 4096. So ours is taken between the
+    sizes where it was faster, and nowhere else.
     """
     if platform.vendor == "cpu":
         return ("reference",)
-    faster = spec.dim <= (4096 if spec.type == "rmsnorm" else 2560)
-    measured = platform.arch == "sm90" and spec.dtype != "float32"
+    faster = 2048 <= spec.dim <= (4096 if spec.type == "rmsnorm" else 2560)
+    measured = platform.arch == "sm90" and spec.dtype == "bfloat16"
     return ("triton", "reference") if measured and faster else ("reference", "triton")

@@ -82,7 +82,7 @@ class SharedInput(nn.Module):
         if block.adapter_rank is not None:
             self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in)
         # Added to the stream, if in front of a mixer's norm alone. Were it not as small at first as what mixers add to it, the
-        # shared block would be most of what each mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
+        # shared block would be most of what this mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
         self.linear = Linear(d_model, d_model, residual=True)
 
     @property

@@ -170,13 +170,15 @@ def test_a_convolution_over_documents_is_not_that_of_aten():
         (NormSpec(2560, "layernorm", True), H200, "triton"),
         (NormSpec(4096, "layernorm"), H200, "reference"),  # measured: slower
         (NormSpec(5120), H200, "reference"),  # not measured
+        (NormSpec(1024), H200, "reference"),
+        (NormSpec(2048, dtype="float16"), H200, "reference"),
         (NormSpec(2048, dtype="float32"), H200, "reference"),
         (NormSpec(2048), A100, "reference"),
         (NormSpec(2048), MI300X, "reference"),
         (NormSpec(2048), CPU, "reference"),
     ],
 )
-def test_a_norm_is_ours_where_that_was_measured_to_be_faster(spec, where, expected):
+def test_a_norm_is_ours_between_the_sizes_where_that_was_measured_to_be_faster(spec, where, expected):
     assert registry.resolve("norm", "auto", spec, where).name == expected
 
 

@@ -8,7 +8,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
-from llmtrain.models.specs import backend_problems
+from llmtrain.models.specs import norm_backend_problems
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
@@ -235,10 +235,30 @@ def test_norms_that_a_backend_cannot_serve_are_problems_of_the_config():
     shared = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 64}}
     blocks = {"m": {"type": "mamba2"}, "s": shared | {"norm": {"backend": "triton"}}}
     config = ModelConfig.model_validate({"vocab_size": 64, "d_model": 5120, "blocks": blocks, "layers": "s+m"})
-    (problem,) = backend_problems(config)
+    (problem,) = norm_backend_problems(config)
     assert problem.path == "blocks.s.norm.backend" and "up to 8192 channels, not 10240" in problem.message
     h100 = Platform("nvidia", "sm90", "", 1 << 36)
-    assert not list(backend_problems(ModelConfig.model_validate({**config.model_dump(), "d_model": 4096}), h100))
+
+    def found(**changes) -> list[tuple[str, str]]:
+        changed = ModelConfig.model_validate({**config.model_dump(), **changes})
+        return [(problem.path, problem.message) for problem in norm_backend_problems(changed, h100)]
+
+    assert found(d_model=4096) == []
+    # Told once, of whatever inherits it; by the name of the block where it is that block's width.
+    inherited = {"norm": {"backend": "triton"}, "blocks": {"m": {"type": "mamba2"}, "s": shared}}
+    ((path, message),) = found(**inherited)
+    assert path == "norm.backend" and message.endswith(
+        "block s takes model.norm at 10240 channels, or a norm of its own"
+    )
+    ((path, message),) = found(**inherited, d_model=9216)
+    assert path == "norm.backend" and "not 9216; use reference" in message and "block" not in message
+    own = {"backend": "reference"}
+    ((path, message),) = found(
+        norm={"backend": "triton"},
+        blocks={"m": {"type": "mamba2", "norm": own}, "s": shared | {"norm": own}},
+        d_model=9216,
+    )
+    assert path == "norm.backend"  # the final norm's
 
 
 def test_gradient_accumulation_over_labels_equals_one_batch():
