@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
+
+from llmtrain.kernels import tuning
+from llmtrain.kernels.options import Options
+from llmtrain.kernels.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,23 @@ class Tile:
     programs: int = 6
 
 
+@dataclass(frozen=True)
+class Launch(Options):
+    """processors: of the GPU; None: runs stay as they are."""
+
+    forward: Tile
+    backward: Tile
+    processors: int | None
+
+    @classmethod
+    def of_table(cls, operation: str, dtype: str, shape: Mapping[str, int], platform: Platform) -> Self:
+        """What the tuning table says, no wider than a row. shape: its size, by the table's name for it."""
+        (size,) = shape.values()
+        rows = (tuning.select(f"{operation}.{kernel}", dtype, shape, platform) for kernel in ("forward", "backward"))
+        forward, backward = (narrowed(row.launch, size) for row in rows)
+        return cls(forward, backward, platform.processors)
+
+
 _AnyTile = TypeVar("_AnyTile", bound=Tile)
 
 
@@ -37,7 +59,7 @@ def narrowed(tile: _AnyTile, size: int) -> _AnyTile:
     return tile
 
 
-def fitted(tile: _AnyTile, processors: int, rows: int, n_groups: int = 1) -> _AnyTile:
+def fitted(tile: _AnyTile, processors: int | None, rows: int, n_groups: int = 1) -> _AnyTile:
     """The same with runs so short that tiles are shared by as many programs as it wants."""
     share = -(-rows * n_groups // (tile.rows * tile.programs * processors)) if processors else tile.run
     return replace(tile, run=max(1, min(tile.run, share)))

@@ -142,6 +142,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be a mapping, not {value!r}")
         inner = typing.get_args(option)[1]
         return {str(name): _value(inner, each, f"{where}.{name}") for name, each in value.items()}
+    if typing.get_origin(option) is typing.Literal:
+        if value not in typing.get_args(option):
+            raise ValueError(f"{where} must be one of {', '.join(typing.get_args(option))}, not {value!r}")
+        return value
     if type(value) is not option or (type(value) is int and value <= 0):
         raise ValueError(f"{where} must be a {'positive ' * (option is int)}{option.__name__}, not {value!r}")
     return value

@@ -15,7 +15,7 @@ def made(
 ) -> TritonConv1d:
     """Several programs, walkers and groups in a small problem."""
     walk = Walk(16, walkers, run, group, 1, ahead=ahead)
-    return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(walk, walk, programs=0))
+    return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(walk, walk, programs=None))
 
 
 @pytest.mark.parametrize(

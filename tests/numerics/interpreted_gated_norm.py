@@ -15,7 +15,7 @@ from tests.support import around
 def made(spec: GatedNormSpec, columns: int = 16, rows: int = 1, run: int = 2, **how: Any) -> TritonGatedNorm:
     """Several parts, tiles and programs in a small problem."""
     tile = Tile(columns, 1, run, rows, **how)
-    return TritonGatedNorm(spec, Launch(tile, tile, processors=0))
+    return TritonGatedNorm(spec, Launch(tile, tile, processors=None))
 
 
 def spec(dim: int, groups: int = 1, norm_first: bool = False) -> GatedNormSpec:

@@ -47,7 +47,7 @@ def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: 
         processors=processors,
     )
     walk, tile = conv1d.Walk(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
-    conv, norm = conv1d.Launch(walk, walk, programs=0), gated_norm.Launch(tile, tile, processors=0)
+    conv, norm = conv1d.Launch(walk, walk, programs=None), gated_norm.Launch(tile, tile, processors=None)
     return TritonMambaMixer(spec, Launch(conv.dump(), scan.dump(), norm.dump(), keep))
 
 

@@ -8,8 +8,7 @@ import torch
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.norm.triton import TritonNorm, norm_backward, norm_forward
-from llmtrain.kernels.norm.triton_launch import Launch
-from llmtrain.kernels.row_tiles import Tile
+from llmtrain.kernels.row_tiles import Launch, Tile
 from tests.support import around, norms
 
 TYPES = pytest.mark.parametrize("type_, biased", [("rmsnorm", False), ("layernorm", False), ("layernorm", True)])
@@ -20,7 +19,7 @@ def made(
     **how: Any,
 ) -> TritonNorm:  # fmt: skip
     """Several parts, tiles and programs in a small problem. how: of the backward."""
-    launch = Launch(Tile(columns, 1, run, rows), Tile(columns, 1, run, rows, **how), processors=0)
+    launch = Launch(Tile(columns, 1, run, rows), Tile(columns, 1, run, rows, **how), processors=None)
     return TritonNorm(NormSpec(dim, type_, biased, 1e-5, "float32"), launch)
 
 

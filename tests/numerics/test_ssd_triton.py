@@ -12,7 +12,7 @@ from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import launch_backward, launch_forward
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch, parsed
+from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch
 from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import peak_mib
 
@@ -63,7 +63,7 @@ def test_forward_and_backward_take_no_more_memory_than_public_kernels(heads, d_s
 def test_a_launch_survives_its_dump():
     for row in tuning.read_shipped("sm90").rows:
         if row.kernel == "ssd":
-            assert parsed(row.launch.dump()) == row.launch
+            assert row.launch.parse(row.launch.dump()) == row.launch
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_no_tensor_of_ours_is_less_exact_than_the_best_public_one():
 def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
     """Contenders that round, one neither ours nor public, of which the first draw counts; two that fail, one on a later draw."""
 
-    def cell(first: int) -> Cell:
+    def cell(first: int, draws: int = 1) -> Cell:
         def inputs(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
             g = torch.Generator().manual_seed(first + seed)
             return [leaf(torch.randn(64, generator=g))], torch.randn(64, generator=g)
@@ -243,7 +243,7 @@ def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
         def exact(leaves: list[torch.Tensor], up: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run_both(lambda x: 3 * x, [leaf(t.double()) for t in leaves], up.double())
 
-        return Cell("ssd", "c", 64, ("y", "dx"), inputs, list, exact, Work(1, 1), Work(1, 1))
+        return Cell("ssd", "c", 64, ("y", "dx"), inputs, list, exact, Work(1, 1), Work(1, 1), draws=draws)
 
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("boom")
@@ -264,6 +264,7 @@ def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
     *found, failed, later = measure(cell(0), contenders, most, draws=3)
     mean = pytest.approx((sum(error**2 for error in apart) / 3) ** 0.5)
     assert [one.errors["y"] for one in found] == [mean, mean, apart[0]]
+    assert measure(cell(0, draws=3), contenders[:1], most)[0].errors["y"] == mean
     assert failed.failed == "RuntimeError: boom" and not failed.errors
     assert later.failed == "RuntimeError: later"
 

@@ -51,7 +51,8 @@ class Cell:
     """inputs: of a seed, leaves and the gradient of the output (of several: gradients), made when it is this cell's turn.
 
     exact: (leaves, gradient) -> output and gradients of the leaves in float64, or pieces of them; pieces: those of a
-    contender's outcome, in the same order; names: theirs.
+    contender's outcome, in the same order; names: theirs. draws: times as many draws of the inputs as elsewhere, where
+    an output has so few numbers that its error differs much from draw to draw.
     """
 
     operation: str
@@ -65,6 +66,7 @@ class Cell:
     backward: Work
     bars: tuple[Bar, ...] = ()
     pieces: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda found: found
+    draws: int = 1
 
     @property
     def label(self) -> str:

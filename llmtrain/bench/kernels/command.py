@@ -56,8 +56,11 @@ def run(args: argparse.Namespace) -> int:
         f"Copy {most.bytes_s / 1e12:.2f} TB/s, matrix product {most.flops_s / 1e12:.0f} TFLOP/s. Ratio: to the best public "
         "backend, forward + backward.",
     ]
-    if args.draws > 1:
-        head.append(f"Errors of ours and of public kernels: root mean squares over {args.draws} draws of the inputs.")
+    drawn = {cell.operation: args.draws * cell.draws for cell in cells}
+    more = "".join(f", of {name} {count}" for name, count in drawn.items() if count > args.draws)
+    head.append(
+        f"Errors of ours and of public kernels: root mean squares over draws of the inputs: {args.draws}{more}."
+    )
     print("\n".join(head), flush=True)
     facts: dict[str, Any] = {
         "device": here.device_name,

@@ -122,8 +122,10 @@ def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -
 def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int = 1) -> list[Result]:
     """All contenders of a cell, one after the other. One that fails says why, and the others go on.
 
-    draws: of inputs, on which ours and the public ones are compared with float64; the first is also timed.
+    draws: of inputs, on which ours and the public ones are compared with float64, as many times as the cell says; the first
+    is also timed.
     """
+    draws *= cell.draws
     leaves, up = cell.inputs(0)
     exact = [t.detach() for t in cell.exact(leaves, up)]
     results = []

@@ -14,7 +14,7 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
-from llmtrain.kernels.norm.triton_launch import default_launch
+from llmtrain.kernels.norm.triton import default_launch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Tile, fitted, narrowed
 

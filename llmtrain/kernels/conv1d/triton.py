@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.triton_launch import Launch, default_launch, fitted, parsed
+from llmtrain.kernels.conv1d.triton_launch import Launch, default_launch, fitted
 from llmtrain.kernels.platform import Platform
 
 
@@ -40,7 +40,7 @@ def launch_forward(
     y: Tensor | None = None,
 ) -> Tensor:
     """y: where to put the output, a slice, perhaps, of something contiguous."""
-    x, launch = _addressable(x), parsed(options)
+    x, launch = _addressable(x), Launch.parse(options)
     walk = fitted(launch.forward, launch.programs, *x.shape)
     return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk, y)
 
@@ -81,7 +81,7 @@ def partial_backward(
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x (put into dx, if given), and what parameter_gradients takes."""
-    dy, x, launch = _addressable(dy), _addressable(x), parsed(options)
+    dy, x, launch = _addressable(dy), _addressable(x), Launch.parse(options)
     walk = fitted(launch.backward, launch.programs, *x.shape)
     return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk, dx)
 

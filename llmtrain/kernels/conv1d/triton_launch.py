@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 
 PROGRAMS = 4  # per processor, at least, where there are tokens enough
@@ -38,22 +37,12 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """programs: as many as keep the GPU busy; runs are halved until there are so many."""
+class Launch(Options):
+    """programs: as many as keep the GPU busy; runs are halved until there are so many. None: runs stay as they are."""
 
     forward: Walk
     backward: Walk
-    programs: int
-
-    def dump(self) -> str:
-        """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-@functools.cache
-def parsed(dumped: str) -> Launch:
-    fields = json.loads(dumped)
-    return Launch(Walk(**fields["forward"]), Walk(**fields["backward"]), fields["programs"])
+    programs: int | None
 
 
 def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
@@ -72,13 +61,13 @@ def narrowed(walk: Walk, channels: int) -> Walk:
     return walk
 
 
-def fitted(walk: Walk, programs: int, batch: int, seq_len: int, channels: int) -> Walk:
+def fitted(walk: Walk, programs: int | None, batch: int, seq_len: int, channels: int) -> Walk:
     """The same with shorter runs, where programs would be too few, or longer than the sequence."""
 
     def shorter_is_better() -> bool:
         tokens = walk.walkers * walk.run
         count = batch * -(-seq_len // tokens) * -(-channels // walk.channels)
-        return tokens >= 2 * seq_len or count < programs
+        return tokens >= 2 * seq_len or count < (programs or 0)
 
     while walk.run % (2 * walk.group) == 0 and shorter_is_better():
         walk = replace(walk, run=walk.run // 2)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch, parsed
+from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import fitted
 
@@ -35,7 +35,7 @@ def launch_forward(
     x: Tensor, z: Tensor, weight: Tensor, n_groups: int, eps: float, norm_first: bool, options: str
 ) -> tuple[Tensor, Tensor]:
     """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
-    launch, rows = parsed(options), _rows(x)
+    launch, rows = Launch.parse(options), _rows(x)
     tile = fitted(launch.forward, launch.processors, len(rows), n_groups)
     y, r = kernels.forward(rows, _rows(z), weight.contiguous(), n_groups, eps, norm_first, tile)
     return y.view(x.shape), r
@@ -77,7 +77,7 @@ def partial_backward(
     """The gradients of x and z, and what parameter_gradient takes. dz, dx: where to put them: like z and x, slices of
     something contiguous.
     """
-    launch, rows = parsed(options), _rows(x)
+    launch, rows = Launch.parse(options), _rows(x)
     tile = fitted(launch.backward, launch.processors, len(rows), r.shape[1])
     into = (None if t is None else t.view(-1, t.shape[-1]) for t in (dz, dx))
     dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, *into)

@@ -1,15 +1,12 @@
-"""Launch parameters of the gated norm's kernels, from the tuning tables."""
+"""Launch parameters of the gated norm's kernels."""
 
 from __future__ import annotations
 
-import functools
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from llmtrain.kernels import row_tiles, tuning
+from llmtrain.kernels import row_tiles
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import narrowed
 
 
 @dataclass(frozen=True)
@@ -20,29 +17,10 @@ class Tile(row_tiles.Tile):
 
 
 @dataclass(frozen=True)
-class Launch:
-    """processors: of the GPU; 0: runs stay as they are."""
-
+class Launch(row_tiles.Launch):
     forward: Tile
     backward: Tile
-    processors: int
-
-    def dump(self) -> str:
-        """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-@functools.cache
-def parsed(dumped: str) -> Launch:
-    fields = json.loads(dumped)
-    return Launch(Tile(**fields["forward"]), Tile(**fields["backward"]), fields["processors"])
 
 
 def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
-    """What the tuning table says, no wider than a group."""
-    rows = (
-        tuning.select(f"gated_norm.{kernel}", spec.dtype, {"group_size": spec.group_size}, platform)
-        for kernel in ("forward", "backward")
-    )
-    forward, backward = (narrowed(row.launch, spec.group_size) for row in rows)
-    return Launch(forward, backward, platform.processors)
+    return Launch.of_table("gated_norm", spec.dtype, {"group_size": spec.group_size}, platform)

@@ -9,10 +9,8 @@ the scan, as Launch.keep says; the norm's reciprocal root mean squares, fp32 [to
 
 from __future__ import annotations
 
-import functools
-import json
-from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from torch import Tensor
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
 
@@ -27,7 +26,7 @@ Keep = Literal["all", "scan", "nothing"]
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Options):
     """conv1d, ssd, gated_norm: the parts' own, dumped.
 
     keep: which outputs the backward finds rather than computes again: "all", the convolution's and the scan's, each about as
@@ -39,9 +38,6 @@ class Launch:
     gated_norm: str
     keep: Keep = "all"
 
-    def __post_init__(self) -> None:
-        assert self.keep in get_args(Keep)
-
     @property
     def keeps_conv(self) -> bool:
         return self.keep == "all"
@@ -49,15 +45,6 @@ class Launch:
     @property
     def keeps_scan(self) -> bool:
         return self.keep != "nothing"
-
-    def dump(self) -> str:
-        """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-@functools.cache
-def parsed(dumped: str) -> Launch:
-    return Launch(**json.loads(dumped))
 
 
 def default_launch(spec: MambaMixerSpec, platform: Platform) -> Launch:
@@ -122,7 +109,7 @@ def launch_forward(
     """The output; and for the backward the convolution's, y before the norm, and its reciprocal root mean squares (empty what
     is not kept).
     """
-    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    launch, sizes = Launch.parse(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     z, xBC, dt = sizes.parts(zxbcdt)
     convolved = conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d)
     x, B, C = sizes.conv_parts(convolved)
@@ -141,7 +128,7 @@ def _(
     zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids,
     n_groups, dt_min, dt_max, norm_groups, eps, norm_first, options,
 ):  # fmt: skip
-    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    launch, sizes = Launch.parse(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     batch, seq_len = zxbcdt.shape[:2]
     out = zxbcdt.new_empty((batch, seq_len, sizes.d_inner))
     r = zxbcdt.new_empty((batch * seq_len, norm_groups), dtype=torch.float32)
@@ -171,8 +158,8 @@ def launch_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
-    launch, sizes = parsed(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
-    scan, (z, xBC, dt) = ssd.parsed(launch.ssd), sizes.parts(zxbcdt)
+    launch, sizes = Launch.parse(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    scan, (z, xBC, dt) = ssd.Launch.parse(launch.ssd), sizes.parts(zxbcdt)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(dt, scan)
     dz, dxBC, d_dt = sizes.parts(d_zxbcdt)

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.spec import NormSpec
-from llmtrain.kernels.norm.triton_launch import Launch, default_launch, parsed
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import fitted
+from llmtrain.kernels.row_tiles import Launch, fitted
+
+
+def default_launch(spec: NormSpec, platform: Platform) -> Launch:
+    return Launch.of_table("norm", spec.dtype, {"dim": spec.dim}, platform)
 
 
 def build(spec: NormSpec, platform: Platform, variant: str) -> TritonNorm:
@@ -41,7 +44,7 @@ def launch_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, centred: bool, eps: float, options: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta (empty without delta), its norm, and the statistics; see kernels.forward."""
-    rows, launch = _rows(x), parsed(options)
+    rows, launch = _rows(x), Launch.parse(options)
     tile = fitted(launch.forward, launch.processors, len(rows))
     bias = None if bias is None else bias.contiguous()
     more = None if delta is None else _rows(delta)
@@ -62,7 +65,7 @@ def launch_backward(
     dy: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, statistics: Tensor, biased: bool, options: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of what is normed, of the weight and of the bias (empty, if there is none)."""
-    rows, launch = _rows(total), parsed(options)
+    rows, launch = _rows(total), Launch.parse(options)
     tile = fitted(launch.backward, launch.processors, len(rows))
     more = None if d_total is None else _rows(d_total)
     dx, partials = kernels.backward(_rows(dy), more, rows, weight.contiguous(), statistics, biased, tile)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
-from llmtrain.kernels.rotary.triton_launch import Launch, default_launch, parsed
+from llmtrain.kernels.rotary.triton_launch import Launch, default_launch
 
 
 def build(spec: RotarySpec, platform: Platform, variant: str) -> TritonRotary:
@@ -44,7 +44,7 @@ def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, op
     assert k.shape == (batch, seq_len, n_k, head_dim) and q.dtype == k.dtype
     assert cos.shape == sin.shape and cos.shape[-3:] == (seq_len, 1, half) and cos.dtype == torch.float32
     out_q, out_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    launch = parsed(options)
+    launch = Launch.parse(options)
     blocks = triton.cdiv(n_q, launch.heads) + triton.cdiv(n_k, launch.heads)
     _rotate[triton.cdiv(seq_len, launch.tokens), blocks, batch](
         *(q, k, cos, sin, out_q, out_k),

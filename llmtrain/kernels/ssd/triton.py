@@ -30,7 +30,7 @@ from llmtrain.kernels.ssd import triton_passing as borders
 from llmtrain.kernels.ssd import triton_states as through
 from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import Launch, default_launch, parsed
+from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSD:
@@ -89,7 +89,7 @@ def launch_forward(
     with_last: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """y, and the last state (an empty tensor without with_last)."""
-    launch = parsed(options)
+    launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     times, _, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk, False)
     start, last = _state(initial_state), None
@@ -137,7 +137,7 @@ def launch_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
-    launch = parsed(options)
+    launch = Launch.parse(options)
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
     d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
     tensors = (dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)

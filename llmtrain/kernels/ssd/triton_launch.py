@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from llmtrain.kernels import tuning
+from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.tuning_files import decode
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class HeadsLaunch:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Options):
     """Every launch parameter: what tuning turns.
 
     chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
@@ -120,19 +118,10 @@ class Launch:
                 return self.wide
         return self.both
 
-    def dump(self) -> str:
-        """As an operator takes it: the compiled graph then says how its kernels run, on any rank."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 def _full(waves: float) -> bool:
     """Whether the last wave of programs, as many as run at once, leaves few places empty."""
     return waves / math.ceil(waves) > 0.8
-
-
-@functools.cache
-def parsed(dumped: str) -> Launch:
-    return decode(Launch, json.loads(dumped), "launch")
 
 
 def default_launch(spec: SSDSpec, platform: Platform) -> Launch:

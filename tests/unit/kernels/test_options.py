@@ -1,0 +1,46 @@
+"""Launch parameters as text: what an operator is given is what its kernels run by."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from llmtrain.kernels.options import Options
+
+
+@dataclass(frozen=True)
+class Inner:
+    rows: int
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Outer(Options):
+    forward: Inner
+    processors: int | None
+    keep: Literal["all", "nothing"] = "all"
+
+
+@pytest.mark.parametrize("launch", [Outer(Inner(3, True), 132, "nothing"), Outer(Inner(1), None)])
+def test_they_survive_as_text(launch):
+    assert Outer.parse(launch.dump()) == launch
+
+
+def test_equal_launches_are_equal_texts():
+    assert Outer(Inner(3, False), 5).dump() == Outer(Inner(3), 5, "all").dump() != Outer(Inner(3), 6).dump()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"forward": {"rows": 3}}', "launch: 'processors' is missing"),
+        ('{"forward": {"rows": 0}, "processors": null}', "launch: forward: rows must be a positive int, not 0"),
+        (
+            '{"forward": {"rows": 3}, "processors": 1, "keep": "some"}',
+            "launch: keep must be one of all, nothing, not 'some'",
+        ),
+    ],
+)
+def test_a_wrong_one_is_named(text, words):
+    with pytest.raises(ValueError, match=words):
+        Outer.parse(text)
