@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from llmtrain.config.base import Section
 from llmtrain.config.schema import Config
 from llmtrain.config.walk import default
+from llmtrain.models.config import ModelConfig, NormConfig
 
 ABSENT = object()
 
@@ -42,6 +43,8 @@ def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[
         # Another kind of block or layer: comparing its other settings would say nothing more.
         yield Change(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
         return
+    if isinstance(new, ModelConfig):
+        old, new = _norms_told(old, new)
     written = new.model_dump(mode="json")
     for name, field in type(new).model_fields.items():
         if _is_free(field):
@@ -53,6 +56,18 @@ def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[
     for name in old:
         if name not in type(new).model_fields:
             yield Change(prefix + name, old[name], ABSENT)
+
+
+def _norms_told(old: Mapping[str, Any], new: ModelConfig) -> tuple[Mapping[str, Any], ModelConfig]:
+    """Both, with model.norm written out in blocks that name a norm in one of them alone: to name the same is no change."""
+    before, after = dict(old.get("blocks", {})), dict(new.blocks)
+    for name in before.keys() & after.keys():
+        was, norm = before[name].get("norm"), after[name].norm
+        if was and norm is None:
+            after[name] = after[name].model_copy(update={"norm": new.norm})
+        elif norm and was is None:
+            before[name] = {**before[name], "norm": old.get("norm") or NormConfig().model_dump(mode="json")}
+    return {**old, "blocks": before}, new.model_copy(update={"blocks": after})
 
 
 def _of_value(old: Any, new: Any, written: Any, path: str) -> Iterator[Change]:

@@ -15,8 +15,7 @@ from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.schema import Config
 from llmtrain.config.source import read_file
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.specs import backend_problems, norm_backend_problems
+from llmtrain.models.specs import backend_problems
 
 __all__ = ["ConfigError", "check_for_world", "differences", "load_config"]
 
@@ -48,7 +47,6 @@ def load_config(
     if config is not None:
         wrong = {problem.path for problem in problems}
         problems += readable(_backend_problems(config, wrong))
-        problems += readable(_norm_problems(config, wrong))
         if world_size is not None:
             problems += readable(check_for_world(config, world_size))
         if check_data and not any(path.startswith("data") for path in wrong):
@@ -85,25 +83,15 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
-    """Named backends that no machine could use for their block; nothing on blocks that are wrong already."""
-    for problem in backend_problems(_sound(config, wrong), documents=config.data.mask_documents):
-        yield Problem(f"model.{problem.path}", problem.found, problem.message)
-
-
-def _norm_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
-    """The same for their norms."""
-    for problem in norm_backend_problems(_sound(config, wrong)):
-        yield Problem(f"model.{problem.path}", problem.found, problem.message)
-
-
-def _sound(config: Config, wrong: set[str]) -> ModelConfig:
-    """The model less the blocks that are wrong already."""
+    """Named backends that no machine could use for their block or norm; nothing on blocks that are wrong already."""
     sound = {
         name: block
         for name, block in config.model.blocks.items()
         if not any(path.startswith(f"model.blocks.{name}.") for path in wrong)
     }
-    return config.model.model_copy(update={"blocks": sound})
+    model = config.model.model_copy(update={"blocks": sound})
+    for problem in backend_problems(model, documents=config.data.mask_documents):
+        yield Problem(f"model.{problem.path}", problem.found, problem.message)
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:

@@ -171,13 +171,7 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
 
 def _on_reference_backends(model: ModelConfig) -> ModelConfig:
     """A backend changes no count, but one made for a GPU could not be built on this machine."""
-
-    reference = {"backend": "reference"}
-    blocks = {
-        name: block.model_copy(update=reference | {"norm": block.norm and block.norm.model_copy(update=reference)})
-        for name, block in model.blocks.items()
-    }
-    return model.model_copy(update={"blocks": blocks, "norm": model.norm.model_copy(update=reference)})
+    return model.with_backends("reference", lambda name, block: "reference")
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:

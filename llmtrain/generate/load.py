@@ -11,8 +11,10 @@ import torch
 from llmtrain.checkpoint import lookup, store
 from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.kernels.platform import detect
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.specs import servable
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.manifest import Manifest
@@ -40,8 +42,10 @@ def load_model(
         model, own = load_hf(folder, dtype=dtype), folder
     else:
         folder, manifest = lookup.find(source)
+        config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
+        here = detect(device)
         with torch.device("meta"):
-            model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifest.config["model"])), dtype=dtype)
+            model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
         model.to_empty(device=device)
         store.load(folder, model)
         own = None if tokenizer else tokenizer_of(folder, manifest)

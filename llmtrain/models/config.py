@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ AttentionBackend = Literal[
 ]
 SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
 NormBackend = Literal["auto", "reference", "triton"]
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class NormConfig(Section):
@@ -35,8 +36,13 @@ class NormConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-5
     backend: NormBackend = free("auto")
     """In training steps. Validation, scoring and generation, and norms of queries and keys, are plain PyTorch. What is named
-    must be able to serve wherever the model is built.
+    must be able to serve wherever the model trains.
     """
+
+    @property
+    def function(self) -> NormConfig:
+        """What it computes, by whatever backend."""
+        return self.model_copy(update={"backend": "auto"})
 
     def problems(self) -> Iterator[Problem]:
         if self.type == "rmsnorm" and self.bias:
@@ -273,6 +279,25 @@ class ModelConfig(Section):
         for name, block in self.blocks.items():
             for problem in _width_problems(block, self.d_model):
                 yield Problem(f"blocks.{name}.{problem.path}", problem.found, problem.message)
+            if block.norm and block.norm.model_fields_set <= {"backend"} and block.norm.function != self.norm.function:
+                yield Problem(
+                    f"blocks.{name}.norm.backend",
+                    block.norm.backend,
+                    f"alone would make this norm one of type {block.norm.type} with eps {block.norm.eps:g}, unlike model.norm: "
+                    "write its type, bias and eps too, or set model.norm.backend",
+                )
+
+    def with_backends(self, norm: NormBackend, of_block: Callable[[str, Block], str]) -> ModelConfig:
+        """The same function by other kernels. of_block: the backend of the block of that name."""
+
+        def replaced(section: AnySection, backend: str, **more: Any) -> AnySection:
+            return section.model_copy(update={"backend": backend, **more})
+
+        blocks = {
+            name: replaced(block, of_block(name, block), norm=block.norm and replaced(block.norm, norm))
+            for name, block in self.blocks.items()
+        }
+        return self.model_copy(update={"blocks": blocks, "norm": replaced(self.norm, norm)})
 
     def layer_list(self) -> list[Layer]:
         """The expanded pattern, one entry per layer."""

@@ -1,4 +1,4 @@
-"""From a block of the config to the spec of its kernel, and what is wrong with the backend it names. No torch."""
+"""From a block of the config to the spec of its kernel, and what is wrong with the backends it names. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention_spec(
 ) -> AttentionSpec:
     """The kernel's view of an attention block. A shared block reads concat(hidden, embedding), 2 * d_model wide."""
     shared = isinstance(block, SharedAttentionBlock)
-    head_dim = block.head_dim or (2 if shared else 1) * d_model // block.n_heads
+    head_dim = block.head_dim or block_width(block, d_model) // block.n_heads
     return AttentionSpec(
         n_heads=block.n_heads,
         n_kv_heads=block.kv_heads,
@@ -59,39 +59,55 @@ def kernel_spec(
     return "attention", attention_spec(block, d_model, dtype, documents)
 
 
-def backend_problems(
-    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16", documents: bool = False
-) -> Iterator[Problem]:
-    """Blocks whose named backend cannot serve them; with platform=None, anywhere. Paths start at the model section.
+def backend_problems(config: ModelConfig, documents: bool = False) -> Iterator[Problem]:
+    """Named backends of blocks and of norms that cannot serve them on any machine. Paths start at the model section.
 
     documents: as HybridLM's.
     """
     for name, block in config.blocks.items():
-        operation, spec = kernel_spec(block, config.d_model, dtype, documents)
-        if reason := registry.refusal(operation, block.backend, spec, platform):
+        operation, spec = kernel_spec(block, config.d_model, documents=documents)
+        if reason := registry.refusal(operation, block.backend, spec):
             yield Problem(f"blocks.{name}.backend", block.backend, reason)
+    yield from _norm_problems(config)
 
 
-def norm_backend_problems(
-    config: ModelConfig, platform: Platform | None = None, dtype: str = "bfloat16"
-) -> Iterator[Problem]:
-    """Norms whose named backend cannot serve them; as backend_problems. A setting is told once, whatever takes it."""
+def _norm_problems(config: ModelConfig) -> Iterator[Problem]:
+    """model.norm's is told once, whatever takes it."""
 
     def refusal(norm: NormConfig, width: int) -> str | None:
-        return registry.refusal("norm", norm.backend, norm_spec(norm, width, dtype), platform)
+        return registry.refusal("norm", norm.backend, norm_spec(norm, width))
 
-    inherited = refusal(config.norm, config.d_model)
-    if inherited:
-        yield Problem("norm.backend", config.norm.backend, inherited)
+    widths = {name: block_width(block, config.d_model) for name, block in config.blocks.items()}
     for name, block in config.blocks.items():
-        shared = isinstance(block, SharedAttentionBlock)
-        if block.norm is None and (inherited or not shared):
-            continue
-        norm, width = block.norm or config.norm, (2 if shared else 1) * config.d_model
-        if reason := refusal(norm, width):
-            told = (
-                reason
-                if block.norm
-                else f"{reason}; block {name} takes model.norm at {width} channels, or a norm of its own"
+        if block.norm and (reason := refusal(block.norm, widths[name])):
+            yield Problem(f"blocks.{name}.norm.backend", block.norm.backend, reason)
+    reason, takers = refusal(config.norm, config.d_model), ""
+    if reason is None:
+        inheriting = [name for name, block in config.blocks.items() if block.norm is None]
+        wide = [name for name in inheriting if refusal(config.norm, widths[name])]
+        if wide:
+            reason = refusal(config.norm, widths[wide[0]])
+            one = len(wide) == 1
+            takers = (
+                f"; {'block' if one else 'blocks'} {', '.join(wide)} {'takes' if one else 'take'} model.norm at "
+                f"{widths[wide[0]]} channels, or a norm of {'its' if one else 'their'} own with type, bias and eps"
             )
-            yield Problem(f"blocks.{name}.norm.backend" if block.norm else "norm.backend", norm.backend, told)
+    if reason:
+        yield Problem("norm.backend", config.norm.backend, reason + takers)
+
+
+def block_width(block: Block, d_model: int) -> int:
+    """Channels of what a block's norm reads; a shared block's is concat(hidden, embedding)."""
+    return (2 if isinstance(block, SharedAttentionBlock) else 1) * d_model
+
+
+def servable(config: ModelConfig, platform: Platform, dtype: str) -> ModelConfig:
+    """The same function, to be run but not trained: `auto` where a backend was named that this machine has not, for a run on
+    another may have named it.
+    """
+
+    def backend(name: str, block: Block) -> str:
+        operation, spec = kernel_spec(block, config.d_model, dtype)
+        return "auto" if registry.refusal(operation, block.backend, spec, platform) else block.backend
+
+    return config.with_backends("auto", backend)

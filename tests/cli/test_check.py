@@ -250,6 +250,13 @@ def test_batch_that_the_ranks_cannot_share(check):
     )
 
 
+def test_a_norm_that_no_machine_can_run_so_is_named(check):
+    code, report = check(
+        GOOD.replace("  blocks:", "  norm: {type: rmsnorm, backend: triton}\n  blocks:"), "model.d_model=9216"
+    )
+    assert code == 2 and "model.norm.backend" in report and "up to 8192 channels, not 9216" in report
+
+
 def test_what_is_wrong_with_the_norm_hides_nothing_of_the_blocks(check):
     text = GOOD.replace("n_heads: 4,", "n_heads: 4, backend: sdpa:flash,").replace(
         "  blocks:", "  norm: {eps: -1}\n  blocks:"

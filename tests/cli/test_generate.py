@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from llmtrain.cli import main
+from tests.support import checkpoints
 from tests.support.project import copy_of
 
 
@@ -26,6 +27,15 @@ def test_a_run_or_a_checkpoint_continues_a_prompt(run, capsys):
     for path in (run, run / "checkpoints" / "step-00000006"):
         text = generate(capsys, path, "--prompt", "the quick", "--max-new-tokens", 8)
         assert text.startswith("the quick") and len(text.strip()) > len("the quick")
+
+
+def test_a_model_trained_by_kernels_that_this_machine_has_not_speaks_too(tmp_path, capsys):
+    plain = checkpoints.mpt(64, 2, 270)
+    texts = []
+    for name, config in (("plain", plain), ("ours", plain.with_backends("triton", lambda *block: "triton"))):
+        checkpoints.save(tmp_path / name, config)
+        texts.append(generate(capsys, tmp_path / name, "--prompt", "the", "--max-new-tokens", 8, "--temperature", 0))
+    assert texts[0] == texts[1]
 
 
 def test_the_same_seed_says_the_same_and_another_something_else(run, capsys):

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import multiprocessing
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from llmtrain.bench.tune.ssd import Case as SSDCase
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.row_tiles import Tile
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
@@ -131,7 +134,7 @@ def test_candidates_are_many_distinct_and_buildable(operation, case, arch):
         made.runner(part, many[-1])
 
 
-@pytest.mark.parametrize("operation, case", [case for case in CASES if case[0] not in ("attention", "ssd")])
+@pytest.mark.parametrize("operation, case", [case for case in CASES if case[0] in ("conv1d", "rotary")])
 def test_what_is_timed_is_what_a_row_makes_run(operation, case):
     """A row's launch is fitted to the problem: candidates are fitted already, the table's own first."""
     made = problem(operation, case, "meta", H200)
@@ -142,6 +145,32 @@ def test_what_is_timed_is_what_a_row_makes_run(operation, case):
         else:
             assert all(made._fitted(made.launch(**one)) == made.launch(**one) for one in (first, *rest))
             assert first == asdict(made._fitted(getattr(made.table, part)))
+
+
+@pytest.mark.parametrize("operation, case", [case for case in CASES if case[0].endswith("norm")])
+def test_norms_are_timed_fitted_and_their_rows_run_as_long_as_other_numbers_of_tokens_need(
+    operation, case, monkeypatch
+):
+    launched: list[Any] = []
+
+    class Launched(Exception):
+        pass
+
+    def launch(*given: Any) -> None:
+        launched.append(next(each for each in given if isinstance(each, Tile)))
+        raise Launched
+
+    made = problem(operation, case, "meta", H200)
+    for part in made.parts:
+        monkeypatch.setattr(sys.modules[type(made).__module__].kernels, part, launch)
+        candidates = made.candidates(part, False)
+        assert candidates[0] == asdict(getattr(made.table, part))
+        for one in candidates:
+            with pytest.raises(Launched):
+                made.run(part, made.launch(**one))
+        assert launched == [made._fitted(made.launch(**one)) for one in candidates]
+        assert all(tile.run < 512 for tile in launched)  # which is without bound, in a row
+        launched.clear()
 
 
 @pytest.mark.parametrize(

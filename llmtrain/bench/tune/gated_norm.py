@@ -54,7 +54,7 @@ class Problem(MemoryBound):
         Programs of a processor: a number that as many as may run there at once (1 to 3, forward 4 or 6) divide, so that no
         wave is left half empty. `long`: as long as that allows.
         """
-        yield self._fitted(getattr(self.table, part))
+        yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.group_size
         forward, long = part == "forward", 512
         for columns, warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
@@ -65,18 +65,18 @@ class Problem(MemoryBound):
             if size >= 1024 and (4 * columns * parts > 5 * size or (quick and (columns < 1024 or held > 8))):
                 continue
             if forward:
-                yield self._fitted(Tile(columns, warps, 1))
+                yield Tile(columns, warps, 1)
             programs = (12, 24) if forward else (2, 6)
             for share, how in itertools.product(programs, self._fetched(forward, quick)):
                 if row > 28 and not how.get("again", True):
                     continue
                 if not (forward and how and share == 24):  # what fetches ahead begins seldom
-                    yield self._fitted(Tile(columns, warps, long, programs=share, **how))
+                    yield Tile(columns, warps, long, programs=share, **how)
         if size <= 256:  # narrow groups: how many rows at once
             for rows, warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
                 columns = 1 << (size - 1).bit_length()
                 if columns * rows // (lanes * warps) in (4, 8, 16):
-                    yield self._fitted(Tile(columns, warps, run, rows))
+                    yield Tile(columns, warps, run, rows)
 
     def _fetched(self, forward: bool, quick: bool) -> list[dict[str, Any]]:
         """How a row is: with what is fetched through shared memory, a second read would be fetched so as well."""
@@ -93,8 +93,7 @@ class Problem(MemoryBound):
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         spec = self.spec
-        wanted = self._fitted(getattr(self.table, part)) if launch is None else launch
-        tile = narrowed(wanted, self.case.group_size)
+        tile = self._fitted(launch or getattr(self.table, part))
         if part == "forward":
             return kernels.forward(self.x, self.z, self.weight, spec.n_groups, spec.eps, spec.norm_before_gate, tile)
         how = (spec.norm_before_gate, tile)

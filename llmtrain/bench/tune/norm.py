@@ -51,8 +51,11 @@ class Problem(MemoryBound):
             self.statistics = _statistics(self.x.float(), bool(case.centred), self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 4 to 16 numbers of a part and up to 32 of a row; so do the sums of the backward."""
-        yield self._fitted(getattr(self.table, part))
+        """A thread holds 4 to 16 numbers of a part and up to 32 of a row; so do the sums of the backward.
+
+        A run without bound stays so in the row: it is `fitted` to the tokens at every launch, here too.
+        """
+        yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.dim
         forward = part == "forward"
         for columns, warps in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8, 16)):
@@ -61,18 +64,18 @@ class Problem(MemoryBound):
                 continue
             if forward:
                 for run in (1,) if quick else (1, 2, 4):
-                    yield self._fitted(Tile(columns, warps, run))
+                    yield Tile(columns, warps, run)
                 continue
             fetched: list[dict[str, Any]] = [{"ahead": True}, {"stages": 3}]
             for how, programs in itertools.product(fetched if quick else [{}, *fetched], (2,) if quick else (1, 2, 4)):
-                yield self._fitted(Tile(columns, warps, 512, programs=programs, **how))
+                yield Tile(columns, warps, 512, programs=programs, **how)
 
     def _fitted(self, tile: Tile) -> Tile:
         return fitted(narrowed(tile, self.case.dim), self.table.processors, self.case.tokens)
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         case, spec = self.case, self.spec
-        tile = self._fitted(getattr(self.table, part)) if launch is None else narrowed(launch, case.dim)
+        tile = self._fitted(launch or getattr(self.table, part))
         if part == "forward":
             how = (self.weight, self.bias if case.biased else None, bool(case.centred), spec.eps, tile)
             total, y, statistics = kernels.forward(self.x, self.delta if case.summed else None, *how)

@@ -199,12 +199,7 @@ def only_block(
 
 
 def _resolved(block: Block, field: str, config: ModelConfig) -> Any:
-    return _function(block.norm or config.norm) if field == "norm" else getattr(block, field)
-
-
-def _function(norm: NormConfig) -> NormConfig:
-    """What it computes, by whatever backend."""
-    return norm.model_copy(update={"backend": "auto"})
+    return (block.norm or config.norm).function if field == "norm" else getattr(block, field)
 
 
 def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
@@ -229,7 +224,7 @@ def refuse_own_norm(
     refusals: Refusals,
 ) -> None:
     """A block whose norm is not the model's: the published classes have one norm setting."""
-    same = _resolved(block, "norm", config) == _function(config.norm)
+    same = _resolved(block, "norm", config) == config.norm.function
     found = "another than model.norm"
     refusals.unless(same, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
 

@@ -81,8 +81,8 @@ class SharedInput(nn.Module):
             self.qkv_adapter = QKVAdapter(2 * d_model, block.attn_adapter_rank, shared.mixer.widths)
         if block.adapter_rank is not None:
             self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in)
-        # Added to the stream, if in front of a mixer's norm alone. Were it not as small at first as what mixers add to it, the
-        # shared block would be most of what this mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
+        # Added to what this mixer's norm reads of the stream. Were it not as small at first as what mixers add to the stream, the
+        # shared block would be most of what the mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
         self.linear = Linear(d_model, d_model, residual=True)
 
     @property

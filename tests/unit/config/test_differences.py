@@ -56,11 +56,8 @@ def test_same_config_differs_in_nothing():
         ("train__clip_grad_norm", None, "train.clip_grad_norm: 1.0 -> null"),
         ("train__loss__z_loss", 1e-4, "train.loss.z_loss: 0.0 -> 0.0001"),
         ("model__blocks__m__dt_limit", None, "model.blocks.m.dt_limit: [0.0, 1.0] -> null"),
-        (
-            "model__blocks__m__norm",
-            {"eps": 1e-6},
-            'model.blocks.m.norm: null -> {"type": "rmsnorm", "bias": false, "eps": 1e-06, "backend": "auto"}',
-        ),
+        ("model__norm__eps", 1e-6, "model.norm.eps: 1e-05 -> 1e-06"),
+        ("model__blocks__m__norm", {"eps": 1e-6}, "model.blocks.m.norm.eps: 1e-05 -> 1e-06"),
         ("model__blocks__a__position", {"type": "rotary"}, "model.blocks.a.position.type: alibi -> rotary"),
         ("data__mask_documents", True, "data.mask_documents: false -> true"),
         ("data__train__streams__books__proportion", 2.0, "data.train.streams.books.proportion: 1.0 -> 2.0"),
@@ -83,12 +80,19 @@ def test_change_of_meaning_is_one_line(path, value, line):
         ("model__blocks__a__backend", "flex"),
         ("model__blocks__m__chunk_size", 64),
         ("model__norm__backend", "reference"),
+        ("model__blocks__m__norm", {"backend": "reference"}),  # else as model.norm, which it was before
         ("data__train__streams__books__local", "/elsewhere/books"),
         ("data__num_workers", 0),
     ],
 )
 def test_change_of_means_is_free(path, value):
     assert differences(stored(), config(**{path: value})) == []
+
+
+def test_a_blocks_own_norm_may_go_where_the_models_is_the_same():
+    own = stored(model__blocks__m__norm={"eps": 1e-6})
+    assert differences(own, config()) == ["model.blocks.m.norm.eps: 1e-06 -> 1e-05"]
+    assert differences(own, config(model__norm__eps=1e-6)) == ["model.norm.eps: 1e-05 -> 1e-06"]
 
 
 def test_block_that_came_or_went():

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
-from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
-from llmtrain.models.specs import norm_backend_problems
+from llmtrain.models.specs import backend_problems, servable
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
@@ -233,32 +232,48 @@ def test_a_backend_that_cannot_serve_is_refused_at_construction():
 
 def test_norms_that_a_backend_cannot_serve_are_problems_of_the_config():
     shared = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 64}}
-    blocks = {"m": {"type": "mamba2"}, "s": shared | {"norm": {"backend": "triton"}}}
-    config = ModelConfig.model_validate({"vocab_size": 64, "d_model": 5120, "blocks": blocks, "layers": "s+m"})
-    (problem,) = norm_backend_problems(config)
-    assert problem.path == "blocks.s.norm.backend" and "up to 8192 channels, not 10240" in problem.message
-    h100 = Platform("nvidia", "sm90", "", 1 << 36)
 
-    def found(**changes) -> list[tuple[str, str]]:
-        changed = ModelConfig.model_validate({**config.model_dump(), **changes})
-        return [(problem.path, problem.message) for problem in norm_backend_problems(changed, h100)]
+    def found(layers: str = "s+m", d_model: int = 5120, norm: str = "auto", **blocks: dict) -> list[tuple[str, str]]:
+        given = {"vocab_size": 64, "d_model": d_model, "layers": layers, "norm": {"backend": norm}}
+        config = ModelConfig.model_validate({**given, "blocks": {"m": {"type": "mamba2"}, **blocks}})
+        return [(problem.path, problem.message) for problem in backend_problems(config)]
 
-    assert found(d_model=4096) == []
-    # Told once, of whatever inherits it; by the name of the block where it is that block's width.
-    inherited = {"norm": {"backend": "triton"}, "blocks": {"m": {"type": "mamba2"}, "s": shared}}
-    ((path, message),) = found(**inherited)
-    assert path == "norm.backend" and message.endswith(
-        "block s takes model.norm at 10240 channels, or a norm of its own"
-    )
-    ((path, message),) = found(**inherited, d_model=9216)
+    ours = {"norm": {"backend": "triton"}}
+    ((path, message),) = found(s=shared | ours)
+    assert path == "blocks.s.norm.backend" and "up to 8192 channels, not 10240" in message
+    assert found(s=shared | ours, d_model=4096) == []
+    # The model's is told once; with the names of blocks where it is their width.
+    ((path, message),) = found(norm="triton", s=shared)
+    assert path == "norm.backend" and "block s takes model.norm at 10240 channels" in message
+    ((path, message),) = found("s+m t+m", norm="triton", s=shared, t=shared)
+    assert path == "norm.backend" and "blocks s, t take model.norm at 10240 channels" in message
+    ((path, message),) = found(norm="triton", s=shared, d_model=9216)
     assert path == "norm.backend" and "not 9216; use reference" in message and "block" not in message
-    own = {"backend": "reference"}
-    ((path, message),) = found(
-        norm={"backend": "triton"},
-        blocks={"m": {"type": "mamba2", "norm": own}, "s": shared | {"norm": own}},
-        d_model=9216,
-    )
+    own = {"norm": {"backend": "reference"}}
+    ((path, _),) = found(norm="triton", m={"type": "mamba2"} | own, s=shared | own, d_model=9216)
     assert path == "norm.backend"  # the final norm's
+
+
+def test_a_blocks_norm_is_not_made_another_by_naming_a_backend_alone():
+    config = {"vocab_size": 64, "d_model": 64, "layers": "a", "norm": {"type": "layernorm", "bias": True}}
+    own = {"norm": {"backend": "reference"}}
+    with pytest.raises(ValueError, match=r"one of type rmsnorm with eps 1e-05, unlike model\.norm: write"):
+        ModelConfig.model_validate({**config, "blocks": {"a": ATTENTION | own}})
+    ModelConfig.model_validate({**config, "blocks": {"a": ATTENTION | {"norm": {**config["norm"], **own["norm"]}}}})
+    ModelConfig.model_validate({**config, "norm": {}, "blocks": {"a": ATTENTION | own}})
+
+
+def test_a_model_trained_elsewhere_runs_by_what_serves_here():
+    blocks = {
+        "a": ATTENTION | {"backend": "sdpa:cudnn"},
+        "m": {"type": "mamba2", "head_dim": 16, "backend": "reference"},
+    }
+    config = ModelConfig.model_validate(
+        {"vocab_size": 64, "d_model": 64, "layers": "a m", "norm": {"backend": "triton"}, "blocks": blocks}
+    )
+    here = servable(config, platform.cpu(), "float32")
+    assert [block.backend for block in here.blocks.values()] == ["auto", "reference"] and here.norm.backend == "auto"
+    HybridLM(here, platform=platform.cpu())
 
 
 def test_gradient_accumulation_over_labels_equals_one_batch():

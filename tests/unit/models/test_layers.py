@@ -22,8 +22,3 @@ def test_a_norm_runs_its_kernel_in_training_steps_alone(mode, expected):
         name, given = norm.of_sum(x, delta)
     assert name == expected
     assert [id(t) for t in given] == [id(t) for t in (x, delta, norm.weight, norm.bias)]
-
-
-def test_norms_of_queries_and_keys_are_plain():
-    norm = Norm(8, NormConfig(backend="triton"))
-    assert norm.kernel is norm.plain
