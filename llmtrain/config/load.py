@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.decode import decode, readable
 from llmtrain.config.differences import differences
+from llmtrain.config.folders import unwritable
 from llmtrain.config.interpolation import resolve
 from llmtrain.config.kinds import check_kind
 from llmtrain.config.overrides import apply_override
@@ -105,12 +105,8 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 def _folder_problems(config: Config) -> Iterator[Problem]:
     """What keeps a run from writing to its folder."""
-    folder = Path(config.run_dir).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        yield Problem("run_dir", config.run_dir, f"{there} is a file, not a folder; choose another")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Problem("run_dir", config.run_dir, f"{there} may not be written to; choose another")
+    if reason := unwritable(config.run_dir):
+        yield Problem("run_dir", config.run_dir, reason)
 
 
 def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:

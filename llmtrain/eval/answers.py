@@ -19,7 +19,7 @@ def foundry_correct(text: str, question: Question, style: FoundryPrompting) -> d
     As in LLM Foundry, a right answer of which normalisation leaves nothing ("The") makes every answer right; of its
     3,000 TriviaQA questions, one has such an alias.
     """
-    given = _cut(text, style.stops)
+    given = _cut(text, style.ends)
     if style.cot_delimiter:
         given = given.split(style.cot_delimiter)[-1]
     clean = normalize if style.normalize else str.strip
@@ -35,7 +35,7 @@ def normalize(text: str) -> str:
 
 def lm_eval_correct(text: str, question: Question, style: LmEvalPrompting) -> dict[str, bool]:
     """Right when the answer equals one of the right answers, after the same clean-up of both."""
-    given = _cut(text, style.stops)
+    given = _cut(text, style.ends)
     found = {name: extract_answer(given, rule) for name, rule in style.extract.items()} or {"exact_match": given}
     right = {_clean(answer, style) for answer in (question.answer, *question.aliases)}
     return {name: _clean(one.strip() if style.strip else one, style) in right for name, one in found.items()}

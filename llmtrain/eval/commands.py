@@ -109,15 +109,21 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _run(file: str, overrides: list[str]) -> int:
-    from llmtrain.eval.results import write_results
+    from llmtrain.eval.results import Report, write_results
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.eval.runner import evaluate
     from llmtrain.train.distributed import world_from_environment
 
     run = load_eval_run(file, overrides)
-    report = evaluate(run)
+    settings, done = run.model_dump(mode="json"), []
+    try:
+        report = evaluate(run, done)
+    except (ValueError, KeyboardInterrupt):
+        if done and world_from_environment().is_main:
+            write_results(Report(run.name, done), Path(run.out), settings=settings, details=run.details)
+            print(f"{run.out} has what was done: {len(done)} results", file=sys.stderr, flush=True)
+        raise
     if world_from_environment().is_main:
-        settings = run.model_dump(mode="json")
         written = write_results(report, Path(run.out), settings=settings, details=run.details)
         if run.wandb is not None:
             from llmtrain.eval.tracking import log_to_wandb

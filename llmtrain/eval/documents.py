@@ -177,8 +177,8 @@ class Recipe:
         except EvalError as error:
             raise EvalError(f"`gold`: {error}") from None
         labels = self._task.labels
-        if labels is not None and isinstance(value, str) and value in labels:
-            number = labels.index(value)
+        if labels is not None and not isinstance(value, bool) and str(value) in labels:
+            number = labels.index(str(value))
         elif isinstance(value, int) and not isinstance(value, bool):
             number = value
         elif isinstance(value, str) and value in alternatives:

@@ -122,7 +122,7 @@ class FoundryWriter:
             answers.update(lead + answer for answer in (content.answer, *content.aliases))
         longest = max((len(ids) for ids in tokenizer.special_batch(sorted(answers))), default=0)
         room = _ROOM_FOR_REASONING if self._style.cot_delimiter else 0
-        return Generation(tuple(self._style.stops), max(longest + room, 1))
+        return Generation(tuple(self._style.ends), max(longest + room, 1))
 
 
 def _texts(prompt: Prompt) -> tuple[Sequence[str], Sequence[str]]:

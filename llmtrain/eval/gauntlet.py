@@ -7,7 +7,7 @@ benchmarks, an average the plain mean of its categories. Unlike there, a benchma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -137,13 +137,27 @@ def gauntlet_scores(gauntlet: Gauntlet, results: Mapping[tuple[str, int], Metric
     return GauntletScores(rows, categories, averages)
 
 
+def check_metric(gauntlet: Gauntlet, benchmark: Benchmark, headline: str, measured: Sequence[str]) -> str:
+    """The metric that a benchmark counts by: its own, or the task's headline. Raises EvalError when it is no accuracy, or not
+    among those measured."""
+    metric = benchmark.metric or headline
+    allowed = [name for name in measured if not is_perplexity(name)]
+    if metric in allowed:
+        return metric
+    if not allowed:
+        hint = "it measures no accuracy, of which a gauntlet is an average; leave it out"
+    elif _HARNESS.get(metric) in allowed:
+        hint = f"what lm-evaluation-harness calls {metric} is {_HARNESS[metric]} here"
+    else:
+        hint = suggest(metric, allowed)
+    raise EvalError(f"gauntlet {gauntlet.name}: {benchmark.task} has no accuracy '{metric}'; {hint}")
+
+
+_HARNESS = {"acc": "acc_sum", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
+
+
 def _row(gauntlet: Gauntlet, category: str, benchmark: Benchmark, metrics: Metrics) -> Row:
-    metric = benchmark.metric or metrics.headline
-    if metric not in metrics.values or is_perplexity(metric):
-        allowed = [name for name in metrics.values if not is_perplexity(name)]
-        raise EvalError(
-            f"gauntlet {gauntlet.name}: {benchmark.task} has no accuracy '{metric}'; {suggest(metric, allowed)}"
-        )
+    metric = check_metric(gauntlet, benchmark, metrics.headline, list(metrics.values))
     measured = metrics.values[metric]
     low = benchmark.baseline if gauntlet.subtract_baseline else 0.0
     scale = 1.0 - low if gauntlet.rescale else 1.0

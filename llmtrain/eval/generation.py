@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
 from llmtrain.data.tokenizer import TextTokenizer
@@ -33,9 +33,12 @@ def cut_context(request: Generate, window: int) -> tuple[int, ...]:
 class Answer:
     """Tokens to the text before the first stop."""
 
-    def __init__(self, tokenizer: TextTokenizer, context: Sequence[int], stops: Sequence[str]):
+    def __init__(
+        self, tokenizer: TextTokenizer, context: Sequence[int], stops: Sequence[str], end_ids: Collection[int] = ()
+    ):
+        """end_ids: tokens beside the end-of-document one that end it."""
         self.stream = TextStream(tokenizer, list(context[-_CONTEXT:]), stops)
-        self.eod_id = tokenizer.eod_id
+        self.end_ids = {tokenizer.eod_id, *end_ids}
         self.text = ""
         self.ended = False
 
@@ -43,7 +46,7 @@ class Answer:
         """Whether the answer ends here. Nothing is taken after that."""
         if self.ended:
             return True
-        if token == self.eod_id:
+        if token in self.end_ids:
             self.ended = True
         else:
             self.text += self.stream.add(token)
@@ -80,13 +83,14 @@ def generate_greedily(
     window: int,
     limits: Limits,
     progress: Callable[[int], None],
+    end_ids: Collection[int] = (),
 ) -> list[Generated]:
     """In the order of the requests. A batch ends with its longest answer: a token costs about as much for many rows as
     for one, so batches are as large as fits."""
     contexts = [cut_context(request, window) for request in requests]
     found: dict[int, Generated] = {}
     for batch in batches(requests, contexts, limits, patience=limits.tokens):
-        answers = [Answer(tokenizer, contexts[index], requests[index].stops) for index in batch]
+        answers = [Answer(tokenizer, contexts[index], requests[index].stops, end_ids) for index in batch]
         for _ in decode(
             model,
             [contexts[index] for index in batch],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class HuggingFaceScorer:
     """max_batch_tokens: read at a time, padding included; default 16,384 on a GPU and 4,096 on a CPU. share: False reads every
     request whole.
 
+    end_ids: tokens beside the tokenizer's end-of-document one that end an answer.
     Raises EvalError when the model's config does not say how long a text may be and `max_length` does not either.
     """
 
@@ -42,8 +43,9 @@ class HuggingFaceScorer:
         max_length: int | None = None,
         max_batch_tokens: int | None = None,
         share: bool = True,
+        end_ids: Collection[int] = (),
     ):
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.end_ids = model, tokenizer, end_ids
         self.window = max_length or _longest(model.config)
         self.device = next(model.parameters()).device
         self.vocab_size = model.config.get_text_config().vocab_size
@@ -160,7 +162,7 @@ class HuggingFaceScorer:
             ),
         )
         for batch in batches:
-            answers = [Answer(self.tokenizer, contexts[index], requests[index].stops) for index in batch]
+            answers = [Answer(self.tokenizer, contexts[index], requests[index].stops, self.end_ids) for index in batch]
             self._decode([contexts[index] for index in batch], answers, requests[batch[0]].max_new_tokens)
             for index, answer in zip(batch, answers, strict=True):
                 lost = len(requests[index].context) - len(contexts[index])
@@ -202,11 +204,12 @@ def _taken(cache: Any, rows: Sequence[int]) -> Any:
 
 def load_huggingface(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """AutoModelForCausalLM of a folder. Raises EvalError that says why transformers cannot load one."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise EvalError(f"{folder}: transformers cannot load a causal language model from it: {error}") from error
     return model.to(device).eval()
 

@@ -18,10 +18,14 @@ from llmtrain.eval.tokens import PromptTokenizer
 
 
 class LmEvalWriter:
-    """Writes the prompts of one category's documents."""
+    """Writes the prompts of one category's documents.
 
-    def __init__(self, style: LmEvalPrompting):
-        self._style = style
+    spaced: put the delimiter where context and continuation of a language modelling document would run together. The
+        harness never does: its tasks write the space into their target, but plain records need not.
+    """
+
+    def __init__(self, style: LmEvalPrompting, spaced: bool = False):
+        self._style, self._spaced = style, spaced
 
     def prompts(
         self, documents: Sequence[Document], pool: Sequence[Document], shots: int, own: bool
@@ -69,13 +73,14 @@ class LmEvalWriter:
                 for option, context in enumerate(content.contexts):
                     yield Prompt(document, option, before + context, delimiter + content.continuation)
             case Continuation():
-                # No delimiter here: the task's own target begins with its space.
-                yield Prompt(document, 0, before + content.context, content.continuation)
+                glued = content.context[-1:].strip() and content.continuation[:1].strip()
+                between = delimiter if self._spaced and glued else ""
+                yield Prompt(document, 0, before + content.context, between + content.continuation)
             case Question():
                 yield Prompt(document, 0, before + content.context, None)
 
     def generation(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> Generation:
-        return Generation(tuple(self._style.stops), self._style.max_new_tokens)
+        return Generation(tuple(self._style.ends), self._style.max_new_tokens)
 
 
 def _moved(prompt: Prompt) -> tuple[str, str]:

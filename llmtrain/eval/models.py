@@ -106,6 +106,7 @@ def load_scorer(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind: torch.dtype = getattr(torch, dtype or default_dtype())
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
+    options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
     if not found.ours:
         if max_length and max_length > (longest := window_of(found)):
             raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
@@ -125,6 +126,14 @@ def load_scorer(
             f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
         )
     return HybridScorer(model, tokenizer, share=share_prefixes, **options)
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Tokens that end a text, as transformers' `generate` reads them: of generation_config.json, or else of config.json."""
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    file = next((file for file in files if file.is_file()), None)
+    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def default_dtype() -> str:

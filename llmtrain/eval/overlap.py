@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.folders import unwritable
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
@@ -26,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
     settings = load_eval_run(
         args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
     )
+    out = args.out or Path(settings.out)
+    if reason := unwritable(out):
+        raise EvalError(f"--out {out}: {reason}")
     sources = [_source(path) for path in args.data]
     tokenizer = _tokenizer(args.tokenizer, sources)
     chosen = chosen_tasks(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
@@ -36,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
         samples = bars.watch(tokenizer, args.text_key)
         overlaps = decontaminate(tasks, samples, tokenizer, n=args.n, progress=bars.progress)
     content = _content(overlaps, [str(path) for path, _ in sources], args.n, bars)
-    out = args.out or Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = as_markdown(content)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from llmtrain.config.base import PositiveInt, Problem, Section
 from llmtrain.config.decode import decode
+from llmtrain.config.folders import unwritable
 from llmtrain.config.interpolation import resolve
 from llmtrain.config.kinds import check_kind
 from llmtrain.config.overrides import apply_override
@@ -19,7 +20,8 @@ from llmtrain.config.source import read_file
 from llmtrain.config.training import WandbConfig
 from llmtrain.eval.config import Convention
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.gauntlet import Gauntlet, load_gauntlet
+from llmtrain.eval.gauntlet import Gauntlet, check_metric, load_gauntlet
+from llmtrain.eval.load import find_yaml
 from llmtrain.eval.task import Task, load_task
 
 
@@ -146,6 +148,7 @@ def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_mode
                 Problem("models", None, "there is nothing to evaluate; name models here, or add model=PATH")
             )
         problems += _missing(run)
+        problems += _unwritable(run) if needs_models else ()
     if problems or run is None:
         raise ConfigError(source.title, problems, source.origins)
     return run
@@ -154,14 +157,38 @@ def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_mode
 def _missing(run: EvalRun) -> Iterator[Problem]:
     for number, choice in enumerate(run.tasks):
         try:
-            load_task(choice.task, run.convention, run.data_dir)
+            _task(run, choice.task)
         except EvalError as error:
             yield Problem(f"tasks.{number}", None, str(error))
     if run.gauntlet is not None:
         try:
-            load_gauntlet(run.gauntlet)
+            gauntlet = load_gauntlet(run.gauntlet)
+            for group in gauntlet.categories.values():
+                for benchmark in group:
+                    task = _task(run, benchmark.task)
+                    check_metric(gauntlet, benchmark, task.metric, _measured(run, task))
         except EvalError as error:
             yield Problem("gauntlet", None, str(error))
+
+
+def _unwritable(run: EvalRun) -> Iterator[Problem]:
+    for name, folder in (("out", run.out), ("cache", run.cache)):
+        if folder is not None and (reason := unwritable(folder)):
+            yield Problem(name, folder, reason)
+
+
+def _task(run: EvalRun, name: str) -> Task:
+    """Raises ConfigError, EvalError."""
+    task = load_task(name, run.convention, run.data_dir)
+    if task.metric not in _measured(run, task):
+        raise EvalError(
+            f"task {task.name}: its headline is {task.metric}, which `pmi: false` leaves out; set pmi: true"
+        )
+    return task
+
+
+def _measured(run: EvalRun, task: Task) -> list[str]:
+    return [name for name in task.config.metrics(run.convention) if run.pmi or name != "acc_pmi"]
 
 
 @dataclass(frozen=True)
@@ -181,11 +208,11 @@ def chosen_tasks(run: EvalRun, gauntlet: Gauntlet | None) -> list[Chosen]:
     wanted = [(choice.task, choice.shots) for choice in run.tasks]
     wanted += [(name, [shots]) for name, shots in (gauntlet.benchmarks() if gauntlet else [])]
     made: dict[tuple[str, int], Chosen] = {}
-    files: dict[str, str] = {}
+    files: dict[str, Path] = {}
     for name, counts in wanted:
-        task = load_task(name, run.convention, run.data_dir)
-        if files.setdefault(task.name, name) != name:
-            raise EvalError(f"{files[task.name]} and {name} are both called '{task.name}'; rename one of them")
+        task, file = _task(run, name), find_yaml(name, "tasks").resolve()
+        if files.setdefault(task.name, file) != file:
+            raise EvalError(f"{files[task.name]} and {file} are both called '{task.name}'; rename one of them")
         for shots in counts or task.shots:
             made.setdefault((task.name, shots), Chosen(task, shots))
     return list(made.values())

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.ahead import Ahead, Steps
+from llmtrain.eval.errors import EvalError
 from llmtrain.eval.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
 from llmtrain.eval.models import (
     Found,
@@ -31,24 +32,28 @@ from llmtrain.eval.scorer import Scorer
 from llmtrain.eval.store import Answers, Store, requests_digest
 from llmtrain.eval.task import Documents, Task, load_task
 from llmtrain.eval.together import Requests, Team, answer, in_order
+from llmtrain.eval.tokens import PromptTokenizer
 from llmtrain.train.distributed import initialize, world_from_environment
 
 
-def evaluate(run: EvalRun) -> Report:
+def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
     """Every model on every task; rank 0 says each result as it comes. Returns the same on every rank.
 
+    results: where to put what is done, for the caller to have should the rest fail.
     Raises ValueError for a model, task or data file that cannot be used: all of them are looked at before any is loaded.
     """
+    results = [] if results is None else results
     world = world_from_environment()
     if world.size > 1:
         initialize()
     team = Team(world)
     gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
     tasks = chosen_tasks(run, gauntlet)
-    documents = read_documents(tasks, run.limit)
     models = [Evaluated(choice, run, team) for choice in run.chosen_models()]
+    documents = read_documents(tasks, run.limit)
+    for chosen in tasks:
+        chosen.task.check_shots(documents[chosen.task.name], chosen.shots)
     total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
-    results: list[Result] = []
     with frozen(), Bar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
         for model in models:
             # Prompts are written and tokenised while the GPU is busy with the tasks before.
@@ -109,6 +114,10 @@ class Evaluated:
         self.found: Found = team.shared(lambda: find_model(choice.path, choice.backend))
         self.window = choice.max_length or settings.max_length or window_of(self.found)
         self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
+        try:
+            PromptTokenizer(self.tokenizer)
+        except EvalError as error:
+            raise EvalError(f"{self.title}: {error}") from None
         self._tokenizer_identity = tokenizer_identity(self.tokenizer)
         self._scorer: Scorer | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -60,7 +60,7 @@ class HybridScorer:
     """Reads what requests have in common once: in one packed sequence, or, where the model cannot, into a cache.
 
     max_batch_tokens: read at a time, padding included. share: False reads every request whole. packed: default where the
-    model can and a GPU serves.
+    model can and a GPU serves. end_ids: tokens beside the tokenizer's end-of-document one that end an answer.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class HybridScorer:
         max_batch_tokens: int | None = None,
         share: bool = True,
         packed: bool | None = None,
+        end_ids: Collection[int] = (),
     ):
-        self.model, self.tokenizer, self.share = model, tokenizer, share
+        self.model, self.tokenizer, self.share, self.end_ids = model, tokenizer, share, end_ids
         self.window = max_length or model.config.max_seq_len
         self.device = model.embed.weight.device
         self.limits = limits_for(model, max_batch_tokens)
@@ -104,7 +105,7 @@ class HybridScorer:
         ]
 
     def generate(self, requests: Sequence[Generate], progress: Progress = nothing) -> list[Generated]:
-        return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress)
+        return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress, self.end_ids)
 
     def _read(self, rows: Rows, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
         if self.packed:

@@ -136,20 +136,25 @@ class Prompting(Templates):
     """The headline metric."""
     shots: Shots | None = None
     """Numbers of few-shot examples with which the task runs; default: the task's."""
-    stops: list[str] = []
-    """generation: texts that end the answer; the end-of-document token always does."""
+    stops: list[str] | None = None
+    """generation: texts that end the answer; the end-of-document token always does. Default: foundry, none; lm-eval, its
+    example_delimiter."""
     few_shot_from: Literal["documents", "few_shot"] | None = None
     """Take examples from the evaluated documents or from source.few_shot. Default: foundry takes documents; lm-eval
     takes source.few_shot where there is one."""
 
     def problems(self) -> Iterator[Problem]:
         yield from Templates.problems(self)
-        if "" in self.stops:
+        if "" in (self.stops or []):
             yield Problem("stops", "", "an empty text would end every answer at once")
 
 
 class FoundryPrompting(Prompting):
     """LLM Foundry's convention."""
+
+    @property
+    def ends(self) -> list[str]:
+        return self.stops or []
 
     prelimiter: str = ""
     """Before every query or context (`question_prelimiter` of LLM Foundry's task files)."""
@@ -167,6 +172,10 @@ class FoundryPrompting(Prompting):
 
 class LmEvalPrompting(Prompting):
     """lm-evaluation-harness's convention (0.4.13)."""
+
+    @property
+    def ends(self) -> list[str]:
+        return [self.example_delimiter] * bool(self.example_delimiter) if self.stops is None else self.stops
 
     example_delimiter: str = "\n\n"
     """Between examples (fewshot_delimiter)."""

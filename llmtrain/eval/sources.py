@@ -90,6 +90,14 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         raise EvalError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(record, dict):
         raise EvalError(f"{where}: expected an object, found {type(record).__name__}")
+    if b"\\u" in line:
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            raise EvalError(
+                f"{where}: {half} is half of a character; write both halves, or the character itself"
+            ) from None
     return record
 
 

@@ -81,6 +81,11 @@ class Task:
     def style(self) -> Style:
         return self.config.section(self.convention)
 
+    @property
+    def _plain_continuation(self) -> bool:
+        """Whether nobody wrote a template for it."""
+        return self.style.continuation is None and self.config.continuation is None
+
     def window(self, max_seq_len: int) -> int:
         """Most tokens of context and continuation together, for a model that reads max_seq_len.
 
@@ -141,22 +146,34 @@ class Task:
     ) -> Steps[list[Score | Generate]]:
         """`requests`, some prompts at a time."""
         shots = self.shots[0] if shots is None else shots
+        self.check_shots(documents, shots)
         encoder = PromptTokenizer(tokenizer)
         if self.type == "perplexity":
-            if shots:
-                raise EvalError(f"task {self.name}: the perplexity of a text has no few-shot examples")
             if max_seq_len is None:
                 raise EvalError(f"task {self.name}: the perplexity of a text needs the model's max_seq_len")
             return list(rolling_requests(documents.evaluated, encoder, max_seq_len))
         made: list[Score | Generate] = []
-        everything, examples = by_category(documents.everything), by_category(documents.examples or [])
-        for category, group in by_category(documents.evaluated).items():
-            own = documents.examples is None
-            pool = everything[category] if own else examples.get(category, [])
+        own, everything = documents.examples is None, by_category(documents.everything)
+        for category, group, pool in self._pools(documents):
             for some in self._category(group, everything[category], pool, own, shots, encoder, pmi):
                 made += some
                 yield
         return made
+
+    def check_shots(self, documents: Documents, shots: int) -> None:
+        """Raises EvalError for more few-shot examples than there are."""
+        if shots and self.type == "perplexity":
+            raise EvalError(f"task {self.name}: the perplexity of a text has no few-shot examples")
+        own = documents.examples is None
+        one_more = LmEvalWriter(self.style).avoids(own) if isinstance(self.style, LmEvalPrompting) else own
+        for category, _, pool in self._pools(documents) if shots else ():
+            check_pool(self.name, len(pool), shots, one_more, category)
+
+    def _pools(self, documents: Documents) -> Iterator[tuple[str | None, list[Document], list[Document]]]:
+        """(category, its documents, where its examples come from)."""
+        pools = by_category(documents.everything if documents.examples is None else documents.examples)
+        for category, group in by_category(documents.evaluated).items():
+            yield category, group, pools.get(category, [])
 
     def _category(
         self,
@@ -169,12 +186,9 @@ class Task:
         pmi: bool,
     ) -> Iterator[list[Score | Generate]]:
         if isinstance(self.style, LmEvalPrompting):
-            writer, encoding = LmEvalWriter(self.style), lm_eval.ENCODING
-            one_more = writer.avoids(own)
+            writer, encoding = LmEvalWriter(self.style, self._plain_continuation), lm_eval.ENCODING
         else:
-            writer, encoding, one_more = FoundryWriter(self.style, tokenizer), foundry.ENCODING, own
-        if shots:
-            check_pool(self.name, len(pool), shots, one_more, group[0].category)
+            writer, encoding = FoundryWriter(self.style, tokenizer), foundry.ENCODING
         generation = writer.generation(everything, tokenizer) if self.type == "generation" else None
         prompts = (one for one in writer.prompts(group, pool, shots, own) if pmi or not one.premise)
         return encode(prompts, encoding, tokenizer, generation)
@@ -242,15 +256,21 @@ def document_text(document: Document) -> str:
     """The document with its right answer as plain text, without examples or delimiters of a convention."""
     match content := document.content:
         case Choices():
-            return f"{content.query} {content.choices[content.gold]}"
+            return _joined(content.query, content.choices[content.gold])
         case Schema():
-            return f"{content.contexts[content.gold]} {content.continuation}"
+            return _joined(content.contexts[content.gold], content.continuation)
         case Continuation():
-            return f"{content.context} {content.continuation.lstrip()}"
+            return _joined(content.context, content.continuation)
         case Question():
-            return f"{content.context} {content.answer}"
+            return _joined(content.context, content.answer)
         case Text():
             return content.text
+
+
+def _joined(before: str, answer: str) -> str:
+    """By one space, as in running text; by none before a mark."""
+    answer = answer.strip()
+    return before.rstrip() + " " * (answer[:1] not in (*".,;:!?", "")) + answer
 
 
 def by_category(documents: Sequence[Document]) -> dict[str | None, list[Document]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.eval import models
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.models import Found
 from llmtrain.eval.scorer import HybridScorer
 from tests.support.evaluation import TASKS, Place
 from tests.support.project import LLMTRAIN, Project
@@ -196,6 +199,19 @@ def test_results_go_to_wandb(place, tmp_path, monkeypatch):
         ({"convention": "lmeval"}, [], ["expected one of foundry, lm-eval", "did you mean lm-eval?"]),
         ({"models": ["a/x", "b/x"]}, [], ["two models have this name; give each a `name` of its own"]),
         ({}, ["model=[/nowhere]"], ["/nowhere"]),
+        ({"cache": "choice.yaml/cache"}, [], ["cache", "choice.yaml is a file, not a folder; choose another"]),
+        (
+            {"tasks": [{"task": "choice.yaml", "shots": [12]}]},
+            [],
+            ["12 few-shot examples asked for, but there are only 11"],
+        ),
+        ({"tasks": ["pmi.yaml"], "pmi": False}, [], ["its headline is acc_pmi, which `pmi: false` leaves out"]),
+        (
+            {"gauntlet": "of_choice.yaml"},
+            [],
+            ["choice.yaml has no accuracy 'acc_norm'", "acc_norm is acc_per_char here"],
+        ),
+        ({"gauntlet": "of_text.yaml"}, [], ["has no accuracy 'word_perplexity'; it measures no accuracy"]),
         ({}, ["limit=0", "dtype=int8"], ["2 errors", "limit", "an integer above 0", "dtype"]),
         ({}, ["--nproc", "0"], ["--nproc 0: expected at least 1"]),
     ],
@@ -204,10 +220,43 @@ def test_what_cannot_be_run_is_told_before_a_model_is_loaded(
     place, tmp_path, capsys, monkeypatch, changes, arguments, messages
 ):
     monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    monkeypatch.chdir(tmp_path)
+    for name in ("choice", "text"):
+        (tmp_path / f"{name}.yaml").write_text((place.folder / f"{name}.yaml").read_text())
+        (tmp_path / f"{name}.jsonl").write_text((place.folder / f"{name}.jsonl").read_text())
+    pmi = json.loads((tmp_path / "choice.yaml").read_text()) | {"lm_eval": {"metric": "acc_pmi"}}
+    (tmp_path / "pmi.yaml").write_text(json.dumps(pmi))
+    for name, metric in (("choice", {"metric": "acc_norm"}), ("text", {})):
+        benchmark = {"task": f"{name}.yaml", "shots": 0, "baseline": 0.25} | metric
+        content = {"name": name, "categories": {"all": [benchmark]}}
+        (tmp_path / f"of_{name}.yaml").write_text(json.dumps(content))
     file = place.write(changes)
     assert main(["eval", str(file), *arguments, f"out={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert all(message in said for message in messages), said
+
+
+def test_a_folder_that_is_a_file_is_told_before_a_model_is_loaded(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    (tmp_path / "file").touch()
+    assert main(["eval", str(place.write({})), f"out={tmp_path}/file/results"]) == 2
+    assert f"{tmp_path}/file is a file, not a folder; choose another" in capsys.readouterr().err
+
+
+def test_what_was_done_before_an_error_is_written(place, tmp_path, capsys, monkeypatch):
+    def load(found: Found, *given: Any, **options: Any) -> Any:
+        if found.folder.is_relative_to(lost):
+            raise EvalError("these weights are damaged")
+        return models.load_scorer(found, *given, **options)
+
+    lost = shutil.copytree(place.model, tmp_path / "lost")
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", load)
+    file = place.write({"tasks": place.tasks[:1], "models": [str(place.model), str(lost)]})
+    assert main(["eval", str(file), f"out={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "these weights are damaged" in said and f"{tmp_path} has what was done: 2 results" in said
+    written = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [(one["model"], one["shots"]) for one in written] == [("tiny", 0), ("tiny", 2)]
 
 
 def test_a_bad_line_of_data_is_named(place, tmp_path, capsys, monkeypatch):

@@ -11,9 +11,10 @@ import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontaminate import decontaminate, mds_samples, text_samples
-from llmtrain.eval.documents import Choices, Document
+from llmtrain.eval.documents import Choices, Continuation, Document
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.ngrams import NgramSet, ngram_hashes
+from llmtrain.eval.task import document_text
 from tests.support.icl import byte_level, some_sentence
 
 
@@ -89,6 +90,13 @@ def test_leaks_in_shards_are_found_as_token_ids(corpus, documents, tokenizer, tm
     assert [hit.document for hit in found.hits] == ["x.jsonl:5", "x.jsonl:8"]
     row = int(found.hits[0].found.rpartition(":")[2])
     assert found.hits[0].text in tokenizer.decode(samples[row].ids.tolist())
+
+
+@pytest.mark.parametrize("continuation", ["the answer", " the answer", "  the answer "])
+@pytest.mark.parametrize("context", ["It is", "It is "])
+def test_a_document_reads_as_running_text(context, continuation):
+    assert document_text(Document(0, "x:1", Continuation(context, continuation))) == "It is the answer"
+    assert document_text(Document(0, "x:1", Continuation(context, " . So"))) == "It is. So"
 
 
 def test_longer_ngrams_find_less(corpus, documents, tokenizer):

@@ -88,6 +88,9 @@ def test_two_tasks_of_one_name_are_told_apart_or_refused(tmp_path, file):
     run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/two.yaml]"])
     with pytest.raises(EvalError, match=r"one\.yaml and .*two\.yaml are both called 'same'; rename one of them"):
         chosen_tasks(run, None)
+    (tmp_path / "sub").mkdir()
+    run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/sub/../one.yaml]"])
+    assert [one.title for one in chosen_tasks(run, None)] == ["same (0-shot)"]
 
 
 def test_shipped_files_fit_the_schema_that_editors_use(file):

@@ -17,7 +17,7 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.documents import Choices
 from llmtrain.eval.editor import SCHEMAS, schema_text
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.request import Generate, Score
+from llmtrain.eval.request import Generate, Generated, Score
 from llmtrain.eval.task import Task, load_task
 from tests.support.icl import byte_level
 
@@ -177,7 +177,15 @@ def test_bad_records(make, line, settings, message):
 
 @pytest.mark.parametrize(
     ("gold", "labels", "number"),
-    [("B", ["A", "B"], 1), ("1", None, 1), (0, None, 0), ("not so", None, 1), ("2", ["1", "2"], 1)],
+    [
+        ("B", ["A", "B"], 1),
+        ("1", None, 1),
+        (0, None, 0),
+        ("not so", None, 1),
+        ("2", ["1", "2"], 1),
+        (1, ["1", "2"], 0),
+        (1, ["A", "B"], 1),
+    ],
 )
 def test_ways_to_say_which_is_right(make, gold, labels, number):
     task = make([GOOD | {"gold": gold}], **({"labels": labels} if labels else {}))
@@ -257,6 +265,48 @@ def test_too_few_examples_is_an_error(make, tokenizer):
         task = make([GOOD] * 3 + records[:1], lm_eval={"sampler": sampler})
         with pytest.raises(EvalError, match=r"x.jsonl:1: 2 few-shot examples asked for, but only 1 records differ"):
             task.requests(task.documents(), tokenizer, 2)
+
+
+def test_context_and_continuation_of_plain_records_do_not_run_together(make, tokenizer):
+    """A template of the task's own is left as it is, as in lm-evaluation-harness."""
+    records = [{"context": "Is it", "continuation": word} for word in ("!", " so")]
+
+    def texts(**settings: Any) -> list[str]:
+        task = make(records, type="language_modeling", **settings)
+        made = task.requests(task.documents(), tokenizer)
+        return [tokenizer.decode([*one.context, *one.continuation]) for one in made if isinstance(one, Score)]
+
+    assert texts() == ["Is it !", "Is it so"]
+    assert texts(lm_eval={"continuation_delimiter": "\n"})[0] == "Is it\n!"
+    assert texts(lm_eval={"continuation": "{{continuation}}"}) == ["Is it!", "Is it so"]
+
+
+@pytest.mark.parametrize(
+    "convention, section, stops",
+    [
+        ("lm-eval", {}, ("\n\n",)),
+        ("lm-eval", {"example_delimiter": "##"}, ("##",)),
+        ("lm-eval", {"example_delimiter": ""}, ()),
+        ("lm-eval", {"stops": []}, ()),
+        ("lm-eval", {"stops": ["."]}, (".",)),
+        ("foundry", {}, ()),
+    ],
+)
+def test_an_answer_ends_where_the_next_example_would_begin(make, tokenizer, convention, section, stops):
+    """lm-evaluation-harness's `until`, where a task says none."""
+    settings = {convention.replace("-", "_"): section}
+    task = make([{"context": "Is it", "answer": "so"}], convention, type="generation", **settings)
+    [request] = task.requests(task.documents(), tokenizer)
+    assert isinstance(request, Generate) and request.stops == stops
+    judged = task.metrics(task.documents(), [request], [Generated("so\n\nand")])
+    assert judged.score.value == (1.0 if "\n\n" in stops or convention == "foundry" else 0.0)
+
+
+def test_half_a_character_is_named_with_its_line(make):
+    task = make([GOOD, json.dumps(GOOD | {"query": "Is \ud83d it"}), GOOD])
+    with pytest.raises(EvalError, match=r"x\.jsonl:2: \\ud83d is half of a character"):
+        task.documents()
+    assert make([json.dumps(GOOD | {"query": "Is \U0001f600 it"})]).documents().evaluated
 
 
 def test_examples_from_another_file(make, tokenizer, tmp_path):

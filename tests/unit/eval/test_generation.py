@@ -1,0 +1,34 @@
+"""Where a generated answer ends."""
+
+import json
+
+import pytest
+
+from llmtrain.eval.generation import Answer
+from llmtrain.eval.models import end_ids
+from tests.support.icl import byte_level
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [0, 7]}, "config.json": {"eos_token_id": 3}}, [0, 7]),
+        ({"generation_config.json": {"eos_token_id": 5}}, [5]),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 3}}, []),
+        ({"config.json": {"eos_token_id": 3}}, [3]),
+        ({}, []),
+    ],
+)
+def test_the_tokens_that_end_a_text_are_those_of_transformers(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_ids(tmp_path) == expected
+
+
+def test_what_ends_an_answer_is_no_part_of_it():
+    tokenizer = byte_level()
+    asked, said = tokenizer.encode("Is it"), tokenizer.encode(" so it is")
+    for end in (tokenizer.eod_id, said[-1]):
+        answer = Answer(tokenizer, asked, [], end_ids=[said[-1]])
+        assert [answer.add(token) for token in (*said[:-1], end, said[0])] == [False] * (len(said) - 1) + [True, True]
+        assert answer.finish() == tokenizer.decode(said[:-1])
