@@ -137,6 +137,10 @@ def gauntlet_scores(gauntlet: Gauntlet, results: Mapping[tuple[str, int], Metric
     return GauntletScores(rows, categories, averages)
 
 
+_HARNESS = {"acc": "acc_sum", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
+"""What lm-evaluation-harness calls our accuracies."""
+
+
 def check_metric(gauntlet: Gauntlet, benchmark: Benchmark, headline: str, measured: Sequence[str]) -> str:
     """The metric that a benchmark counts by: its own, or the task's headline. Raises EvalError when it is no accuracy, or not
     among those measured."""
@@ -151,9 +155,6 @@ def check_metric(gauntlet: Gauntlet, benchmark: Benchmark, headline: str, measur
     else:
         hint = suggest(metric, allowed)
     raise EvalError(f"gauntlet {gauntlet.name}: {benchmark.task} has no accuracy '{metric}'; {hint}")
-
-
-_HARNESS = {"acc": "acc_sum", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
 
 
 def _row(gauntlet: Gauntlet, category: str, benchmark: Benchmark, metrics: Metrics) -> Row:

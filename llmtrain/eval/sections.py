@@ -152,10 +152,6 @@ class Prompting(Templates):
 class FoundryPrompting(Prompting):
     """LLM Foundry's convention."""
 
-    @property
-    def ends(self) -> list[str]:
-        return self.stops or []
-
     prelimiter: str = ""
     """Before every query or context (`question_prelimiter` of LLM Foundry's task files)."""
     example_delimiter: str = "\n"
@@ -169,13 +165,14 @@ class FoundryPrompting(Prompting):
     normalize: bool = True
     """generation: compare in lower case without articles and punctuation, as TriviaQA's own script does."""
 
+    @property
+    def ends(self) -> list[str]:
+        """Texts that end an answer."""
+        return self.stops or []
+
 
 class LmEvalPrompting(Prompting):
     """lm-evaluation-harness's convention (0.4.13)."""
-
-    @property
-    def ends(self) -> list[str]:
-        return [self.example_delimiter] * bool(self.example_delimiter) if self.stops is None else self.stops
 
     example_delimiter: str = "\n\n"
     """Between examples (fewshot_delimiter)."""
@@ -198,6 +195,11 @@ class LmEvalPrompting(Prompting):
     """generation: compare in lower case."""
     ignore_punctuation: bool = False
     """generation: compare without punctuation."""
+
+    @property
+    def ends(self) -> list[str]:
+        """Texts that end an answer: if none are said, where the next example would begin."""
+        return [self.example_delimiter] * bool(self.example_delimiter) if self.stops is None else self.stops
 
     def problems(self) -> Iterator[Problem]:
         yield from Prompting.problems(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,6 @@ AttentionBackend = Literal[
 ]
 SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
 NormBackend = Literal["auto", "reference", "triton"]
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class NormConfig(Section):
@@ -279,7 +278,7 @@ class ModelConfig(Section):
         for name, block in self.blocks.items():
             for problem in _width_problems(block, self.d_model):
                 yield Problem(f"blocks.{name}.{problem.path}", problem.found, problem.message)
-            if block.norm and block.norm.model_fields_set <= {"backend"} and block.norm.function != self.norm.function:
+            if block.norm and block.norm.model_fields_set == {"backend"} and block.norm.function != self.norm.function:
                 yield Problem(
                     f"blocks.{name}.norm.backend",
                     block.norm.backend,
@@ -289,15 +288,14 @@ class ModelConfig(Section):
 
     def with_backends(self, norm: NormBackend, of_block: Callable[[str, Block], str]) -> ModelConfig:
         """The same function by other kernels. of_block: the backend of the block of that name."""
-
-        def replaced(section: AnySection, backend: str, **more: Any) -> AnySection:
-            return section.model_copy(update={"backend": backend, **more})
-
+        norms = {"backend": norm}
         blocks = {
-            name: replaced(block, of_block(name, block), norm=block.norm and replaced(block.norm, norm))
+            name: block.model_copy(
+                update={"backend": of_block(name, block), "norm": block.norm and block.norm.model_copy(update=norms)}
+            )
             for name, block in self.blocks.items()
         }
-        return self.model_copy(update={"blocks": blocks, "norm": replaced(self.norm, norm)})
+        return self.model_copy(update={"blocks": blocks, "norm": self.norm.model_copy(update=norms)})
 
     def layer_list(self) -> list[Layer]:
         """The expanded pattern, one entry per layer."""

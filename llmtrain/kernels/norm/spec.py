@@ -37,7 +37,7 @@ def preference(spec: NormSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`.
 
     Measured on H200 (BENCHMARKS.md, bf16, x + delta, forward and backward of 16,384 tokens) at 2048, 2560 and 4096 channels:
-    ours takes 0.61 to 0.92 of the compiled reference's time, but 1.09 for LayerNorm at 4096. So ours is taken between the
+    ours takes 0.61 to 0.93 of the compiled reference's time, but 1.09 for LayerNorm at 4096. So ours is taken between the
     sizes where it was faster, and nowhere else. Norms without delta were timed in whole training steps alone.
     """
     if platform.vendor == "cpu":

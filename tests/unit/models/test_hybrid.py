@@ -261,6 +261,9 @@ def test_a_blocks_norm_is_not_made_another_by_naming_a_backend_alone():
         ModelConfig.model_validate({**config, "blocks": {"a": ATTENTION | own}})
     ModelConfig.model_validate({**config, "blocks": {"a": ATTENTION | {"norm": {**config["norm"], **own["norm"]}}}})
     ModelConfig.model_validate({**config, "norm": {}, "blocks": {"a": ATTENTION | own}})
+    ModelConfig.model_validate(
+        {**config, "blocks": {"a": ATTENTION | {"norm": {}}}}
+    )  # says that it is the default norm
 
 
 def test_a_model_trained_elsewhere_runs_by_what_serves_here():
