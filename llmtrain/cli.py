@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 
 from llmtrain import __version__
-from llmtrain.bench.commands import add_bench
-from llmtrain.checkpoint.commands import add_checkpoint
-from llmtrain.config.commands import add_check, add_schema
-from llmtrain.convert.commands import add_export, add_import
-from llmtrain.data.commands import add_prepare
-from llmtrain.doctor.commands import add_doctor
-from llmtrain.eval.commands import add_decontaminate, add_eval
-from llmtrain.flops.commands import add_describe, add_mfu
-from llmtrain.generate.commands import add_generate
-from llmtrain.train.commands import add_train
+from llmtrain.commands.bench import add_bench
+from llmtrain.commands.check import add_check, add_schema
+from llmtrain.commands.checkpoint import add_checkpoint
+from llmtrain.commands.convert import add_export, add_import
+from llmtrain.commands.describe import add_describe, add_mfu
+from llmtrain.commands.doctor import add_doctor
+from llmtrain.commands.eval import add_decontaminate, add_eval
+from llmtrain.commands.generate import add_generate
+from llmtrain.commands.prepare import add_prepare
+from llmtrain.commands.train import add_train
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llmtrain.config.editor import schema_text
-from llmtrain.config.load import ConfigError, load_config
+from llmtrain.schema.json_schema import schema_text
+from llmtrain.schema.load import ConfigError, load_config
 
 YAMLS = Path(__file__).parents[1] / "yamls"
 

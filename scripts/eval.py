@@ -9,7 +9,7 @@ Started plainly, it does what `llmtrain eval` does.
 import argparse
 import sys
 
-from llmtrain.eval.commands import add_eval_arguments, run_eval
+from llmtrain.commands.eval import add_eval_arguments, run_eval
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Scores models on the tasks of a YAML.")

@@ -15,7 +15,7 @@ if (
 ):  # scripts/slurm: inherited from torchrun, which leaves it to the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-from llmtrain.train.commands import add_run_arguments, run_train
+from llmtrain.commands.train import add_run_arguments, run_train
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains the model of a YAML, or continues its run.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.data import PrepareConfig
+from llmtrain.schema.data import PrepareConfig
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 

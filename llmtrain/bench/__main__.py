@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from llmtrain.bench.commands import add_benches
 from llmtrain.bench.entry import end_with
-from llmtrain.doctor.commands import add_doctor
+from llmtrain.commands.bench import add_benches
+from llmtrain.commands.doctor import add_doctor
 
 
 def main() -> int:

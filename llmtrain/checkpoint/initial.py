@@ -10,8 +10,8 @@ from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest, latest
 from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.config.base import Problem
-from llmtrain.config.differences import ABSENT, changes, text
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
+from llmtrain.schema.differences import ABSENT, changes, text
 
 # Settings of training, or of weights drawn at random: another value of these still takes the same weights.
 _MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")

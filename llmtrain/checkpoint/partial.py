@@ -14,7 +14,7 @@ from llmtrain.checkpoint import index as indexes
 from llmtrain.checkpoint.index import Index
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.store import flat_state, load_state
-from llmtrain.config.initial import InitialWeights
+from llmtrain.schema.init_from import InitialWeights
 
 _SHOWN = 8
 _STATE = "optimizer.state."

@@ -16,10 +16,10 @@ from llmtrain.checkpoint.inventory import Item
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.remote.catalogue import Stored
 from llmtrain.config.base import Section
-from llmtrain.config.differences import changes, text
-from llmtrain.config.schema import Config
-from llmtrain.config.walk import by_type, child, choose, default, is_section, typed
+from llmtrain.config.schema_tree import by_type, child, choose, default, is_section, typed
 from llmtrain.convert.folder import readable
+from llmtrain.schema.config import Config
+from llmtrain.schema.differences import changes, text
 
 
 def summary(item: Item, config_file: str | None) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _compared(old: Mapping[str, Any], file: str) -> list[str]:
-    from llmtrain.config.load import load_config
+    from llmtrain.schema.load import load_config
 
     new = load_config(file)
     if set(old) == {"model", "data"}:  # imported: there is no run to compare

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import kind, nearest, show, suggest
-from llmtrain.config.walk import by_type, child, choose, describe, homes, is_section, typed
+from llmtrain.config.schema_tree import by_type, child, choose, describe, homes, is_section, typed
 
 _ABSENT = object()
 

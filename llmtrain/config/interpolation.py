@@ -10,8 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import ConfigError, nearest
+from llmtrain.config.schema_tree import with_defaults
 from llmtrain.config.source import Source, join
-from llmtrain.config.walk import with_defaults
 
 
 def resolve(source: Source, schema: type[Section]) -> None:

@@ -9,8 +9,8 @@ import yaml
 
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import suggest
+from llmtrain.config.schema_tree import child, choose
 from llmtrain.config.source import Loader, Source
-from llmtrain.config.walk import child, choose
 
 
 def apply_override(source: Source, override: str, schema: type[Section]) -> None:

@@ -18,10 +18,10 @@ from llmtrain.checkpoint.tensor_file import Entry, TensorFile
 from llmtrain.convert.folder import appearing, refuse_existing, require_space
 from llmtrain.convert.reading import CheckpointTensors
 from llmtrain.convert.safetensors import divide, file_names
-from llmtrain.data.progress import ByteBar
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for
+from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
 """Elements that are in memory at a time."""

@@ -20,12 +20,12 @@ from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.store import versions
 from llmtrain.convert.folder import appearing, refuse_existing, require_space
 from llmtrain.convert.writing import LazyTensor, write_parameters
-from llmtrain.data.progress import ByteBar
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of
 from llmtrain.models.hf.load import check
 from llmtrain.models.hf.published import Published, open_published, resolve
+from llmtrain.progress import ByteBar
 
 _SMALL_FILES = 64 * 2**20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -29,7 +29,7 @@ from llmtrain.convert.export import export
 from llmtrain.convert.folder import appearing, readable, refuse_existing, require_space
 from llmtrain.convert.reading import CheckpointTensors
 from llmtrain.convert.safetensors import divide
-from llmtrain.data.progress import ByteBar
+from llmtrain.progress import ByteBar
 
 _PIECE_ELEMENTS = 2**20
 _SMALL_FILES = 64 * 2**20

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.config.data import PrepareConfig
 from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.encode import EncodedUnit
 from llmtrain.data.packing import pack, token_dtype
 from llmtrain.data.records import BadRecord
 from llmtrain.data.sources import PrepareError
+from llmtrain.schema.data import PrepareConfig
 
 NAMED_BAD_RECORDS = 20
 """How many skipped records the manifest names; all are counted."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.config.base import Problem
-from llmtrain.config.data import DataConfig, StreamConfig
 from llmtrain.data.prepared import MANIFEST, read_manifest
 from llmtrain.data.shards import ShardError
+from llmtrain.schema.data import DataConfig, StreamConfig
 
 
 def check_documents(data: DataConfig) -> Iterator[Problem]:

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
-from llmtrain.config.data import PrepareConfig
 from llmtrain.data.corpus import CorpusWriter
 from llmtrain.data.encode import EncodeSettings, encode_units
 from llmtrain.data.packing import is_held_out, token_dtype
 from llmtrain.data.prepared import MANIFEST, Prepared, describe_inputs, exclusive, fingerprint, made_whole, reusable
-from llmtrain.data.progress import ByteBar
 from llmtrain.data.records import Piece, Unit, read_pieces, read_units, sample_units
 from llmtrain.data.sources import PrepareError, SourceFile, list_files
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from llmtrain.progress import ByteBar
+from llmtrain.schema.data import PrepareConfig
 
 BPE_SAMPLE_BYTES = 64 << 20
 """A tokenizer is trained on at most about this much text, taken evenly from the sources' training part."""

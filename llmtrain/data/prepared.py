@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from llmtrain.config.data import PrepareConfig
 from llmtrain.data.sources import PrepareError, SourceFile
+from llmtrain.schema.data import PrepareConfig
 
 FORMAT = 1
 """Raised whenever the same settings give different shards, so that older folders are not reused."""

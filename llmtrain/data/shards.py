@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.base import Problem
-from llmtrain.config.data import DataConfig, StreamConfig
+from llmtrain.schema.data import DataConfig, StreamConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Names under which shards may hold token ids: ours and LLM Foundry's is the first."""

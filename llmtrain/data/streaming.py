@@ -18,11 +18,11 @@ from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from llmtrain.config.data import DataConfig, StreamConfig
 from llmtrain.data.batches import Batch, collate, collate_packed, filler
 from llmtrain.data.documents import end_of_document
 from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
 from llmtrain.data.shared_memory import one_at_a_time
+from llmtrain.schema.data import DataConfig, StreamConfig
 
 
 class TokenDataset(StreamingDataset):

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmtrain.doctor import machine, selftest
+from llmtrain.bench import machine
+from llmtrain.doctor import selftest
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.platform import Platform
 

@@ -17,12 +17,12 @@ from llmtrain.config.kinds import check_kind
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.source import read_file
-from llmtrain.config.training import WandbConfig
-from llmtrain.eval.config import Convention
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.gauntlet import Gauntlet, check_metric, load_gauntlet
-from llmtrain.eval.load import find_yaml
+from llmtrain.eval.report.gauntlet import Gauntlet, check_metric, load_gauntlet
 from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.tasks.config import Convention
+from llmtrain.eval.tasks.load import find_yaml
+from llmtrain.schema.training import WandbConfig
 
 
 class _OrText:

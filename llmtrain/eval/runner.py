@@ -14,10 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.ahead import Ahead, Steps
+from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
-from llmtrain.eval.models import (
+from llmtrain.eval.prompts.tokens import PromptTokenizer
+from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
+from llmtrain.eval.report.results import Report, Result, cut_to_fit
+from llmtrain.eval.report.store import Answers, Store, requests_digest
+from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
+from llmtrain.eval.scoring.data_parallel import Requests, Team, answer, in_order
+from llmtrain.eval.scoring.models import (
     Found,
     default_dtype,
     find_model,
@@ -26,14 +31,9 @@ from llmtrain.eval.models import (
     tokenizer_identity,
     window_of,
 )
-from llmtrain.eval.results import Report, Result, cut_to_fit
-from llmtrain.eval.run_config import Chosen, EvalRun, ModelChoice, chosen_tasks
-from llmtrain.eval.scorer import Scorer
-from llmtrain.eval.store import Answers, Store, requests_digest
+from llmtrain.eval.scoring.overlap import Ahead, Steps
+from llmtrain.eval.scoring.scorer import Scorer
 from llmtrain.eval.task import Documents, Task, load_task
-from llmtrain.eval.together import Requests, Team, answer, in_order
-from llmtrain.eval.tokens import PromptTokenizer
-from llmtrain.train.distributed import initialize, world_from_environment
 
 
 def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:

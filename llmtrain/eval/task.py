@@ -16,23 +16,23 @@ from functools import cached_property
 from pathlib import Path
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval import foundry, lm_eval
-from llmtrain.eval.ahead import Steps, finished
-from llmtrain.eval.config import CONVENTIONS, Convention, TaskConfig, TaskType
-from llmtrain.eval.documents import Choices, Continuation, Document, Question, Recipe, Schema, Text
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.few_shot import check_pool
-from llmtrain.eval.foundry import FoundryWriter
-from llmtrain.eval.lm_eval import LmEvalWriter
-from llmtrain.eval.load import find_yaml, known, read_section
-from llmtrain.eval.metrics import Metrics, collect
-from llmtrain.eval.prompts import encode
-from llmtrain.eval.request import Generate, Generated, Score, Scored
-from llmtrain.eval.rolling import rolling_requests
-from llmtrain.eval.scoring import Style, judge
-from llmtrain.eval.sections import LmEvalPrompting, Source
-from llmtrain.eval.sources import Record, read_records
-from llmtrain.eval.tokens import PromptTokenizer
+from llmtrain.eval.prompts import foundry, lm_eval
+from llmtrain.eval.prompts.encode import encode
+from llmtrain.eval.prompts.few_shot import check_pool
+from llmtrain.eval.prompts.foundry import FoundryWriter
+from llmtrain.eval.prompts.lm_eval import LmEvalWriter
+from llmtrain.eval.prompts.rolling_loglikelihood import rolling_requests
+from llmtrain.eval.prompts.tokens import PromptTokenizer
+from llmtrain.eval.report.judge import Style, judge
+from llmtrain.eval.report.metrics import Metrics, collect
+from llmtrain.eval.scoring.overlap import Steps, finished
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.tasks.config import CONVENTIONS, Convention, TaskConfig, TaskType
+from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Recipe, Schema, Text
+from llmtrain.eval.tasks.load import find_yaml, known, read_section
+from llmtrain.eval.tasks.sections import LmEvalPrompting, Source
+from llmtrain.eval.tasks.sources import Record, read_records
 
 
 @dataclass(frozen=True)

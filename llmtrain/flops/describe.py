@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.config.schema import Config
-from llmtrain.flops.cost import Flops
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, shard_ranks
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.flops import Flops
 from llmtrain.models.hf.family import UnsupportedModelError, family_for
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 
 SECONDS_PER_DAY = 86_400
 

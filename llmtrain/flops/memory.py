@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import assert_never
 
-from llmtrain.config.schema import Config
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, MLPConfig, ModelConfig, SharedAttentionBlock
+from llmtrain.schema.config import Config
 
 GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leaves shard_size to the machine
 

@@ -8,9 +8,9 @@ from typing import assert_never
 from rich.console import Console
 from rich.table import Table
 
-from llmtrain.config.schema import Config
 from llmtrain.flops.describe import Description, Speed
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, SharedAttentionBlock
+from llmtrain.schema.config import Config
 
 GIB = 2**30
 

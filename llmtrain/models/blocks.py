@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import Block as AnyBlock
 from llmtrain.models.config import Mamba2Block, ModelConfig, SharedAttentionBlock
+from llmtrain.models.flops import Flops
 from llmtrain.models.layers import MLP, Norm
 from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.mixers.mamba2 import Mamba2

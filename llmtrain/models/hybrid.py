@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels.attention.documents import documents as documents_of
-from llmtrain.kernels.attention.tree import Tree
+from llmtrain.kernels.attention.prefix_tree import Tree
 from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.blocks import Block, BlockContext, ContextCache
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
+from llmtrain.models.flops import Flops
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
 from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap

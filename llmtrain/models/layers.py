@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
+from llmtrain.models.flops import Flops
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.specs import norm_spec
 

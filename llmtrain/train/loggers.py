@@ -16,7 +16,7 @@ from composer.utils import dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
 
 
 class StepLogger(LoggerDestination):

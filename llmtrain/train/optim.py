@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from llmtrain.config.schema import Config
-from llmtrain.config.training import OptimizerConfig, ScheduleConfig
+from llmtrain.schema.config import Config
+from llmtrain.schema.training import OptimizerConfig, ScheduleConfig
 
 # Scales, offsets and time constants: decay would pull them towards a value that means something else than "small".
 _NO_DECAY_NAMES = ("A_log", "D", "dt_bias")

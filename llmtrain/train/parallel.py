@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from llmtrain.config.training import ActivationCheckpointing, Sharding, TrainConfig
+from llmtrain.distributed.world import World
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.train.distributed import World
+from llmtrain.schema.training import ActivationCheckpointing, Sharding, TrainConfig
 from llmtrain.train.precision import fp32_modules, mixed_precision_policy
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.train.distributed import gloo_group
+from llmtrain.distributed.world import gloo_group
 
 STATUS = 128 + signal.SIGTERM
 """Exit status of a run that was preempted."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from composer.utils import dist
 
-from llmtrain.config.schema import Config
 from llmtrain.data.baselines import read_baselines
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.load import tokenizer_path
 from llmtrain.generate.sampling import Sampling
 from llmtrain.models.hf.family import UnsupportedModelError, family_for
+from llmtrain.schema.config import Config
 from llmtrain.train.loggers import read_metrics
 from llmtrain.train.run import Outcome
 

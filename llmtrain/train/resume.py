@@ -8,9 +8,9 @@ from pathlib import Path
 from llmtrain.checkpoint.lookup import find
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest, folders, latest
 from llmtrain.checkpoint.remote.bucket import is_remote
-from llmtrain.config.load import differences
-from llmtrain.config.schema import Config
 from llmtrain.data.shards import ShardError, data_fingerprint
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import differences
 
 
 def check_resumption(config: Config) -> None:

@@ -19,11 +19,12 @@ from llmtrain.checkpoint.newest import newest
 from llmtrain.checkpoint.partial import load_part
 from llmtrain.checkpoint.rotation import Keep
 from llmtrain.checkpoint.saver import Saver
-from llmtrain.config.schema import Config
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
 from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
 from llmtrain.train.callbacks.schedule import Schedule
@@ -31,7 +32,6 @@ from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
-from llmtrain.train.distributed import World, gloo_group, initialize, world_from_environment
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize

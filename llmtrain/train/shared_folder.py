@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmtrain.checkpoint.manifest import CheckpointError
-from llmtrain.train.distributed import World
+from llmtrain.distributed.world import World
 
 _SECONDS = 30.0
 """A network file system may show a new file to other nodes that late."""

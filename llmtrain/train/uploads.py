@@ -7,7 +7,7 @@ from pathlib import Path
 from llmtrain.checkpoint.remote.bucket import open_bucket
 from llmtrain.checkpoint.remote.uploader import Uploader
 from llmtrain.checkpoint.rotation import Keep
-from llmtrain.train.distributed import World
+from llmtrain.distributed.world import World
 from llmtrain.train.preemption import Preempted, Preemption
 
 

@@ -11,9 +11,9 @@ import time
 import traceback
 from pathlib import Path
 
-from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
-from llmtrain.train.distributed import World, launch_id, world_from_environment
+from llmtrain.distributed.world import World, launch_id, world_from_environment
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
 from llmtrain.train.resume import bring_initial_weights, bring_newest_checkpoint, check_resumption, refuse_used_remote
 
 _SECONDS_FOR_THE_LAUNCHER = 3.0

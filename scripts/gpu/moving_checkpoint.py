@@ -28,9 +28,9 @@ from unittest.mock import patch
 
 from llmtrain.bench.entry import end_with
 from llmtrain.checkpoint import manifest as manifests
-from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
-from llmtrain.train.launch import launch
+from llmtrain.distributed.launch import launch
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
 
 FILE = Path(__file__).parents[2] / "yamls" / "bench" / "moving-25m.yaml"
 PARTS = ("prepare", "whole", "moving", "report")

@@ -69,7 +69,7 @@ tests() {
     # Each worker would start compiler processes of its own, more than there are cores.
     TORCHINDUCTOR_COMPILE_THREADS=1 step gpu-tests 300 "$python" -m pytest tests/gpu -m "not slow" -q -n "${WORKERS:-12}" \
         --dist loadgroup -p no:cacheprovider --durations=15 --junitxml="$work/gpu-tests.xml"
-    step bench-checkpoint 200 "$python" -m llmtrain.bench.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
+    step bench-checkpoint 200 "$python" -m benchmarks.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
         train.compile=off train.microbatch_size=4 --saves 2 "$@" # 16 without compiling may not fit
     rm -rf "$work/saved"
     step doctor 60 "$python" -m llmtrain.bench doctor
@@ -85,7 +85,7 @@ three_columns() {
     # The standard library alone is learnt by heart in two minutes.
     local site
     site=$("$python" -c 'import sympy, os; print(os.path.dirname(os.path.dirname(sympy.__file__)))')
-    step three-columns 420 "$python" -m llmtrain.bench.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
+    step three-columns 420 "$python" -m benchmarks.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
         "data.prepare.sources=[stdlib, $site/transformers, $site/sympy]" data.prepare.out=data/code-1024 \
         --minutes 2 --out "$work/three-columns" "$@"
     wait
@@ -95,9 +95,9 @@ evaluation() {
     public_packages # by which the harness's transformers runs Zamba2
     # Both write after every task, ours first: half of the time for each loses the harness's last tasks at most.
     local common=(--data-dir icl --peer-seconds 20) each=$(((limit - SECONDS) / 2))
-    step evaluation-zamba2 $each "$python" -m llmtrain.bench.evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \
+    step evaluation-zamba2 $each "$python" -m benchmarks.evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \
         --out "$work/evaluation-zamba2.json" "$@"
-    step evaluation-mpt $each "$python" -m llmtrain.bench.evaluation yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" "${common[@]}" \
+    step evaluation-mpt $each "$python" -m benchmarks.evaluation yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" "${common[@]}" \
         --out "$work/evaluation-mpt.json" "$@"
 }
 
@@ -141,15 +141,15 @@ steps() {
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
     public_packages
     local short=('train.duration=10 steps' 'schedule.warmup=2 steps' --kernels ours public)
-    step steps-mpt 260 "$python" -m llmtrain.bench.steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
+    step steps-mpt 260 "$python" -m benchmarks.steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
         --out "$work/steps-mpt.json" "$@"
-    step steps-zamba2 400 "$python" -m llmtrain.bench.steps yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
+    step steps-zamba2 400 "$python" -m benchmarks.steps yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
         train.microbatch_size=2 "${short[@]}" --out "$work/steps-zamba2.json" "$@"
 }
 
 decoding() {
-    step decoding-zamba2 300 "$python" -m llmtrain.bench.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
-    step decoding-mpt 200 "$python" -m llmtrain.bench.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
+    step decoding-zamba2 300 "$python" -m benchmarks.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
+    step decoding-mpt 200 "$python" -m benchmarks.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
 }
 
 # MPT-1B as MptForCausalLM can express it: ALiBi, no biases.

@@ -19,10 +19,10 @@ from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.upload import upload
-from llmtrain.config.schema import Config
 from llmtrain.convert.reading import CheckpointTensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.published import open_published
+from llmtrain.schema.config import Config
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish, refused
 from tests.support.stores import flip

@@ -150,7 +150,7 @@ def test_checkpoints_of_one_and_of_two_ranks_are_exported_alike(ranks, shards, t
 
 def _save(shards: Path, root: Path) -> None:
     """A job: a sharded model with a seed, saved. Its tokenizer is found through the config."""
-    from llmtrain.train.distributed import world_from_environment
+    from llmtrain.distributed.world import world_from_environment
     from llmtrain.train.optim import build_optimizer
     from llmtrain.train.parallel import parallelize
     from tests.support.tiny import tiny_config
@@ -183,7 +183,7 @@ def test_ranks_load_what_is_imported(ranks, tmp_path, capsys):
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
     """A job: the parameters of a checkpoint, loaded into a sharded model."""
-    from llmtrain.train.distributed import world_from_environment
+    from llmtrain.distributed.world import world_from_environment
     from llmtrain.train.parallel import parallelize
     from tests.support.tiny import tiny_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.config.data import PrepareConfig
+from llmtrain.schema.data import PrepareConfig
 from tests.support.icl import byte_level, some_sentence
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.eval import models
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.models import Found
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring import models
+from llmtrain.eval.scoring.models import Found
+from llmtrain.eval.scoring.scorer import HybridScorer
 from tests.support.evaluation import TASKS, Place
 from tests.support.project import LLMTRAIN, Project
 

@@ -15,8 +15,8 @@ from composer.utils import dist
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.cli import main
-from llmtrain.config.schema import Config
 from llmtrain.generate.load import load_model
+from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.loggers import read_metrics
 from tests.support import runs

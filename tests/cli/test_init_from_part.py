@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint.partial import load_part
-from llmtrain.config.schema import Config
+from llmtrain.distributed.world import world_from_environment
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.train.distributed import world_from_environment
+from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
 from tests.cli.test_init_from import check

@@ -16,9 +16,9 @@ from llmtrain.checkpoint.remote.download import verify
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.upload import upload
 from llmtrain.cli import main
-from llmtrain.config.load import load_config
-from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scoring.scorer import HybridScorer
+from llmtrain.schema.load import load_config
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import S3, serving
 

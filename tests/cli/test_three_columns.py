@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.three_columns import Asked, as_markdown, compare, main
 from llmtrain.bench.entry import status_of
-from llmtrain.bench.three_columns import Asked, as_markdown, compare, main
-from llmtrain.eval.request import Score, Scored
+from llmtrain.eval.scoring.request import Score, Scored
 from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
 

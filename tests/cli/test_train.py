@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.train.distributed import free_port
+from llmtrain.distributed.world import free_port
 from tests.support.project import LLMTRAIN, Project, copy_of, living, seconds_of_children, stop
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train.py")
@@ -105,7 +105,7 @@ def in_process(project: Project, monkeypatch, capsys, *arguments: str) -> tuple[
 def test_a_run_of_another_meaning_is_refused_before_anything_starts(finished, tmp_path, monkeypatch, capsys, arguments):
     project = copy_of(finished, tmp_path)
     monkeypatch.setattr("llmtrain.train.worker._train", None)
-    monkeypatch.setattr("llmtrain.train.launch.launch", None)
+    monkeypatch.setattr("llmtrain.distributed.launch.launch", None)
     changes = ["optimizer.lr=0.1", "model.blocks.m.d_state=16", "data.shuffle_seed=1", "train.microbatch_size=1"]
     status, text, seconds = in_process(project, monkeypatch, capsys, *arguments, *changes)
     assert status == 2 and seconds < 5

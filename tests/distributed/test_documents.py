@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.config.schema import Config
 from llmtrain.data.batches import IGNORED
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 from tests.distributed.test_gradients import ONE_STEP, Step, assert_same_step, one_step
 from tests.support.runs import train
 from tests.support.tiny import tiny_config

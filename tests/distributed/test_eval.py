@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.training import Sharding, TrainConfig
-from llmtrain.eval.lockstep import lockstep
-from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.run_config import EvalRun
 from llmtrain.eval.runner import evaluate
-from llmtrain.eval.scorer import HybridScorer
-from llmtrain.eval.together import Team, answer, divide, in_order
+from llmtrain.eval.scoring.data_parallel import Team, answer, divide, in_order
+from llmtrain.eval.scoring.fsdp_sync import lockstep
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.generate.load import load_model
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.training import Sharding, TrainConfig
 from llmtrain.train.callbacks.evaluation import evaluating
-from llmtrain.train.distributed import initialize, world_from_environment
 from llmtrain.train.parallel import parallelize
 from tests.support import checkpoints
 from tests.support.evaluation import Place

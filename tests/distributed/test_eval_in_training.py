@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config.load import load_config
 from llmtrain.config.report import ConfigError
-from llmtrain.config.schema import Config
-from llmtrain.eval.results import flat
+from llmtrain.eval.report.results import flat
 from llmtrain.eval.runner import evaluate
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
 from tests.support.evaluation import Place
 from tests.support.runs import train
 from tests.support.tiny import tiny_config, tiny_settings

@@ -22,7 +22,7 @@ from llmtrain.checkpoint import rotation, store
 from llmtrain.checkpoint.index import Index
 from llmtrain.checkpoint.manifest import CheckpointError, FileRecord
 from llmtrain.checkpoint.newest import newest
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
 from tests.support.checkpoints import edit_manifest, flip_bit
 from tests.support.ranks import RankFailed
 from tests.support.runs import read_tensors

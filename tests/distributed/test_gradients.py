@@ -17,9 +17,9 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.config.schema import Config
 from llmtrain.data import batches, streaming
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support.runs import observed_by

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from llmtrain.train.distributed import free_port, initialize, rank_environment
+from llmtrain.distributed.world import free_port, initialize, rank_environment
 from llmtrain.train.preemption import STATUS, Preemption
 
 

@@ -22,8 +22,8 @@ from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.staging import Staging
 from llmtrain.checkpoint.store import About, SaveError
 from llmtrain.checkpoint.tensor_file import TensorFile
-from llmtrain.config.schema import Config
-from llmtrain.train.distributed import gloo_group
+from llmtrain.distributed.world import gloo_group
+from llmtrain.schema.config import Config
 from tests.support.sharded import build, same, state_of
 from tests.support.tiny import tiny_config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from llmtrain.train.distributed import World
+from llmtrain.distributed.world import World
 from llmtrain.train.shared_folder import require_shared
 from tests.support.ranks import RankFailed
 

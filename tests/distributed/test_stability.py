@@ -12,7 +12,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.composer_model import ComposerHybridLM
 from tests.support.ranks import RankFailed

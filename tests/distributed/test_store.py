@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint import store
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
 from tests.support.ranks import RankFailed
 from tests.support.sharded import build, same, state_of, write
 from tests.support.tiny import tiny_config

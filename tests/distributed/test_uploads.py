@@ -12,7 +12,7 @@ import pytest
 from llmtrain.checkpoint.remote.catalogue import stored
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.rotation import Keep
-from llmtrain.train.distributed import World
+from llmtrain.distributed.world import World
 from llmtrain.train.preemption import Preempted
 from llmtrain.train.uploads import Uploads
 from tests.support.stores import make_checkpoint

@@ -8,7 +8,7 @@ from llmtrain.checkpoint import store
 from llmtrain.checkpoint.rotation import Keep
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.store import About
-from llmtrain.train.distributed import gloo_group, initialize
+from llmtrain.distributed.world import gloo_group, initialize
 from tests.support.runs import read_tensors
 
 pytestmark = [

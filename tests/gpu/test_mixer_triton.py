@@ -11,7 +11,8 @@ from llmtrain.kernels import platform, registry
 from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer, compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.mamba_mixer.triton import Keep, TritonMambaMixer, default_launch
-from tests.support import around, mixers
+from tests.support import mamba_parts as around
+from tests.support import mixers
 from tests.support.selection import cases
 
 pytestmark = [

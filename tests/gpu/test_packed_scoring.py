@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.eval.packing import Packs
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring.packing import Packs
+from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from tests.support.checkpoints import tokenizer
 from tests.support.models import PACKABLE, build

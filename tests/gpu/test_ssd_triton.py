@@ -11,7 +11,8 @@ from llmtrain.kernels import platform
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, build
-from tests.support import around, scans
+from tests.support import mamba_parts as around
+from tests.support import scans
 
 pytestmark = [
     pytest.mark.gpu,

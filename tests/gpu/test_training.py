@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.config.load import load_config
-from llmtrain.eval.results import flat
+from llmtrain.eval.report.results import flat
 from llmtrain.eval.runner import evaluate
+from llmtrain.schema.load import load_config
 from tests.support.evaluation import Place
 from tests.support.selection import cases
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.training import ActivationCheckpointing
 from llmtrain.kernels.attention import triton as kernels
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
+from llmtrain.schema.training import ActivationCheckpointing
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support import attention
 from tests.support.attention import CASES, Case

@@ -7,7 +7,7 @@ from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.conv1d.triton import TritonConv1d, conv1d_backward, conv1d_forward
 from llmtrain.kernels.conv1d.triton_launch import Launch, Walk
-from tests.support import around
+from tests.support import mamba_parts as around
 
 
 def made(

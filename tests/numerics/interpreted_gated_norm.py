@@ -9,7 +9,7 @@ from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.gated_norm.triton import TritonGatedNorm, gated_norm_backward, gated_norm_forward
 from llmtrain.kernels.gated_norm.triton_launch import Launch, Tile
-from tests.support import around
+from tests.support import mamba_parts as around
 
 
 def made(spec: GatedNormSpec, columns: int = 16, rows: int = 1, run: int = 2, **how: Any) -> TritonGatedNorm:

@@ -24,7 +24,8 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton_launch as ssd
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from tests.support import around, mixers
+from tests.support import mamba_parts as around
+from tests.support import mixers
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

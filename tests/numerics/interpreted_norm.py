@@ -9,7 +9,8 @@ from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.norm.triton import TritonNorm, norm_backward, norm_forward
 from llmtrain.kernels.row_tiles import Launch, Tile
-from tests.support import around, norms
+from tests.support import mamba_parts as around
+from tests.support import norms
 
 TYPES = pytest.mark.parametrize("type_, biased", [("rmsnorm", False), ("layernorm", False), ("layernorm", True)])
 

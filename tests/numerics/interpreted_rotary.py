@@ -6,7 +6,7 @@ import torch
 from llmtrain.kernels.rotary.reference import ReferenceRotary
 from llmtrain.kernels.rotary.triton import TritonRotary, rotary
 from llmtrain.kernels.rotary.triton_launch import Launch
-from tests.support import around
+from tests.support import mamba_parts as around
 from tests.support.rotations import both, inputs, tables
 
 ROTARY = TritonRotary(Launch(tokens=32, heads=8, warps=4))

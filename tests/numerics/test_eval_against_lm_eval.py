@@ -18,9 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llmtrain.eval.metrics import Judged, Metrics
-from llmtrain.eval.models import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.eval.report.metrics import Judged, Metrics
+from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
 from llmtrain.eval.task import Task, load_task
 from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, harness_settings, without_pmi_premise
 from tests.support.icl import byte_level, icl_file

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.request import Generate, Generated, Score, Scored
-from llmtrain.eval.sections import FoundryPrompting
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
 from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.tasks.sections import FoundryPrompting
 from tests.support import foundry_oracle as oracle
 from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
 

@@ -16,10 +16,10 @@ from llmtrain.checkpoint import manifest as manifests
 from llmtrain.convert.writing import LazyTensor
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.huggingface import HuggingFaceScorer
-from llmtrain.eval.models import find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.request import Generate, Generated
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring.huggingface import HuggingFaceScorer
+from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer, window_of
+from llmtrain.eval.scoring.request import Generate, Generated
+from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -89,7 +89,7 @@ def test_scores_are_those_of_a_forward_pass_per_request(kind, peer, share):
 
 
 def test_logits_are_few_at_a_time(monkeypatch):
-    monkeypatch.setattr("llmtrain.eval.huggingface._LOGITS", 40 * VOCAB)
+    monkeypatch.setattr("llmtrain.eval.scoring.huggingface._LOGITS", 40 * VOCAB)
     model, requests = gpt2(), KINDS["all"]()
     shown = []
     model.register_forward_hook(lambda module, given, out: shown.append(out.logits.shape[:2].numel()))

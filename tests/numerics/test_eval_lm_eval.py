@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.config import TaskConfig
-from llmtrain.eval.metrics import Metrics
-from llmtrain.eval.request import Generate, Score
-from llmtrain.eval.sections import Examples, Source
+from llmtrain.eval.report.metrics import Metrics
+from llmtrain.eval.scoring.request import Generate, Score
 from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.tasks.config import TaskConfig
+from llmtrain.eval.tasks.sections import Examples, Source
 from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
 
 pytestmark = pytest.mark.skipif(

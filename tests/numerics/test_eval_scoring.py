@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.eval.batching import Limits
-from llmtrain.eval.request import Score
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring.batching import Limits
+from llmtrain.eval.scoring.request import Score
+from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
 from tests.support.checkpoints import tokenizer

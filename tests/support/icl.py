@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
-from llmtrain.eval.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 """Public data sets beside the checkout; tests that need them are skipped without."""

@@ -10,7 +10,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
-from tests.support.around import draw
+from tests.support.mamba_parts import draw
 
 NAMES = ("zxbcdt", "conv_weight", "conv_bias", "A", "D", "dt_bias", "norm_weight", "initial_state")
 """Of the inputs."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tests.support.around import draw
+from tests.support.mamba_parts import draw
 
 
 def inputs(

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.attention.prefix_tree import TILE
+from llmtrain.kernels.attention.prefix_tree_triton import join
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.attention.tree import TILE
-from llmtrain.kernels.attention.tree_triton import join
+from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.tree_triton import convolve_tree
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.prefix_tree import Walks
+from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.tree import Walks
-from llmtrain.kernels.ssd.tree_triton import launch_for, scan_tree
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
-from llmtrain.train.distributed import free_port, rank_environment
+from llmtrain.distributed.world import free_port, rank_environment
 from tests.support.segments import released_segments
 
 
@@ -91,7 +91,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
     import torch
 
-    from llmtrain.train.distributed import initialize
+    from llmtrain.distributed.world import initialize
 
     torch.set_num_threads(1)
     initialize()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.support import around
+from tests.support import mamba_parts as around
 
 
 def tables(*shape: int, device: str = "cpu") -> tuple[Tensor, Tensor]:

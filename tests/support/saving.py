@@ -11,7 +11,7 @@ from torch import nn
 
 from llmtrain.checkpoint import store
 from llmtrain.checkpoint.newest import newest
-from llmtrain.train.distributed import free_port, initialize, rank_environment
+from llmtrain.distributed.world import free_port, initialize, rank_environment
 
 
 def victim(root: Path, pipe: Connection) -> None:

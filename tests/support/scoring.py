@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.eval.request import Score, Scored
+from llmtrain.eval.scoring.request import Score, Scored
 from tests.support.models import VOCAB
 
 

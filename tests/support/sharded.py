@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from llmtrain.checkpoint import store
-from llmtrain.config.schema import Config
+from llmtrain.distributed.world import world_from_environment
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.train.distributed import world_from_environment
+from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.schema import Config
+from llmtrain.schema.config import Config
 
 SEQ_LEN = 32
 STEPS_PER_EPOCH = 16

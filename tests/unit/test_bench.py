@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.bench.commands import add_benches
 from llmtrain.bench.kernels import command as kernels_command
 from llmtrain.bench.kernels import report, scan
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, leaf, run_both
@@ -22,6 +21,7 @@ from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
 from llmtrain.bench.tune.operations import Attempt, Winner, problem
 from llmtrain.bench.tune.ssd import Case as SSDCase
+from llmtrain.commands.bench import add_benches
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform

@@ -7,7 +7,7 @@ import pytest
 
 import llmtrain
 from llmtrain.bench.entry import status_of
-from llmtrain.config.load import load_config
+from llmtrain.schema.load import load_config
 
 
 def test_what_is_wrong_with_a_config_is_its_report_alone(capsys):
@@ -28,7 +28,7 @@ def test_otherwise_main_says_the_status(answer, status):
 
 def test_every_bench_ends_so():
     root = Path(llmtrain.__file__).parents[1]
-    files = [*root.glob("llmtrain/bench/*.py"), root / "scripts/gpu/moving_checkpoint.py"]
+    files = [*root.glob("benchmarks/*.py"), root / "scripts/gpu/moving_checkpoint.py"]
     texts = {file.name: file.read_text(encoding="utf-8") for file in files}
     programs = {name: text for name, text in texts.items() if 'if __name__ == "__main__":' in text}
     assert len(programs) > 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import llmtrain
-from llmtrain.config.load import load_config
+from llmtrain.schema.load import load_config
 
 SCRIPT = Path(llmtrain.__file__).parents[1] / "scripts/gpu/moving_checkpoint.py"
 TOTAL = 6

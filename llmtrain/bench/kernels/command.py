@@ -13,7 +13,8 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.kernels import around, attention, norm, report, rotary, scan
+from llmtrain.bench.kernels import attention, norm, report, rotary, scan
+from llmtrain.bench.kernels import mamba_parts as around
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress

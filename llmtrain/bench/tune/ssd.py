@@ -12,14 +12,14 @@ from torch import Tensor
 
 from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd import block_scaled_fp16 as half
+from llmtrain.kernels.ssd import chunk_cumsum as time_steps
+from llmtrain.kernels.ssd import inter_chunk_bwd as through
+from llmtrain.kernels.ssd import intra_chunk_bwd as pairs
+from llmtrain.kernels.ssd import intra_chunk_halves_bwd as across
+from llmtrain.kernels.ssd import state_passing as borders
 from llmtrain.kernels.ssd import triton as scans
-from llmtrain.kernels.ssd import triton_across as across
 from llmtrain.kernels.ssd import triton_forward as forward
-from llmtrain.kernels.ssd import triton_half as half
-from llmtrain.kernels.ssd import triton_pairs as pairs
-from llmtrain.kernels.ssd import triton_passing as borders
-from llmtrain.kernels.ssd import triton_states as through
-from llmtrain.kernels.ssd import triton_steps as time_steps
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, Launch, PassLaunch, WalkLaunch, default_launch

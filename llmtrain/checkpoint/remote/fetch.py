@@ -16,7 +16,7 @@ from llmtrain.checkpoint.manifest import CheckpointError, FormatError, Manifest
 from llmtrain.checkpoint.remote.bucket import RemoteError, open_bucket
 from llmtrain.checkpoint.remote.catalogue import Stored, newest, stored
 from llmtrain.checkpoint.remote.download import download
-from llmtrain.data.progress import ByteBar
+from llmtrain.progress import ByteBar
 
 _LOCK = ".remote.lock"
 _ASKED = ".remote-asked"

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.conv1d.triton_launch import Walk
+from llmtrain.kernels.reduce_partials import column_sums
 from llmtrain.kernels.sigmoid import sigmoid
 
 

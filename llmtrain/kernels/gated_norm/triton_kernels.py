@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.column_sums import column_sums
 from llmtrain.kernels.gated_norm.triton_launch import Tile
-from llmtrain.kernels.rows import part, parts, vector
+from llmtrain.kernels.reduce_partials import column_sums
+from llmtrain.kernels.row_kernels import part, parts, vector
 from llmtrain.kernels.sigmoid import sigmoid
 
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_steps import softplus
 
 # Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
 _LAUNCH = {

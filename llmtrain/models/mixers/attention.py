@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
-from llmtrain.kernels.attention import tree as trees
-from llmtrain.kernels.attention.tree import Tree
+from llmtrain.kernels.attention import prefix_tree as trees
+from llmtrain.kernels.attention.prefix_tree import Tree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
+from llmtrain.models.flops import Flops
 from llmtrain.models.layers import Linear, Norm, rotary_tables
 from llmtrain.models.specs import attention_spec
 

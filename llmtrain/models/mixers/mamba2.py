@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels import registry
+from llmtrain.kernels.async_copy import moved_to
+from llmtrain.kernels.conv1d.prefix_tree import predecessors
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.tree import predecessors
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
-from llmtrain.kernels.moving import moved_to
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.tree import walks
+from llmtrain.kernels.ssd.prefix_tree import walks
 from llmtrain.models.config import Mamba2Block, ModelConfig
+from llmtrain.models.flops import Flops
 from llmtrain.models.init import (
     InitScale,
     Rule,
@@ -32,7 +32,7 @@ from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.specs import ssd_spec
 
 if TYPE_CHECKING:
-    from llmtrain.kernels.attention.tree import Tree
+    from llmtrain.kernels.attention.prefix_tree import Tree
     from llmtrain.models.cache import CachedMamba2
 
 
@@ -162,7 +162,7 @@ class TreeMamba2:
 
     def convolve(self, x: Tensor) -> Tensor:
         """x: [1, T, channels] -> like x."""
-        from llmtrain.kernels.conv1d.tree_triton import convolve_tree
+        from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
 
         conv, tree = self.mixer.conv, self.tree
         reach = conv.spec.width - 1
@@ -176,7 +176,7 @@ class TreeMamba2:
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """As the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
-        from llmtrain.kernels.ssd.tree_triton import launch_for, scan_tree
+        from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
 
         mixer, tree = self.mixer, self.tree
         chunk = launch_for(mixer.spec, mixer.platform).chunk

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from llmtrain.flops.cost import Flops
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig, SharedAttentionBlock
+from llmtrain.models.flops import Flops
 from llmtrain.models.layers import MLP, Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
 

@@ -12,17 +12,17 @@ from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.gauntlet import load_gauntlet
-from llmtrain.eval.lockstep import lockstep
-from llmtrain.eval.request import Generate, Score
-from llmtrain.eval.results import Result, cut_to_fit, flat
+from llmtrain.distributed.world import World
+from llmtrain.eval.report.gauntlet import load_gauntlet
+from llmtrain.eval.report.results import Result, cut_to_fit, flat
 from llmtrain.eval.run_config import Chosen, EvalRun, chosen_tasks
 from llmtrain.eval.runner import read_documents, scores_of
-from llmtrain.eval.scorer import HybridScorer
+from llmtrain.eval.scoring.data_parallel import Team, answer, in_order
+from llmtrain.eval.scoring.fsdp_sync import lockstep
+from llmtrain.eval.scoring.request import Generate, Score
+from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
-from llmtrain.eval.together import Team, answer, in_order
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.train.distributed import World
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config.training import TrainConfig
+from llmtrain.schema.training import TrainConfig
 
 
 class NonFiniteError(RuntimeError):

@@ -11,10 +11,10 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from llmtrain.config.training import TrainConfig
 from llmtrain.flops.count import training_flops_per_token
 from llmtrain.flops.peaks import peak_flops
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.training import TrainConfig
 
 
 @dataclass(frozen=True)

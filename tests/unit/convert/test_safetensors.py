@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from llmtrain.checkpoint.manifest import hash_file
 from llmtrain.checkpoint.tensor_file import DTYPES, Entry, TensorFile
-from llmtrain.convert.commands import parse_size
+from llmtrain.commands.convert import parse_size
 from llmtrain.convert.safetensors import divide, file_names
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.data import PrepareConfig
+from llmtrain.schema.data import PrepareConfig
 
 SENTENCE = "the quick brown fox jumps over lazy dogs while naïve café owners 走 home über the bridge\n"
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.config.data import DataConfig
 from llmtrain.data.batches import collate_packed, filler
 from llmtrain.data.documents import check_documents, end_of_document
 from llmtrain.data.prepare import prepare
 from llmtrain.data.shards import ShardError
 from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.schema.data import DataConfig
 
 
 def sample(*tokens: int, text_bytes: int = -1) -> dict:

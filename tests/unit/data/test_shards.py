@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from llmtrain.config.data import DataConfig
 from llmtrain.data.shards import ShardError, check_streams, check_vocabulary, data_fingerprint, epoch_samples
+from llmtrain.schema.data import DataConfig
 
 
 def config(streams: dict, **options) -> DataConfig:

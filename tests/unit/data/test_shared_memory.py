@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.data import DataConfig
 from llmtrain.data import shared_memory
 from llmtrain.data.shared_memory import one_at_a_time, remove_stale_segments
 from llmtrain.data.streaming import build_train_loader
+from llmtrain.schema.data import DataConfig
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is looked up in Linux's /dev/shm")
 NUMBER = "987654"

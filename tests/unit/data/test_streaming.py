@@ -14,9 +14,9 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 from torch import distributed as dist
 
-from llmtrain.config.data import DataConfig
 from llmtrain.data.shards import ShardError
 from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
 
 Order = list[list[int]]

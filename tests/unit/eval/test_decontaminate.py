@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.decontaminate import decontaminate, mds_samples, text_samples
-from llmtrain.eval.documents import Choices, Continuation, Document
+from llmtrain.eval.decontamination.decontaminate import decontaminate, mds_samples, text_samples
+from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.task import document_text
+from llmtrain.eval.tasks.documents import Choices, Continuation, Document
 from tests.support.icl import byte_level, some_sentence
 
 
@@ -69,8 +69,8 @@ def test_leaks_in_text_files_are_found_and_placed(corpus, documents, tokenizer):
 
 
 def test_leaks_in_shards_are_found_as_token_ids(corpus, documents, tokenizer, tmp_path):
-    from llmtrain.config.data import PrepareConfig
     from llmtrain.data.prepare import prepare
+    from llmtrain.schema.data import PrepareConfig
 
     tokenizer.save(tmp_path / "tokenizer")
     prepare(

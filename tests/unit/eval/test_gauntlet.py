@@ -11,8 +11,8 @@ import yaml
 
 from llmtrain.config.report import ConfigError
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.gauntlet import Gauntlet, gauntlet_scores, load_gauntlet
-from llmtrain.eval.metrics import Estimate, Metrics
+from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores, load_gauntlet
+from llmtrain.eval.report.metrics import Estimate, Metrics
 
 SPEC: dict[str, Any] = {
     "name": "two",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from llmtrain.eval.generation import Answer
-from llmtrain.eval.models import end_ids
+from llmtrain.eval.scoring.generation import Answer
+from llmtrain.eval.scoring.models import end_ids
 from tests.support.icl import byte_level
 
 

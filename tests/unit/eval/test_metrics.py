@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from llmtrain.eval.answers import extract_answer, foundry_correct, lm_eval_correct, normalize
-from llmtrain.eval.documents import Choices, Content, Continuation, Document, Question, Schema, Text
-from llmtrain.eval.metrics import Estimate, Judged, Weighted, collect, estimate
-from llmtrain.eval.request import Generated, Scored
-from llmtrain.eval.scoring import judge
-from llmtrain.eval.sections import Extract, FoundryPrompting, LmEvalPrompting
+from llmtrain.eval.report.answers import extract_answer, foundry_correct, lm_eval_correct, normalize
+from llmtrain.eval.report.judge import judge
+from llmtrain.eval.report.metrics import Estimate, Judged, Weighted, collect, estimate
+from llmtrain.eval.scoring.request import Generated, Scored
+from llmtrain.eval.tasks.documents import Choices, Content, Continuation, Document, Question, Schema, Text
+from llmtrain.eval.tasks.sections import Extract, FoundryPrompting, LmEvalPrompting
 
 FOUNDRY, LM_EVAL = FoundryPrompting(), LmEvalPrompting()
 

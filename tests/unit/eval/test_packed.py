@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.eval.packed import _answers, _Running
+from llmtrain.eval.scoring.packed import _answers, _Running
 
 
 @dataclass

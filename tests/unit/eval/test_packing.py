@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.eval.batching import Rows, rows_of
-from llmtrain.eval.packing import Packs, packs_of
+from llmtrain.eval.scoring.batching import Rows, rows_of
+from llmtrain.eval.scoring.packing import Packs, packs_of
 from tests.support.scoring import KINDS, choices
 
 

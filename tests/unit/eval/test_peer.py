@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.bench import eval_peer
-from llmtrain.bench.eval_peer import measure_peer
+from benchmarks import eval_peer
+from benchmarks.eval_peer import measure_peer
 
 CHOICES = 4
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llmtrain.eval.gauntlet import Gauntlet, gauntlet_scores
-from llmtrain.eval.metrics import Estimate, Judged, Metrics
-from llmtrain.eval.results import Report, Result, as_csv, as_json, as_markdown, flat, write_results
+from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores
+from llmtrain.eval.report.metrics import Estimate, Judged, Metrics
+from llmtrain.eval.report.results import Report, Result, as_csv, as_json, as_markdown, flat, write_results
 
 
 def metrics(value: float, stderr: float | None = 0.01, headline: str = "acc_sum", truncated: int = 0) -> Metrics:

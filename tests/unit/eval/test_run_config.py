@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from llmtrain.config.report import ConfigError
-from llmtrain.eval.editor import SCHEMAS, schema_text
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.json_schema import SCHEMAS, schema_text
 from llmtrain.eval.run_config import EvalRun, ModelChoice, chosen_tasks, load_eval_run
 
 EVAL = Path(__file__).parents[3] / "eval"

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from llmtrain.eval.request import Generate, Generated, Score, Scored
-from llmtrain.eval.store import Store, requests_digest
+from llmtrain.eval.report.store import Store, requests_digest
+from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
 
 ABOUT = {"model": "a", "requests": "b"}
 ANSWERS = {

@@ -14,11 +14,11 @@ import zstandard
 
 from llmtrain.config.report import ConfigError
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.documents import Choices
-from llmtrain.eval.editor import SCHEMAS, schema_text
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.request import Generate, Generated, Score
+from llmtrain.eval.json_schema import SCHEMAS, schema_text
+from llmtrain.eval.scoring.request import Generate, Generated, Score
 from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.tasks.documents import Choices
 from tests.support.icl import byte_level
 
 EVAL = Path(__file__).parents[3] / "eval"
@@ -67,7 +67,7 @@ def test_all_tasks_of_the_issue_are_shipped():
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_editors_know_every_shipped_file(name: str):
-    assert (EVAL / name).read_text() == schema_text(SCHEMAS[name]), "run python -m llmtrain.eval.editor"
+    assert (EVAL / name).read_text() == schema_text(SCHEMAS[name]), "run python -m llmtrain.eval.json_schema"
     schema = json.loads((EVAL / name).read_text())
     for file in (EVAL / name).parent.glob("*.yaml"):
         assert file.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
@@ -398,5 +398,6 @@ def test_tasks_know_nothing_of_torch():
     import subprocess
     import sys
 
-    program = "import sys, llmtrain.eval.task, llmtrain.eval.gauntlet, llmtrain.eval.decontaminate; print('torch' in sys.modules)"
+    modules = "llmtrain.eval.task, llmtrain.eval.report.gauntlet, llmtrain.eval.decontamination.decontaminate"
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

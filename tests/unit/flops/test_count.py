@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmtrain.flops.cost import Flops
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.kernels import platform
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.flops import Flops
 from llmtrain.models.hybrid import HybridLM
 
 D, V, T, BATCH = 64, 128, 96, 2

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
 from llmtrain.flops.memory import ParameterSizes, estimate_memory
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
 
 MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
 SIZES = ParameterSizes(total=1_000_000, root=200_000, largest_layer=100_000)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from llmtrain.kernels.conv1d.tree import predecessors
-from llmtrain.kernels.ssd.tree import BEHIND, Walks, walks
-from tests.support import trees
+from llmtrain.kernels.conv1d.prefix_tree import predecessors
+from llmtrain.kernels.ssd.prefix_tree import BEHIND, Walks, walks
+from tests.support import prefix_trees as trees
 
 SHAPES = [trees.prompts(seed, longest) for seed in range(12) for longest in (4, 40, 200)]
 CHUNK = 32

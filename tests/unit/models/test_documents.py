@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llmtrain.config.training import ActivationCheckpointing
 from llmtrain.kernels import platform
+from llmtrain.schema.training import ActivationCheckpointing
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support.models import MODELS, build
 from tests.support.packing import apart, assert_same, packed_batch, together

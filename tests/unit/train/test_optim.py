@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.schema import Config
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 from llmtrain.train.optim import LearningRate, build_optimizer
 from tests.support.tiny import tiny_config
 

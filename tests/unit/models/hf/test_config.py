@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.config.load import load_config
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_for, family_of
 from llmtrain.models.pattern import format_pattern, parse_pattern
+from llmtrain.schema.load import load_config
 from tests.support import published_configs as published
 from tests.support.hf import names_of
 

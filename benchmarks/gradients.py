@@ -1,0 +1,91 @@
+"""The gradients of a whole model in bf16, by one set of kernels and by another, beside those of plain PyTorch in fp32.
+
+    python -m benchmarks.gradients FILE [a.b=c …] [--kernels ours public] [--exact reference]
+
+The sets of kernels are those of `benchmarks.steps`, --exact is the one that runs in fp32. All compute the loss of one
+batch of random tokens with the weights of the config's first step, rounded to bf16. The error of a kind of parameter, say the
+in_proj of all layers together: |found - exact| / |exact|.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from benchmarks.steps import KERNELS, with_kernels
+from llmtrain.bench.entry import end_with
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
+
+LABEL = 45  # columns
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public"])
+    parser.add_argument("--exact", choices=list(KERNELS), default="reference")
+    args = parser.parse_intermixed_args()
+    configs = {name: with_kernels(args.file, args.overrides, name) for name in (args.exact, *args.kernels)}
+    for config in configs.values():
+        _without_weights(config)  # kernels that cannot serve here say so before anything is computed
+    right, exact = gradients(configs[args.exact], torch.float32)
+    print(f"{args.exact} in fp32: loss {right:.4f}", flush=True)
+    found = {}
+    for name in args.kernels:
+        loss, gradient = gradients(configs[name], torch.bfloat16)
+        print(f"{name} in bf16: loss {loss:.4f}", flush=True)
+        found[name] = {"loss": abs(loss - right) / right, **errors(gradient, exact)}
+        del gradient
+    print(f"\n{'relative error of':{LABEL}}" + "".join(f"{name:>11}" for name in found))
+    for kind in next(iter(found.values())):
+        print(f"{kind:{LABEL}}" + "".join(f"{one[kind]:11.2e}" for one in found.values()))
+    return 0
+
+
+def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one batch, and the gradient of every parameter in fp32, summed over microbatches."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = _without_weights(config).to_empty(device=device)
+    model.init_weights(config.seed)
+    model.cast(torch.bfloat16).cast(dtype)
+    size, per_step = config.train.microbatch_size, config.train.global_batch_size
+    g = torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), generator=g).to(device)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    total, found = 0.0, {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for at in range(0, per_step, size):
+        loss = model(ids[at : at + size], labels[at : at + size]).loss * size / per_step
+        loss.backward()
+        total += float(loss.detach())
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                found[name] += p.grad
+        model.zero_grad(set_to_none=True)
+    return total, found
+
+
+def _without_weights(config: Config) -> HybridLM:
+    with torch.device("meta"):
+        return HybridLM(config.model, config.train.loss)
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of all parameters together, and of each kind: all whose names differ in a number alone."""
+    wrong: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    for name, right in exact.items():
+        for kind in ("all", re.sub(r"\.\d+\.", ".*.", name)):
+            wrong[kind] += float((found[name] - right).norm(dtype=torch.float64)) ** 2
+            whole[kind] += float(right.norm(dtype=torch.float64)) ** 2
+    return {kind: (wrong[kind] / whole[kind]) ** 0.5 for kind in wrong}
+
+
+if __name__ == "__main__":
+    end_with(main)

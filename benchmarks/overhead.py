@@ -1,0 +1,137 @@
+"""What Composer, FSDP2 and the loader cost: `llmtrain train` beside a plain PyTorch loop over the same model.
+
+    python -m benchmarks.overhead FILE [a.b=c …]
+
+Both run on one GPU, one after the other and the plain loop once more, each in a process of its own, on the same
+model, kernels, compiled blocks, loss, optimizer, batch and clipping. The plain loop computes on a bf16 copy of fp32
+weights, sums gradients in fp32, and feeds random tokens made beforehand: no loader, no trainer, no sharding, no logging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from llmtrain.bench.entry import end_with
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+from llmtrain.train.loggers import read_metrics
+
+WARMUP = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
+    args = parser.parse_intermixed_args()
+    config = load_config(args.file, args.overrides)
+    if args.plain:
+        print(json.dumps(plain_loop(config)))
+        return 0
+    plain = _plain(args)
+    ours = _llmtrain(args, config)
+    again = _plain(args)
+    for name, seconds in (("plain loop", plain), ("llmtrain train", ours), ("plain loop again", again)):
+        rate = config.tokens_per_step / seconds
+        print(
+            f"{name:18} {1000 * seconds:9.1f} ms/step  {rate:9,.0f} tokens/s  MFU {100 * mfu(config, rate):.2f} % (foundry)"
+        )
+    print(f"llmtrain / plain loop: {ours / min(plain, again):.4f} x the step time")
+    return 0
+
+
+def _plain(args: argparse.Namespace) -> float:
+    command = [sys.executable, "-m", "benchmarks.overhead", "--plain", args.file, *args.overrides]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return statistics.median(json.loads(output.splitlines()[-1]))
+
+
+def _llmtrain(args: argparse.Namespace, config: Config) -> float:
+    command = [sys.executable, "-m", "llmtrain.cli", "train", "--nproc", "1", "--fresh", args.file, *args.overrides]
+    subprocess.run(command, check=True)
+    _, seconds = read_metrics(Path(config.run_dir) / "metrics.jsonl", "throughput/step_seconds")
+    return statistics.median(seconds[WARMUP - 1 :])  # the first step is never logged
+
+
+def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | None = None) -> list[float]:
+    """Seconds of every step after the warmup. fullgraph: whether layers may not be cut. losses: takes those of all steps."""
+    import torch
+
+    from llmtrain.models.hybrid import HybridLM
+    from llmtrain.train.optim import LearningRate, build_optimizer
+    from llmtrain.train.parallel import compile_layers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model, weights = (HybridLM(config.model, config.train.loss) for _ in range(2))
+    weights.to_empty(device=device)
+    weights.init_weights(config.seed)
+    model.to_empty(device=device)
+    if config.train.compile != "off":
+        compile_layers(model, fullgraph)
+    if config.train.precision == "amp_bf16":
+        model.cast(torch.bfloat16)
+    copies = [p.data for p in model.parameters()]
+    masters: list[torch.Tensor] = list(weights.parameters())
+    gradients = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    optimizer = build_optimizer(weights, config.optimizer)
+    rate = LearningRate(config, int(config.train.duration.value), None)
+    size, per_step = config.train.microbatch_size, config.train.global_batch_size
+    ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device=device)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    seconds = []
+    for step in range(int(config.train.duration.value)):
+        synchronize()
+        began = time.perf_counter()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, masters)
+            torch._foreach_zero_(gradients)
+        total = torch.zeros((), device=device)
+        for at in range(0, per_step, size):
+            loss = model(ids[at : at + size], labels[at : at + size]).loss
+            (loss * size / per_step).backward()
+            total += loss.detach() * size / per_step
+            reached = [
+                (sum_, p.grad) for sum_, p in zip(gradients, model.parameters(), strict=True) if p.grad is not None
+            ]
+            torch._foreach_add_(*(list(ones) for ones in zip(*reached, strict=True)))
+            model.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(masters, config.train.clip_grad_norm or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        synchronize()
+        if step >= WARMUP:
+            seconds.append(time.perf_counter() - began)
+        if losses is not None:
+            losses.append(float(total))
+    return seconds
+
+
+def mfu(config: Config, tokens_per_second: float) -> float:
+    import torch
+
+    from llmtrain.models.hybrid import HybridLM
+    from llmtrain.train.callbacks.throughput import token_cost
+
+    with torch.device("meta"):
+        model = HybridLM(config.model, config.train.loss)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cost = token_cost(model, config.train, config.data.seq_len, device)
+    return tokens_per_second * cost.foundry / cost.peak if cost.peak else float("nan")
+
+
+if __name__ == "__main__":
+    end_with(main)

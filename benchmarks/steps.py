@@ -1,0 +1,102 @@
+"""Training steps of one model by one set of kernels and by another, side by side.
+
+    python -m benchmarks.steps FILE [a.b=c …] [--kernels ours public auto] [--out FILE.json]
+
+ours: our Triton kernels in every block. public: PyTorch's FlashAttention-2, and state-spaces/mamba's Triton scan with
+causal_conv1d if that is installed; what neither offers is compiled PyTorch, as the rest of the model. auto: what
+`llmtrain train` takes by itself. Each trains in a process of its own by the plain loop of `benchmarks.overhead`
+(bf16, random tokens, no trainer), the first once more at the end: what lies between its two figures is noise. The
+public scan does not trace, so that its layers are compiled around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import mfu, plain_loop
+from llmtrain.bench.entry import end_with
+from llmtrain.models.config import Mamba2Block
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+KERNELS = {
+    "ours": {"attention": "triton", "mamba2": "triton", "norm": "triton"},
+    "public": {"attention": "sdpa:flash", "mamba2": "mamba_ssm", "norm": "reference"},
+    "auto": {"attention": "auto", "mamba2": "auto", "norm": "auto"},
+    "reference": {"attention": "reference", "mamba2": "reference", "norm": "reference"},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public", "auto"])
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
+    args = parser.parse_intermixed_args()
+    configs = {name: with_kernels(args.file, args.overrides, name) for name in args.kernels}
+    if args.one:
+        print(json.dumps(one(configs[args.kernels[0]])))
+        return 0
+    found: list[dict[str, Any]] = []
+    names = [*args.kernels, args.kernels[0]] if len(args.kernels) > 1 else args.kernels
+    print(f"{'kernels':10} {'ms/step':>9} {'tokens/s':>10} {'MFU %':>6} {'GB':>6} {'x first':>8}", flush=True)
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.steps", "--one", args.file, *args.overrides, "--kernels", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"{name:10} failed: status {done.returncode}", flush=True)
+            found.append({"kernels": name, "failed": done.returncode})
+        else:
+            found.append({"kernels": name, **json.loads(done.stdout.splitlines()[-1])})
+            print(line(found[-1], found[0], configs[name]), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(
+                json.dumps({"config": args.file, "overrides": args.overrides, "steps": found}, indent=1)
+            )
+    return int(any("failed" in one for one in found))
+
+
+def with_kernels(file: str, overrides: list[str], name: str) -> Config:
+    """The config with these kernels in each block and norm. Raises ConfigError."""
+    backends = KERNELS[name]
+    blocks = load_config(file, overrides).model.blocks
+    kinds = {
+        label: backends["mamba2" if isinstance(block, Mamba2Block) else "attention"] for label, block in blocks.items()
+    }
+    norms = ["model.norm", *(f"model.blocks.{label}.norm" for label, block in blocks.items() if block.norm)]
+    chosen = [f"{norm}.backend={backends['norm']}" for norm in norms]
+    chosen += [f"model.blocks.{label}.backend={kind}" for label, kind in kinds.items()]
+    return load_config(file, [*overrides, *chosen])
+
+
+def one(config: Config) -> dict[str, Any]:
+    """seconds: of a step, the median; losses: of all steps; memory: bytes at the peak."""
+    import torch
+
+    public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())
+    losses: list[float] = []
+    seconds = plain_loop(config, fullgraph=not public, losses=losses)
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"seconds": statistics.median(seconds), "losses": losses, "memory": memory}
+
+
+def line(found: dict[str, Any], first: dict[str, Any], config: Config) -> str:
+    rate = config.tokens_per_step / found["seconds"]
+    ratio = f"{first['seconds'] / found['seconds']:8.3f}" if "seconds" in first else f"{'':8}"
+    return (
+        f"{found['kernels']:10} {1000 * found['seconds']:9.1f} {rate:10,.0f} {100 * mfu(config, rate):6.2f} "
+        f"{found['memory'] / 1e9:6.1f} {ratio}  loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    end_with(main)

@@ -1,0 +1,113 @@
+"""`llmtrain describe` and `llmtrain mfu`. Declaring them imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from llmtrain.flops import mfu as arithmetic
+from llmtrain.flops.peaks import device_by_short_name
+
+
+def add_describe(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "describe",
+        help="parameters, FLOPs, memory and expected speed of a config",
+        description="Says what a config amounts to, in seconds and without a GPU, however large the model is.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a training YAML")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those in FILE")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="GPUs of the run (default 1)")
+    parser.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: adds expected tokens/s and days")
+    parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")
+    parser.add_argument("--json", action="store_true", help="print JSON rather than tables")
+    parser.set_defaults(func=run_describe)
+
+
+def run_describe(args: argparse.Namespace) -> int:
+    """Raises ValueError for a bad config, an unknown GPU or an impossible MFU."""
+    from llmtrain.schema.load import load_config
+
+    if args.mfu is not None and args.gpu is None:
+        raise ValueError("--mfu has no effect without --gpu, whose peak it is a share of")
+    device = device_by_short_name(args.gpu) if args.gpu else None
+    config = load_config(args.file, args.overrides, world_size=args.world_size)
+
+    from llmtrain.flops.describe import describe
+    from llmtrain.flops.report import print_description
+
+    description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu)
+    if args.json:
+        print(json.dumps(asdict(description), indent=2))
+    else:
+        print_description(description, config)
+    return 0
+
+
+def add_mfu(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "mfu",
+        help="model FLOPs utilisation from plain figures",
+        description="Computes MFU from what a log tells: parameters, batch, step time and GPUs.",
+        epilog="example: llmtrain mfu --params 405e9 --batch 16 --seq-len 64 --step-time 30 --gpus 8 --peak 1.3e15",
+    )
+    need = {"required": True, "type": float}
+    parser.add_argument("--params", **need, metavar="N", help="parameters a token passes through, e.g. 7e9")
+    parser.add_argument("--batch", **need, metavar="N", help="sequences per optimizer step, over all GPUs")
+    parser.add_argument("--seq-len", **need, metavar="N", help="tokens per sequence")
+    parser.add_argument("--step-time", **need, metavar="SECONDS", help="time of one optimizer step")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="default 1")
+    peak = parser.add_mutually_exclusive_group(required=True)
+    peak.add_argument("--peak", type=float, metavar="FLOPS", help="dense peak of one GPU in FLOP/s, e.g. 989.5e12")
+    peak.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: its peak from the table")
+    parser.add_argument("--dtype", metavar="NAME", help="with --gpu: bf16 (default), fp16, fp8, tf32 or fp32")
+    parser.add_argument("--frozen", action="store_true", help="weights are frozen (LoRA): no weight gradients")
+    parser.add_argument("--layers", type=int, metavar="N", help="with --d-model: adds the attention term")
+    parser.add_argument("--d-model", type=int, metavar="N", help="heads * head_dim of attention")
+    parser.add_argument(
+        "--recompute", type=float, default=0.0, metavar="X", help="share of forward run twice: adds HFU"
+    )
+    parser.set_defaults(func=run_mfu)
+
+
+def run_mfu(args: argparse.Namespace) -> int:
+    """Raises ValueError for figures that make no sense."""
+    if (args.layers is None) != (args.d_model is None):
+        raise ValueError("--layers and --d-model go together: they make the attention term")
+    for name in ("params", "batch", "seq_len", "step_time", "gpus", "peak", "layers", "d_model"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
+    peak, source = _peak(args)
+    attention = {"n_layers": args.layers or 0, "d_attn": args.d_model or 0, "seq_len": args.seq_len}
+    flops = arithmetic.transformer_token_flops(args.params, frozen=args.frozen, **attention)
+    hardware = flops.with_recompute(args.recompute)
+    rate = args.batch * args.seq_len / args.step_time
+    weights = "4 N, weights frozen" if args.frozen else "6 N"
+    formula = weights + (" + 12 L d T" if args.layers else "")
+    print(f"FLOP per token   {flops.total:.4g}   ({formula}; N = {args.params:.4g})")
+    print(f"tokens/s         {rate:,.4g}   ({args.batch:g} x {args.seq_len:g} in {args.step_time:g} s)")
+    print(f"peak             {peak * args.gpus:.4g} FLOP/s   ({args.gpus} x {peak:.4g}, {source})")
+    print(f"MFU              {_percent(arithmetic.mfu(flops.total, rate, peak, args.gpus))}")
+    if args.recompute:
+        print(f"HFU              {_percent(arithmetic.mfu(hardware, rate, peak, args.gpus))}")
+    return 0
+
+
+def _peak(args: argparse.Namespace) -> tuple[float, str]:
+    """FLOP/s of one GPU and where the figure comes from."""
+    if args.gpu is None:
+        if args.dtype is not None:
+            raise ValueError("--dtype has no effect with --peak, which is a figure already")
+        return args.peak, "as given"
+    device, dtype = device_by_short_name(args.gpu), args.dtype or "bf16"
+    peak = device.peak(dtype)
+    if peak is None:
+        raise ValueError(f"{device.title} has no peak for '{dtype}'; it has {', '.join(device.tflops)}")
+    return peak, f"{dtype}, {device.source}"
+
+
+def _percent(share: float) -> str:
+    """Two significant digits below 1 %, two decimals above."""
+    return f"{share * 100:.2g} %" if share < 0.01 else f"{share * 100:.2f} %"

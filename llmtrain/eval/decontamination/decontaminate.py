@@ -1,0 +1,188 @@
+"""Did the model see the test? Overlap of n-grams between training data and the documents of tasks.
+
+An n-gram is n tokens (13 by default) of the training data's own tokenizer, so shards are compared as they are, without decoding
+them: some 20 million tokens a second on one core. A document counts as hit if one of its n-grams occurs anywhere in
+the data: verbatim text of about ten words. What differs in case or punctuation is not found; nor is an n-gram that lies
+across two samples of the shards. Documents of fewer than n tokens cannot be checked and are counted apart.
+(13-grams as in Brown et al. 2020, arXiv:2005.14165, appendix C, there of words.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.records import BadRecord, read_pieces, read_units
+from llmtrain.data.shards import TOKEN_COLUMNS
+from llmtrain.data.sources import PrepareError, list_files
+from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.task import document_text
+from llmtrain.eval.tasks.documents import Document
+from llmtrain.eval.tasks.mds import open_mds, read_mds
+
+_SEPARATOR = np.uint64(1 << 62)
+"""Between samples that are searched together: a token that no document has."""
+_BATCH = 1 << 16
+"""Tokens searched at a time; what fits the processor's cache is twice as fast as what does not."""
+
+Progress = Callable[[int, int], None]
+"""progress(done, total): samples of shards, or bytes of text files."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some training text. where: shard:row, or a file. done, total: progress."""
+
+    where: str
+    ids: NDArray
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One document found in the training data. document: where it stands; text: an n-gram of it; found: where that is.
+
+    share: of the document's n-grams that occur somewhere in the data.
+    """
+
+    document: str
+    text: str
+    found: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One task. checked: documents of at least n tokens; hits: those found, the most complete first."""
+
+    task: str
+    documents: int
+    checked: int
+    hits: list[Hit] = field(repr=False)
+
+    @property
+    def share(self) -> float:
+        """Of the checked documents, those that were hit."""
+        return len(self.hits) / self.checked if self.checked else 0.0
+
+
+def decontaminate(
+    tasks: Mapping[str, Sequence[Document]],
+    samples: Iterable[Sample],
+    tokenizer: TextTokenizer,
+    *,
+    n: int = 13,
+    progress: Progress | None = None,
+) -> list[Overlap]:
+    """samples: of `mds_samples` or `text_samples`. Held in memory: the documents' n-grams, one batch of samples.
+
+    Raises EvalError for an n below 2, and for one that no document is long enough for.
+    """
+    if n < 2:
+        raise EvalError(f"n-grams of {n} tokens say nothing; give at least 2")
+    index = _Index(tasks, tokenizer, n)
+    if 0 < index.longest < n:
+        raise EvalError(
+            f"n-grams of {n} tokens: the longest document has {index.longest}, so none could be checked; give a smaller n"
+        )
+    for batch in _batches(samples):
+        index.search(batch)
+        if progress:
+            progress(batch[-1].done, batch[-1].total)
+    return index.report()
+
+
+def mds_samples(folder: str | Path, tokenizer: TextTokenizer) -> Iterator[Sample]:
+    """Every sample of a folder of MDS shards, of tokens (llmtrain's) or of text."""
+    path = Path(folder).expanduser()
+    total = open_mds(path).samples
+    for done, (shard, row, columns) in enumerate(read_mds(path), 1):
+        name = next((name for name in (*TOKEN_COLUMNS, "text") if name in columns), None)
+        if name is None:
+            raise EvalError(f"{path}: the shards have neither tokens nor text (columns: {', '.join(columns)})")
+        ids = tokenizer.encode(columns["text"]) if name == "text" else columns[name]
+        yield Sample(f"{path / shard}:{row}", np.asarray(ids), done, total)
+
+
+def text_samples(paths: Sequence[str | Path], tokenizer: TextTokenizer, text_key: str = "text") -> Iterator[Sample]:
+    """Documents of text files, folders and JSONL (.gz and .zst too). Raises EvalError for what cannot be read."""
+    try:
+        files = list_files([str(path) for path in paths])
+        total, done = sum(file.size for file in files), 0
+        for unit in read_units(files):
+            for span in unit:
+                for piece in read_pieces(span, text_key):
+                    if not isinstance(piece, BadRecord):
+                        yield Sample(
+                            f"{span.file.path} ({piece.name})", np.asarray(tokenizer.encode(piece.text)), done, total
+                        )
+                    elif piece.fatal:
+                        raise EvalError(str(piece))
+                done = min(done + span.end - span.begin, total)  # more than there is, if compressed
+    except PrepareError as error:
+        raise EvalError(str(error)) from None
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    batch, size = [], 0
+    for sample in samples:
+        batch.append(sample)
+        size += len(sample.ids) + 1
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _Index:
+    """The documents' n-grams, and where each was seen."""
+
+    def __init__(self, tasks: Mapping[str, Sequence[Document]], tokenizer: TextTokenizer, n: int):
+        self._tasks, self._tokenizer, self._n = tasks, tokenizer, n
+        self.longest = 0
+        """Tokens of the longest document."""
+        self._hashes = {name: [self._hash(document) for document in documents] for name, documents in tasks.items()}
+        everything = [one for group in self._hashes.values() for one in group]
+        self._set = NgramSet(np.concatenate(everything) if everything else np.zeros(0, np.uint64))
+        self._seen: dict[int, str] = {}
+        """Number of the n-gram in the set -> where it was seen first."""
+
+    def _ids(self, document: Document) -> NDArray:
+        return np.asarray(self._tokenizer.encode(document_text(document)), np.int64)
+
+    def _hash(self, document: Document) -> NDArray[np.uint64]:
+        ids = self._ids(document)
+        self.longest = max(self.longest, len(ids))
+        return ngram_hashes(ids, self._n)
+
+    def search(self, batch: list[Sample]) -> None:
+        parts = [part for sample in batch for part in (sample.ids.astype(np.uint64), [_SEPARATOR])]
+        starts = np.cumsum([0] + [len(sample.ids) + 1 for sample in batch])
+        positions, members = self._set.find(ngram_hashes(np.concatenate(parts).astype(np.uint64), self._n))
+        members, first = np.unique(members, return_index=True)
+        for member, position in zip(members.tolist(), positions[first].tolist(), strict=True):
+            if member not in self._seen:
+                self._seen[member] = batch[int(np.searchsorted(starts, position, "right")) - 1].where
+
+    def report(self) -> list[Overlap]:
+        return [self._overlap(name) for name in self._tasks]
+
+    def _overlap(self, task: str) -> Overlap:
+        documents, hits, checked = self._tasks[task], [], 0
+        for document, hashes in zip(documents, self._hashes[task], strict=True):
+            checked += len(hashes) > 0
+            members = np.searchsorted(self._set.hashes, hashes).tolist()
+            seen = [at for at, member in enumerate(members) if member in self._seen]
+            if seen:
+                text = self._tokenizer.decode(self._ids(document)[seen[0] : seen[0] + self._n].tolist())
+                hits.append(Hit(document.where, text, self._seen[members[seen[0]]], len(seen) / len(members)))
+        hits.sort(key=lambda hit: -hit.share)
+        return Overlap(task, len(documents), checked, hits)

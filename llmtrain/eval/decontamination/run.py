@@ -1,0 +1,158 @@
+"""`llmtrain decontaminate`: which documents of the tasks stand in the training data?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.folders import unwritable
+from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.report.gauntlet import load_gauntlet
+from llmtrain.eval.run_config import chosen_tasks, load_eval_run
+
+_WHOLE = 0.8
+"""Share of a document's n-grams from which the report calls it whole."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ValueError for a YAML, data or tokenizer that cannot be used."""
+    given = {name: getattr(args, name) for name in ("data_dir", "limit") if getattr(args, name) is not None}
+    settings = load_eval_run(
+        args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
+    )
+    out = args.out or Path(settings.out)
+    if reason := unwritable(out):
+        raise EvalError(f"--out {out}: {reason}")
+    sources = [_source(path) for path in args.data]
+    tokenizer = _tokenizer(args.tokenizer, sources)
+    chosen = chosen_tasks(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
+    wanted = {one.task.name: one.task for one in chosen}
+    print(f"reading the documents of {len(wanted)} tasks", file=sys.stderr, flush=True)
+    tasks = {name: task.documents(settings.limit).evaluated for name, task in wanted.items()}
+    with _Bars(sources) as bars:
+        samples = bars.watch(tokenizer, args.text_key)
+        overlaps = decontaminate(tasks, samples, tokenizer, n=args.n, progress=bars.progress)
+    content = _content(overlaps, [str(path) for path, _ in sources], args.n, bars)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "overlap.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = as_markdown(content)
+    (out / "overlap.md").write_text(text, encoding="utf-8")
+    print(f"{text}\nwritten: {out / 'overlap.json'}, {out / 'overlap.md'}", flush=True)
+    return 0
+
+
+def _source(path: Path) -> tuple[Path, bool]:
+    """(what to read, whether it is MDS shards). Of a folder that `llmtrain prepare` wrote, its training part."""
+    path = path.expanduser()
+    if not path.exists():
+        raise EvalError(f"{path}: no such file or folder")
+    folder = path / "train" if (path / "train" / "index.json").is_file() else path
+    if (folder / "index.json").is_file():
+        return folder, True
+    if path.is_dir() and (any(path.glob("*.mds*")) or any(path.glob("*/index.json"))):
+        splits = [str(found.parent) for found in sorted(path.glob("*/index.json"))]
+        hint = f"; did you mean {' '.join(splits)}?" if splits else ", so its shards cannot be read"
+        raise EvalError(f"{path} holds no index.json of MDS shards{hint}")
+    return path, False
+
+
+def _tokenizer(name: str | None, sources: Sequence[tuple[Path, bool]]) -> TextTokenizer:
+    """The one named, or the one that `llmtrain prepare` left beside the shards."""
+    beside: dict[Path, TextTokenizer] = {}
+    for folder, is_shards in sources:
+        place = folder.parent / "tokenizer"
+        if is_shards and place.is_dir():
+            beside[place] = load_tokenizer(place)
+    if name is None and not beside:
+        shown = ", ".join(str(path) for path, _ in sources)
+        raise EvalError(f"{shown}: there is no tokenizer beside the data; name the one it was made with by --tokenizer")
+    tokenizer = load_tokenizer(name) if name is not None else next(iter(beside.values()))
+    for place, other in beside.items():
+        if other.backend.to_str() != tokenizer.backend.to_str():
+            used = name or str(next(iter(beside)))
+            raise EvalError(
+                f"the shards at {place.parent} were made with {place}, which is another tokenizer than {used}: their token "
+                "ids cannot be compared" + ("; leave --tokenizer out" if name else "; check them one by one")
+            )
+    return tokenizer
+
+
+class _Bars:
+    """A bar for each source, on a terminal; counts what was read."""
+
+    def __init__(self, sources: Sequence[tuple[Path, bool]]):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._sources = sources
+        self._current: Any = None
+        self.samples = self.tokens = 0
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def watch(self, tokenizer: TextTokenizer, text_key: str) -> Iterator[Sample]:
+        """All samples of all sources. Raises EvalError for a source that has none, and for ids of another tokenizer."""
+        for path, is_shards in self._sources:
+            self._current = self._bars.add_task(str(path), total=None)
+            before = self.samples
+            for sample in mds_samples(path, tokenizer) if is_shards else text_samples([path], tokenizer, text_key):
+                if len(sample.ids) and (largest := sample.ids.max()) >= tokenizer.vocab_size:
+                    raise EvalError(
+                        f"{sample.where} holds token {largest}, but the tokenizer has {tokenizer.vocab_size}: it is not the "
+                        "one the shards were made with; name that one by --tokenizer"
+                    )
+                self.samples += 1
+                self.tokens += len(sample.ids)
+                yield sample
+            if self.samples == before:
+                raise EvalError(f"{path} is empty: there is nothing to compare the tasks with")
+
+    def progress(self, done: int, total: int) -> None:
+        self._bars.update(self._current, completed=done, total=total)
+
+
+def _content(overlaps: Sequence[Overlap], data: Sequence[str], n: int, read: _Bars) -> dict[str, Any]:
+    tasks = [
+        {
+            "task": one.task,
+            "documents": one.documents,
+            "checked": one.checked,
+            "hit": len(one.hits),
+            "whole": sum(hit.share >= _WHOLE for hit in one.hits),
+            "share": one.share,
+            "hits": [asdict(hit) for hit in one.hits],
+        }
+        for one in overlaps
+    ]
+    return {"n": n, "data": list(data), "samples": read.samples, "tokens": read.tokens, "tasks": tasks}
+
+
+def as_markdown(content: dict[str, Any]) -> str:
+    """content: as in overlap.json."""
+    lines = [
+        f"n-grams of {content['n']} tokens, {content['tokens']:,} tokens in {content['samples']:,} samples of "
+        f"{', '.join(content['data'])}",
+        "",
+        f"| task | documents | long enough to check | hit | hit, % | at least {_WHOLE:.0%} of it found |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one['task']} | {one['documents']} | {one['checked']} | {one['hit']} | {100 * one['share']:.2f} "
+        f"| {one['whole']} |"
+        for one in content["tasks"]
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""Results to Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtrain.eval.report.results import Report, flat
+from llmtrain.schema.training import WandbConfig
+
+
+def log_to_wandb(report: Report, options: WandbConfig, folder: Path, settings: Mapping[str, Any]) -> None:
+    """One run of wandb per model, with a table of all; offline, into `folder`, when there is no API key."""
+    import wandb
+
+    from llmtrain.train.loggers import has_wandb_key
+
+    if not has_wandb_key():
+        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` sends it later
+    for model in report.models:
+        run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group or report.name,
+            name=f"{report.name}: {model}",
+            tags=list(options.tags),
+            dir=str(folder),
+            config={"model": model, **settings},
+            settings=wandb.Settings(silent=True),
+        )
+        found = [one for one in report.results if one.model == model]
+        run.summary.update(flat(found))
+        if report.scores is not None:
+            averages = report.scores[model].averages
+            run.summary.update({f"icl/gauntlet/{name}": value.value for name, value in averages.items()})
+        columns: list[Any] = ["task", "shots", "convention", "metric", "value", "stderr"]
+        rows: list[Any] = [
+            [
+                one.task,
+                one.shots,
+                one.convention,
+                one.metrics.headline,
+                one.metrics.score.value,
+                one.metrics.score.stderr,
+            ]
+            for one in found
+        ]
+        run.log({"icl/results": wandb.Table(columns=columns, data=rows)})
+        run.finish()

@@ -1,0 +1,179 @@
+"""What a user calls a model -> a scorer, and who it is: by which results may be kept and found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.eval.errors import EvalError
+
+if TYPE_CHECKING:
+    from llmtrain.eval.scoring.scorer import Scorer
+
+Backend = Literal["auto", "llmtrain", "transformers"]
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+@dataclass(frozen=True)
+class Found:
+    """folder: of a checkpoint, or in Hugging Face format. ours: read by llmtrain's own model.
+
+    identity: of weights and config, as far as names, sizes and times of files tell.
+    """
+
+    folder: Path
+    is_checkpoint: bool
+    ours: bool
+    identity: str
+
+
+def find_model(source: str, backend: Backend = "auto") -> Found:
+    """Looks, but loads nothing.
+
+    source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
+        which a copy is made here), or a folder or hub name in Hugging Face format.
+    Raises ValueError when there is none, or the backend cannot read it."""
+    from llmtrain.models.hf.published import resolve
+
+    path = Path(source).expanduser()
+    is_checkpoint = is_remote(source) or (path.exists() and not (path / "config.json").is_file())
+    folder = lookup.find(source)[0] if is_checkpoint else Path(resolve(source))
+    if is_checkpoint and backend == "transformers":
+        raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
+    ours = backend != "transformers"
+    if ours and not is_checkpoint:
+        reason = _foreign(folder)
+        if reason and backend == "llmtrain":
+            raise EvalError(f"{folder}: {reason}; use backend: transformers")
+        ours = reason is None
+    return Found(folder, is_checkpoint, ours, _identity(folder))
+
+
+def window_of(found: Found) -> int:
+    """Tokens that the model reads by its config: max_seq_len, or what transformers calls it.
+
+    Raises EvalError when the config does not say.
+    """
+    if found.is_checkpoint:
+        return lookup.find(found.folder)[1].config["model"]["max_seq_len"]
+    if found.ours:
+        from llmtrain.models.config import ModelConfig
+        from llmtrain.models.hf.family import family_of
+
+        config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
+        return ModelConfig.model_validate(family_of(config).read_config(config)).max_seq_len
+    from llmtrain.eval.scoring.huggingface import window_of_config
+
+    return window_of_config(found.folder)
+
+
+def find_tokenizer(found: Found, tokenizer: str | None = None) -> TextTokenizer:
+    """The model's own, or the one named."""
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer)
+    if not found.is_checkpoint:
+        return load_tokenizer(found.folder)
+    from llmtrain.generate.load import tokenizer_of
+
+    folder, manifest = lookup.find(found.folder)
+    if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
+        raise EvalError(f"{folder} was imported without a tokenizer; import it from a folder that has one")
+    return load_tokenizer(tokenizer_of(folder, manifest))
+
+
+def load_scorer(
+    found: Found,
+    tokenizer: TextTokenizer,
+    *,
+    dtype: str | None = None,
+    max_length: int | None = None,
+    max_batch_tokens: int | None = None,
+    share_prefixes: bool = True,
+) -> Scorer:
+    """On this process's GPU, or its CPU. dtype: default bfloat16 on a GPU, float32 on a CPU.
+
+    Raises ValueError for weights that do not fit their config, for a max_length beyond learned positions, and for a
+    tokenizer with more tokens than the model.
+    """
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind: torch.dtype = getattr(torch, dtype or default_dtype())
+    options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
+    options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
+    if not found.ours:
+        if max_length and max_length > (longest := window_of(found)):
+            raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
+        from llmtrain.eval.scoring.huggingface import HuggingFaceScorer, load_huggingface
+
+        model = load_huggingface(found.folder, kind, device)
+        scorer = HuggingFaceScorer(model, tokenizer, share=share_prefixes, **options)
+        _check_vocabulary(found, tokenizer, scorer.vocab_size)
+        return scorer
+    from llmtrain.eval.scoring.scorer import HybridScorer
+    from llmtrain.generate.load import load_model
+
+    model, _ = load_model(str(found.folder), kind, tokenizer)
+    _check_vocabulary(found, tokenizer, model.config.vocab_size)
+    if max_length and model.positions is not None and max_length > model.config.max_seq_len:
+        raise EvalError(
+            f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
+        )
+    return HybridScorer(model, tokenizer, share=share_prefixes, **options)
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Tokens that end a text, as transformers' `generate` reads them: of generation_config.json, or else of config.json."""
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    file = next((file for file in files if file.is_file()), None)
+    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def default_dtype() -> str:
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def tokenizer_identity(tokenizer: TextTokenizer) -> str:
+    """Of its vocabulary and of what decides special tokens."""
+    return _digest([tokenizer.backend.to_str(), tokenizer.config])
+
+
+def _check_vocabulary(found: Found, tokenizer: TextTokenizer, size: int) -> None:
+    if tokenizer.vocab_size > size:
+        raise EvalError(
+            f"{found.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {size}; name the one it was "
+            "trained with as `tokenizer`"
+        )
+
+
+def _foreign(folder: Path) -> str | None:
+    """Why llmtrain's own model cannot be what this folder holds."""
+    from llmtrain.models.hf.family import UnsupportedModelError, family_of
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family_of(config).read_config(config)
+    except (OSError, json.JSONDecodeError) as error:
+        raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    except UnsupportedModelError as error:
+        return str(error).replace("\n", "; ")
+    return None
+
+
+def _identity(folder: Path) -> str:
+    files = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return _digest([str(folder.resolve()), stats])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

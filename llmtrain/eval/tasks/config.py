@@ -1,0 +1,145 @@
+"""The YAML of a task. Nothing here reads data, and nothing imports torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from llmtrain.config.base import Problem
+from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting, Shots, Source, Templates, template_problems
+
+Convention = Literal["foundry", "lm-eval"]
+CONVENTIONS: tuple[Convention, ...] = ("foundry", "lm-eval")
+
+TaskType = Literal["multiple_choice", "schema", "language_modeling", "perplexity", "generation"]
+
+TEMPLATES: dict[str, dict[str, str | None]] = {
+    "multiple_choice": {"query": "{{query}}", "choices": "{{choices}}", "gold": "{{gold}}"},
+    "schema": {"contexts": "{{context_options}}", "continuation": "{{continuation}}", "gold": "{{gold}}"},
+    "language_modeling": {"context": "{{context}}", "continuation": "{{continuation}}"},
+    "perplexity": {"text": "{{text}}"},
+    "generation": {
+        "context": "{{context}}",
+        "answer": "{{answer}}",
+        "aliases": "{{aliases | default([])}}",
+        "chain_of_thought": None,
+    },
+}
+"""The templates of each type of task and their defaults, which are LLM Foundry's field names."""
+
+METRICS: dict[str, tuple[str, ...]] = {
+    "multiple_choice": ("acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte", "acc_pmi"),
+    "schema": ("acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte"),
+    "language_modeling": ("acc", "perplexity", "token_perplexity"),
+    "perplexity": ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "generation": ("exact_match",),
+}
+"""What each type of task measures; lm-evaluation-harness says acc, acc_norm, acc_bytes, acc_mutual_info for the sum,
+per-character, per-byte and PMI accuracies."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+_OF_GENERATION = (
+    *("stops", "cot_delimiter", "normalize", "max_new_tokens"),
+    *("extract", "ignore", "ignore_case", "ignore_punctuation"),
+)
+"""Settings of the conventions' sections without effect on other types of task."""
+
+_HEADLINES: dict[str, dict[str, str]] = {
+    "foundry": {"multiple_choice": "acc_per_token", "schema": "acc_per_token", "perplexity": "token_perplexity"},
+    "lm-eval": {"multiple_choice": "acc_sum", "schema": "acc_sum", "perplexity": "word_perplexity"},
+}
+
+
+class TaskConfig(Templates):
+    """A task: where its records are, what a document is made of, and what differs between conventions."""
+
+    name: str
+    """In results and gauntlets."""
+    type: TaskType
+    """What is asked of the model."""
+    about: str = ""
+    """One line for people."""
+    source: Source
+    """Where the records are."""
+    local: Source | None = None
+    """Used in place of `source` when a data folder is given (--data-dir); its path is relative to that folder."""
+    category: str | None = None
+    """Template: documents of one category are a data set of their own, with their own few-shot examples. foundry
+    averages over categories, lm-eval over documents."""
+    labels: list[str] | None = None
+    """What `gold` calls the alternatives, in order: [A, B, C, D]."""
+    pmi: str | None = None
+    """multiple_choice: the premise of PMI scores, log p(choice | query) - log p(choice | premise), such as "Answer:"
+    (Holtzman et al. 2021, arXiv:2104.08315). Empty: nothing but the token that begins a document."""
+    shots: Shots = [0]
+    """Numbers of few-shot examples with which the task runs."""
+    foundry: FoundryPrompting = FoundryPrompting()
+    """What LLM Foundry's convention needs."""
+    lm_eval: LmEvalPrompting = LmEvalPrompting()
+    """What lm-evaluation-harness's convention needs."""
+
+    def section(self, convention: Convention) -> FoundryPrompting | LmEvalPrompting:
+        return self.foundry if convention == "foundry" else self.lm_eval
+
+    def metrics(self, convention: Convention) -> tuple[str, ...]:
+        """All that the task measures, the headline first."""
+        names = METRICS[self.type]
+        if self.pmi is None:
+            names = tuple(name for name in names if name != "acc_pmi")
+        if self.type == "generation" and convention == "lm-eval" and self.lm_eval.extract:
+            names = tuple(self.lm_eval.extract)
+        headline = self.section(convention).metric or _HEADLINES[convention].get(self.type, names[0])
+        return (headline, *(name for name in names if name != headline))
+
+    def problems(self) -> Iterator[Problem]:
+        yield from Templates.problems(self)
+        if not _NAME.fullmatch(self.name):
+            yield Problem(
+                "name", self.name, "expected letters, digits, '_', '-' and '.', because files are named after it"
+            )
+        for name in ("category", "pmi"):
+            yield from template_problems(name, getattr(self, name) or "")
+        yield from self._of_another_type("", self)
+        for convention in CONVENTIONS:
+            name = convention.replace("-", "_")
+            section = self.section(convention)
+            yield from self._of_another_type(f"{name}.", section)
+            for key in _OF_GENERATION if self.type != "generation" else ():
+                if (
+                    key in type(section).model_fields
+                    and getattr(section, key) != type(section).model_fields[key].default
+                ):
+                    yield Problem(f"{name}.{key}", None, f"has no effect on a {self.type} task; remove it")
+            if section.few_shot_from == "few_shot" and not any(
+                one and one.few_shot for one in (self.source, self.local)
+            ):
+                yield Problem(
+                    f"{name}.few_shot_from", "few_shot", "no source says where examples are; give source.few_shot"
+                )
+            metric, *known = self.metrics(convention)
+            allowed = (
+                set(known) | set(METRICS[self.type]) - {"acc_pmi"} | ({"acc_pmi"} if self.pmi is not None else set())
+            )
+            if self.type == "generation" and convention == "lm-eval" and self.lm_eval.extract:
+                allowed = set(self.lm_eval.extract)
+            if metric not in allowed:
+                yield Problem(f"{name}.metric", metric, f"expected one of {', '.join(sorted(allowed))}")
+        if self.source.text is not None and self.type != "perplexity":
+            yield Problem("source.text", self.source.text, f"a text file is for type perplexity, not {self.type}")
+        if self.local and self.local.path is None and self.local.mds is None and self.local.text is None:
+            yield Problem("local.path", None, "local is a file or folder below --data-dir: give path, mds or text")
+        if self.pmi is not None and self.type != "multiple_choice":
+            yield Problem("pmi", self.pmi, f"PMI scores are for type multiple_choice, not {self.type}")
+        if self.labels and self.type not in ("multiple_choice", "schema"):
+            yield Problem("labels", None, f"labels are for types multiple_choice and schema, not {self.type}")
+        shots = [*self.shots, *(self.foundry.shots or []), *(self.lm_eval.shots or [])]
+        if self.type == "perplexity" and any(shots):
+            yield Problem("shots", self.shots, "the perplexity of a text has no few-shot examples; leave shots out")
+
+    def _of_another_type(self, prefix: str, section: Templates) -> Iterator[Problem]:
+        known = TEMPLATES[self.type]
+        for name, _ in section.templates():
+            if name not in known and name != "preamble":
+                yield Problem(prefix + name, None, f"not of a {self.type} task, which has {', '.join(known)}")

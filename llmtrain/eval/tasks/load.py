@@ -1,0 +1,55 @@
+"""Task and gauntlet YAMLs: finding and decoding them, with every error at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from llmtrain.config.base import Problem, Section
+from llmtrain.config.decode import decode
+from llmtrain.config.report import ConfigError, suggest
+from llmtrain.config.schema_tree import with_defaults
+from llmtrain.config.source import read_file
+from llmtrain.eval.errors import EvalError
+
+S = TypeVar("S", bound=Section)
+
+_FOLDERS = (Path(__file__).parents[1] / "shipped", Path(__file__).parents[3] / "eval")
+"""Where tasks/ and gauntlets/ are: inside an installed package, or beside it in a checkout."""
+
+
+def read_section(path: str | Path, schema: type[S]) -> S:
+    """Raises ConfigError, whose text is the whole report: file, line, dotted path, what to change."""
+    file = Path(path)
+    if file.is_file() and not file.read_bytes().strip():
+        raise ConfigError(str(path), [Problem("", None, f"is empty; it needs {', '.join(_required(schema))}")])
+    source = read_file(path)
+    made, problems = decode(schema, with_defaults(schema, source.data), source.unreadable)
+    if made is None or problems or source.problems:
+        raise ConfigError(source.title, [*source.problems, *problems], source.origins)
+    return made
+
+
+def _required(schema: type[Section]) -> list[str]:
+    return [name for name, field in schema.model_fields.items() if field.is_required()]
+
+
+def find_yaml(name: str | Path, kind: str) -> Path:
+    """A YAML file by path, or a shipped one by name. kind: "tasks" or "gauntlets". Raises EvalError."""
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return path
+    shipped = {file.stem: file for folder in _FOLDERS for file in (folder / kind).glob("*.yaml")}
+    if str(name) not in shipped:
+        raise EvalError(
+            f"there is no {kind[:-1]} '{name}': {suggest(str(name), shipped, f'{kind} are')} (or give the path of a .yaml)"
+        )
+    return shipped[str(name)]
+
+
+def known(value: str, allowed: Sequence[str], what: str) -> str:
+    """Raises EvalError that names what is allowed."""
+    if value not in allowed:
+        raise EvalError(f"unknown {what} '{value}'; {suggest(value, allowed, 'expected one of')}")
+    return value

@@ -1,0 +1,105 @@
+"""What a segment continues, in Triton: its queries see the keys of an earlier segment, and the result joins what is there.
+
+For the tiles of queries alone that continue something at a depth of the tree: the answers to a question, not the question.
+The loop is the forward kernel's; the two log-sum-exps say how much each part counts. No gradients.
+"""
+
+# What Triton makes of a kernel has other types than the function that pyright reads.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.kernels.attention.prefix_tree import TILE
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.triton_forward import attend_tile
+from llmtrain.kernels.attention.triton_tiles import (
+    LOG2_E,
+    LOWEST,
+    load_rows,
+    parts_of,
+    spans,
+    store_rows,
+    zeros,
+)
+
+_LOG2_E = 1.4426950408889634
+
+
+def join(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, slopes: Tensor | None,
+    starts: Tensor, ends: Tensor, apart: Tensor, tiles: Tensor, vendor: str,
+) -> None:  # fmt: skip
+    """Adds to `out` and `lse`, of what was seen until now, the keys starts .. ends of each query.
+
+    q, out: [1, T, n_heads, head_dim], out contiguous; k, v: [1, T, n_kv_heads, head_dim]; lse: [1, n_heads, T]; slopes:
+    [n_heads] in fp32; starts, ends, apart: [T] in int32, `apart` what ALiBi's distances are too long by; tiles: which tiles of
+    queries see anything.
+    """
+    seq_len, n_heads, head_dim = q.shape[1:]
+    assert out.is_contiguous() and lse.is_contiguous() and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    two_bytes = q.element_size() == 2
+    options = {"num_warps": 4, "num_stages": 2 if vendor == "nvidia" else 1}
+    if vendor == "amd":
+        options["matrix_instr_nonkdim"] = 16
+    _join[(tiles.shape[0] * n_heads,)](
+        q, k, v, out, lse, slopes, starts, ends, apart, tiles,
+        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
+        seq_len, spec.scale * _LOG2_E, None if spec.softcap is None else spec.softcap * _LOG2_E,
+        N_HEADS=n_heads, GROUP=n_heads // k.shape[2], HEAD_DIM=head_dim, PARTS=parts_of(head_dim),
+        BLOCK_M=TILE, BLOCK_N=32 if two_bytes and head_dim <= 128 else 16, STAGES=options["num_stages"],
+        PRECISION="tf32x3" if vendor == "nvidia" else "ieee", **options,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(
+    q, k, v, out, lse, slopes, starts, ends, apart, tiles,
+    q_token, q_head, k_token, k_head, v_token, v_head, seq_len, scale, softcap,
+    N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    head = at % N_HEADS
+    begin = tl.load(tiles + at // N_HEADS) * BLOCK_M
+    i = begin + tl.arange(0, BLOCK_M)
+    inside = i < seq_len
+    q += head * q_head
+    k += head // GROUP * k_head
+    v += head // GROUP * v_head
+    slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
+
+    queries = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    first = tl.load(starts + i, mask=inside, other=0)
+    last = tl.load(ends + i, mask=inside, other=-1)
+    a, _, _, end = spans(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, None, None)
+    acc = zeros(BLOCK_M, PARTS)
+    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for start in tl.range(a, end, BLOCK_N, num_stages=STAGES):
+        acc, top, total = attend_tile(
+            acc, top, total, queries, k, v, k_token, v_token, 0, 0, start, seq_len, i, begin, first, last,
+            scale, softcap, slopes, slope, True, True, True, True, True,
+            BLOCK_N, HEAD_DIM, PARTS, False, PRECISION,
+        )  # fmt: skip
+
+    if slopes is not None:  # as in attention_forward; and the distances of these keys are too long
+        top -= slope * (i - begin - tl.load(apart + i, mask=inside, other=0))
+    found = top + tl.log2(total)  # -inf where nothing is seen
+    lse += head * seq_len
+    before = tl.load(lse + i, mask=inside, other=0.0) * LOG2_E
+    highest = tl.maximum(found, before)
+    new, old = tl.exp2(found - highest), tl.exp2(before - highest)
+    tl.store(lse + i, (highest + tl.log2(new + old)) / LOG2_E, mask=inside)
+    scaled = new / ((new + old) * tl.where(total > 0, total, 1.0))
+    kept = old / (new + old)
+    out += head * HEAD_DIM
+    earlier = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    joined = ()
+    for part in tl.static_range(len(PARTS)):
+        joined = joined + (acc[part] * scaled[:, None] + earlier[part].to(tl.float32) * kept[:, None],)
+    store_rows(out, joined, 1.0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)

@@ -1,0 +1,33 @@
+"""The convolution of packed texts that begin alike (kernels/attention/prefix_tree.py): which tokens a token's window holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def predecessors(lengths: Sequence[int], above: Sequence[Sequence[int]], reach: int) -> Tensor:
+    """[T, reach] in int32, on the CPU: the token 1, 2, ... places before each in its own text, -1 before the text begins.
+
+    lengths: tokens of each segment, in order, at least one; above: which earlier segments it continues, the outermost first.
+    """
+    size = np.array(lengths, dtype=np.int64)
+    end = size.cumsum()
+    parent = np.array([chain[-1] if chain else -1 for chain in above])
+    depth = np.array([len(chain) for chain in above])
+    back = np.arange(1, reach + 1)
+    # The last tokens of each segment's text, from its end back; behind all, for those that continue nothing: none.
+    last = np.full((len(size) + 1, reach), -1)
+    for level in range(depth.max() + 1):
+        (some,) = np.nonzero(depth == level)
+        beyond = np.maximum(back - size[some, None] - 1, 0)
+        last[some] = np.where(back <= size[some, None], end[some, None] - back, last[parent[some][:, None], beyond])
+    segment = np.repeat(np.arange(len(size)), size)
+    token = np.arange(end[-1])
+    inside = (token - (end - size)[segment])[:, None]
+    beyond = np.maximum(back - inside - 1, 0)
+    found = np.where(back <= inside, token[:, None] - back, last[parent[segment][:, None], beyond])
+    return torch.from_numpy(found.astype(np.int32))

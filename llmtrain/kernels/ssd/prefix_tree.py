@@ -1,0 +1,110 @@
+"""Mamba-2's scan of packed texts that begin alike: what they share stands in the sequence, and is scanned, once.
+
+A segment is a run of tokens that continues earlier ones (kernels/attention/prefix_tree.py). A program goes through a
+segment in chunks with the state in registers. Short segments that end there (the choices after a question) stand side by side behind what they
+continue: as many of them as fit are one more chunk of that program, in which each sees itself and the state alone. What
+continues a segment otherwise begins from its state in memory, in a later launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.async_copy import moved_to
+
+BEHIND = 4
+"""Chunks of short segments that one program takes."""
+
+
+@dataclass(frozen=True)
+class Walks:
+    """What the programs do, in int32; those of a round need states of earlier rounds only.
+
+    rounds: [programs, 5]: the first of `steps` and their end; how many of them carry the state on, the others being of short
+    segments; the place of the state it begins from and of the one it leaves, -1: none. steps: [n, 2], first token and end.
+    since: [n, chunk], for each token of a step the place in it where its segment begins, or this step of it. places: of states.
+    """
+
+    rounds: list[Tensor]
+    steps: Tensor
+    since: Tensor
+    places: int
+
+    def to(self, device: torch.device) -> Walks:
+        rounds = [moved_to(programs, device) for programs in self.rounds]
+        return Walks(rounds, moved_to(self.steps, device), moved_to(self.since, device), self.places)
+
+
+def walks(lengths: Sequence[int], above: Sequence[Sequence[int]], chunk: int) -> Walks:
+    """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first;
+    chunk: tokens of a step, at most.
+    """
+    made = _Maker(lengths, above, chunk)
+    # The longest first: they shall not be what the GPU waits for at the end.
+    rounds = [_table(sorted(programs, key=lambda row: row[0] - row[1])) for programs in made.rounds if programs]
+    steps = _table(made.steps)
+    token = steps[:, :1] + np.arange(chunk, dtype=np.int32)
+    start = np.repeat(np.array(made.starts, dtype=np.int32), lengths)
+    since = np.maximum(start[np.minimum(token, len(start) - 1)] - steps[:, :1], 0)
+    return Walks(
+        [torch.from_numpy(table) for table in rounds], torch.from_numpy(steps), torch.from_numpy(since), made.places
+    )
+
+
+class _Maker:
+    def __init__(self, lengths: Sequence[int], above: Sequence[Sequence[int]], chunk: int):
+        self.chunk = chunk
+        self.ends = np.cumsum(lengths).tolist()
+        self.starts = [end - length for end, length in zip(self.ends, lengths, strict=True)]
+        self.steps: list[tuple[int, int]] = []
+        self.rounds: list[list[tuple[int, ...]]] = [[] for _ in range(2 + max(map(len, above), default=0))]
+        self.places = 0
+        behind: list[list[int]] = [[] for _ in lengths]
+        roots: list[int] = []
+        for segment, chain in enumerate(above):
+            (behind[chain[-1]] if chain else roots).append(segment)
+        short = [not after and length <= chunk for after, length in zip(behind, lengths, strict=True)]
+        self._add_beside(0, self._beside([one for one in roots if short[one]]), -1)
+        place = [-1] * len(lengths)
+        for segment, chain in enumerate(above):
+            if short[segment]:
+                continue
+            beside = self._beside([one for one in behind[segment] if short[one]])
+            if len(beside) > BEHIND or not all(short[one] for one in behind[segment]):
+                place[segment], self.places = self.places, self.places + 1
+            own = range(self.starts[segment], self.ends[segment], chunk)
+            steps = [(first, min(first + chunk, self.ends[segment])) for first in own]
+            here = beside if len(beside) <= BEHIND else []
+            begin = place[chain[-1]] if chain else -1
+            self._add(len(chain), [*steps, *here], len(steps), begin, place[segment])
+            if not here:
+                self._add_beside(len(chain) + 1, beside, place[segment])
+
+    def _beside(self, segments: Sequence[int]) -> list[tuple[int, int]]:
+        """Neighbours among these short segments, as many together as fit a chunk: (first token, end)."""
+        found: list[tuple[int, int]] = []
+        for one in segments:
+            first, end = found[-1] if found else (0, -1)
+            if end == self.starts[one] and self.ends[one] - first <= self.chunk:
+                found[-1] = (first, self.ends[one])
+            else:
+                found.append((self.starts[one], self.ends[one]))
+        return found
+
+    def _add_beside(self, turn: int, beside: Sequence[tuple[int, int]], begin: int) -> None:
+        for at in range(0, len(beside), BEHIND):
+            self._add(turn, beside[at : at + BEHIND], 0, begin, -1)
+
+    def _add(self, turn: int, steps: Sequence[tuple[int, int]], carried: int, begin: int, after: int) -> None:
+        first = len(self.steps)
+        self.steps += steps
+        self.rounds[turn].append((first, len(self.steps), carried, begin, after))
+
+
+def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array(rows, dtype=np.int32)

@@ -1,0 +1,58 @@
+"""The convolution and the scan of packed texts that begin alike, on a GPU, against fp64 and one text at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.kernels import platform
+from llmtrain.kernels.conv1d.prefix_tree import predecessors
+from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
+from llmtrain.kernels.ssd.prefix_tree import walks
+from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
+from llmtrain.kernels.ssd.spec import SSDSpec
+from tests.support import prefix_trees as trees
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+SHAPES = {
+    "prompts": trees.prompts(1, 150, documents=8),
+    "more behind a segment than one program takes": trees.crowd(200, 7),
+    "texts alone": trees.Shape([9] * 40, [()] * 40),
+}
+# (heads, head_dim, d_state, groups)
+SIZES = [(64, 64, 64, 1), (80, 64, 128, 1), (8, 80, 16, 2), (4, 128, 256, 1)]
+LIMIT = {torch.bfloat16: 6e-3, torch.float32: 1e-5}
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square, relative."""
+    found = found.double().cpu()
+    assert found.isfinite().all()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_scan(size, name, dtype):
+    heads, head_dim, d_state, groups = size
+    spec, shape = SSDSpec(heads, head_dim, d_state, groups, 256, dtype=str(dtype).removeprefix("torch.")), SHAPES[name]
+    where = platform.detect()
+    inputs = trees.scan_inputs(spec, sum(shape.lengths), dtype, "cuda")
+    made = walks(shape.lengths, shape.above, launch_for(spec, where).chunk).to(torch.device("cuda"))
+    y = scan_tree(**inputs, walks=made, spec=spec, platform=where)
+    assert error(y[0], trees.expected_scan(spec, shape, inputs)) < LIMIT[dtype]
+    assert torch.equal(y, scan_tree(**inputs, walks=made, spec=spec, platform=where))
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_convolution(dtype):
+    shape = SHAPES["prompts"]
+    x = torch.randn(1, sum(shape.lengths), 4224 + 64, device="cuda").to(dtype)[..., 64:]
+    weight, bias = torch.randn(4224, 4, device="cuda").to(dtype), torch.randn(4224, device="cuda").to(dtype)
+    before = predecessors(shape.lengths, shape.above, 3).cuda()
+    y = convolve_tree(x, weight, bias, before, platform.detect().vendor)
+    assert error(y[0], trees.expected_convolution(shape, x, weight, bias)) < LIMIT[dtype]

@@ -1,0 +1,40 @@
+"""Work is divided so that every document is asked about once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llmtrain.eval.scoring.data_parallel import by_document, chunks, cost, divide
+from llmtrain.eval.scoring.request import Generate, Score
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_get_every_document_once_and_about_the_same_work(ranks):
+    rng = random.Random(0)
+    costs = {document: rng.randint(1, 100) for document in range(200)}
+    shares = divide(costs, list(costs), ranks)
+    assert sorted(document for share in shares for document in share) == list(range(200))
+    loads = [sum(costs[document] for document in share) for share in shares]
+    assert max(loads) - min(loads) <= 100
+    assert shares == divide(costs, list(costs), ranks)
+
+
+def test_more_ranks_than_documents():
+    assert sorted(map(len, divide({4: 1, 5: 2}, [4, 5], 4))) == [0, 0, 1, 1]
+
+
+def test_chunks_hold_all_documents_in_order():
+    costs = dict.fromkeys(range(25), 10)
+    made = list(chunks(costs, 100))
+    assert [len(chunk) for chunk in made] == [10, 10, 5]
+    assert [document for chunk in made for document in chunk] == list(range(25))
+    assert list(chunks({}, 100)) == []
+
+
+def test_requests_by_document():
+    requests = [Score(7, 0, (1,), (2,)), Score(3, 0, (1,), (2,)), Score(7, 1, (1,), (2, 3))]
+    assert by_document(requests) == {7: [0, 2], 3: [1]}
+    assert cost(requests[2]) == 3
+    assert cost(Generate(0, (1, 2), (), 10)) > 12

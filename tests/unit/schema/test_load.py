@@ -1,0 +1,237 @@
+"""Reading a YAML: scalars, interpolation, overrides, and what is reported when something is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.schema.load import ConfigError, check_for_world, load_config
+
+GOOD = """\
+name: tiny
+model:
+  vocab_size: 512
+  d_model: 128
+  max_seq_len: 256
+  blocks:
+    m: {type: mamba2, d_state: 16, head_dim: 32}
+  layers: m*2
+data:
+  seq_len: 256
+  train: {streams: {books: {local: books}}}
+train:
+  duration: 300 steps
+  global_batch_size: 64
+  microbatch_size: 8
+optimizer:
+  lr: 1e-3
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "run.yaml"
+
+    def run(text: str = GOOD, *overrides: str, **options):
+        path.write_text(text)
+        return load_config(path, overrides, **options)
+
+    return run
+
+
+def problems(load, *args, **options) -> dict[str, str]:
+    """path -> message of everything that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        load(*args, **options)
+    return {problem.path: problem.message for problem in caught.value.problems}
+
+
+def test_a_config_for_evaluation_is_told_as_that(load):
+    assert problems(load, "model: runs/a\ntasks: [piqa]\nconvention: foundry\n") == {
+        "": "is a config for evaluation (it has tasks, convention); give one with model, data, train and optimizer, such as "
+        "yamls/quickstart.yaml; this one is for `llmtrain eval`"
+    }
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "text,value", [("1e-3", 1e-3), ("1", 1.0), ("0.5", 0.5), (".5", 0.5), ("3.", 3.0), ("2E-4", 2e-4)]
+)
+def test_numbers_in_any_notation(load, text, value):
+    assert load(GOOD.replace("1e-3", text)).optimizer.lr == value
+
+
+def test_integers_may_have_underscores(load):
+    assert load(GOOD.replace("vocab_size: 512", "vocab_size: 32_000")).model.vocab_size == 32_000
+
+
+def test_on_and_off_are_text_as_in_yaml_1_2(load):
+    assert load(GOOD, "train.compile=on").train.compile == "on"
+
+
+def test_pairs_are_lists_in_yaml(load):
+    assert load(GOOD, "optimizer.betas=[0.8, 0.9]").optimizer.betas == (0.8, 0.9)
+
+
+def test_anchors_and_merge_keys(load):
+    text = GOOD.replace(
+        "m: {type: mamba2, d_state: 16, head_dim: 32}",
+        "m: &m {type: mamba2, d_state: 16, head_dim: 32}\n    n: {<<: *m, d_state: 8}",
+    )
+    blocks = load(text.replace("m*2", "m n")).model.blocks
+    assert (blocks["m"].d_state, blocks["n"].d_state, blocks["n"].head_dim) == (16, 8, 32)
+
+
+# Interpolation
+
+
+def test_interpolation_keeps_the_type_of_what_it_refers_to(load):
+    assert load(GOOD.replace("max_seq_len: 256", "max_seq_len: ${data.seq_len}")).model.max_seq_len == 256
+
+
+def test_interpolation_sees_overrides(load):
+    assert load(GOOD, "name=other").run_dir == "runs/other"
+
+
+def test_interpolation_may_refer_to_a_default(load):
+    assert load(GOOD.replace("  seq_len: 256\n", "").replace("256", "${data.seq_len}")).model.max_seq_len == 2048
+
+
+def test_interpolation_of_the_environment(load, monkeypatch):
+    monkeypatch.setenv("SHARDS", "/data/books")
+    text = GOOD.replace("local: books", "local: '${oc.env:SHARDS}'")
+    assert load(text).data.train_streams()["books"].local == "/data/books"
+
+
+def test_one_dead_interpolation_is_reported_once_not_at_every_user(load):
+    text = GOOD.replace("  seq_len: 256", "  seq_len: ${data.lenght}").replace(
+        "max_seq_len: 256", "max_seq_len: ${data.seq_len}"
+    )
+    assert list(problems(load, text)) == ["data.seq_len"]
+
+
+def test_interpolation_that_is_not_closed(load):
+    with pytest.raises(ConfigError, match=r"name .*line 1 .*\$\{seed"):
+        load(GOOD.replace("name: tiny", "name: '${seed'"))
+
+
+def test_interpolation_in_a_circle(load):
+    assert "recursive interpolation" in problems(load, GOOD.replace("tiny", "${name}"))["name"]
+
+
+# Overrides
+
+
+def test_overrides_apply_in_order(load):
+    assert load(GOOD, "seed=1", "seed=2").seed == 2
+
+
+def test_override_of_a_setting_the_file_does_not_have(load):
+    config = load(GOOD, "logging.wandb.project=mine", "model.blocks.m.norm.eps=1e-6")
+    assert config.logging.wandb.project == "mine"
+    assert config.model.blocks["m"].norm.eps == 1e-6
+
+
+def test_override_of_a_list_entry(load):
+    text = GOOD + "  betas: [0.9, 0.95]\n"
+    assert load(text, "optimizer.betas.1=0.99").optimizer.betas == (0.9, 0.99)
+    assert load(text, "optimizer.betas[0]=0.5").optimizer.betas == (0.5, 0.95)
+
+
+def test_override_takes_the_place_of_a_whole_section(load):
+    config = load(GOOD, "model.blocks.m={type: attention, n_heads: 4}")
+    assert config.model.blocks["m"].type == "attention"
+
+
+def test_override_repairs_what_is_wrong_in_the_file(load):
+    assert (
+        load(GOOD.replace("d_state: 16", "d_state: ten"), "model.blocks.m.d_state=10").model.blocks["m"].d_state == 10
+    )
+
+
+@pytest.mark.parametrize(
+    "override,path,message",
+    [
+        ("train.microbatch_sise=4", "train.microbatch_sise", "unknown key; did you mean microbatch_size?"),
+        ("trian.seed=4", "trian", "unknown key; did you mean train?"),
+        ("model.blocks.mm.d_state=8", "model.blocks.mm", "there is no such entry; did you mean m?"),
+        ("model.blocks.zebra.d_state=8", "model.blocks.zebra", "there is no such entry; there are: m"),
+        ("name.first=x", "name.first", "there is no such entry: name is not a mapping"),
+        ("seed", "seed", "is not of the form a.b=value"),
+        ("model..d_model=3", "model..d_model=3", "is not of the form a.b=value"),
+        ("seed=[1", "seed", "is not a YAML value"),
+        ("seed=ten", "seed", "expected an integer at least 0 and below 2147483648, found 'ten' (a string)"),
+    ],
+)
+def test_bad_override(load, override, path, message):
+    found = problems(load, GOOD, override)
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+# Reports
+
+
+def test_rules_of_a_section_are_checked_although_another_entry_in_it_is_wrong(load):
+    text = GOOD.replace("microbatch_size: 8", "microbatch_size: 7\n  nonfinite: halt").replace("m*2", "(m")
+    text = text.replace("d_model: 128", "d_modl: 128")
+    assert set(problems(load, text)) == {"train.microbatch_size", "train.nonfinite", "model.layers", "model.d_modl"}
+
+
+def test_rules_that_need_a_wrong_entry_are_left_out(load):
+    # 128 heads of ... cannot be judged without d_model, nor the batch without the microbatch.
+    assert list(problems(load, GOOD.replace("d_model: 128", "d_model: wide"))) == ["model.d_model"]
+    assert list(problems(load, GOOD.replace("microbatch_size: 8", "microbatch_size: few"), world_size=3)) == [
+        "train.microbatch_size"
+    ]
+
+
+def test_settings_that_break_a_rule_are_not_judged_by_further_rules(load):
+    text = GOOD.replace("300 steps", "5 %").replace("microbatch_size: 8", "microbatch_size: 7")
+    assert list(problems(load, text, world_size=3)) == ["train.duration", "train.microbatch_size"]
+
+
+def test_every_missing_key_is_named(load):
+    assert list(problems(load, "name: x\n")) == ["model", "data", "train", "optimizer"]
+
+
+def test_placeholder_must_be_filled_in(load):
+    assert problems(load, GOOD.replace("1e-3", "???")) == {"optimizer.lr": "stands for a value that you have to give"}
+
+
+def test_long_values_are_cut(load):
+    with pytest.raises(ConfigError) as caught:
+        load(GOOD, f"seed={'9' * 200}x")
+    assert max(map(len, str(caught.value).splitlines())) < 200
+
+
+def test_config_error_is_a_value_error_with_values_and_lines(load):
+    with pytest.raises(ValueError, match=r"run.yaml: 1 error\n  train.microbatch_size  line 15  7: must divide"):
+        load(GOOD.replace("microbatch_size: 8", "microbatch_size: 7"))
+
+
+# Ranks and data
+
+
+@pytest.mark.parametrize("world_size,message", [(1, None), (8, None), (3, "use 48 or 72"), (16, "use 128")])
+def test_ranks_must_share_the_batch_evenly(load, world_size, message):
+    found = [problem.message for problem in check_for_world(load(), world_size)]
+    assert found == [] if message is None else message in found[0]
+
+
+def test_data_folders_are_looked_at_only_when_asked(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load().data.train_streams()["books"].local == "books"
+    assert "does not exist" in problems(load, check_data=True)["data.train.streams.books.local"]
+
+
+def test_a_run_dir_that_cannot_be_one_is_told_before_anything_starts(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    found = problems(load, GOOD, "run_dir=taken/run", check_data=True)["run_dir"]
+    assert found == f"{tmp_path}/taken is a file, not a folder; choose another"
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
+    assert "locked may not be written to" in problems(load, GOOD, "run_dir=locked/run", check_data=True)["run_dir"]
+    assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", check_data=True)
