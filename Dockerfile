@@ -27,7 +27,7 @@ RUN pip install 'uv==0.13.*'
 
 WORKDIR /opt/llmtrain
 # Dependencies first: this layer, most of the image, changes only with pyproject.toml.
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 RUN uv sync --no-dev --no-install-project
 COPY llmtrain llmtrain
 COPY scripts scripts
@@ -71,7 +71,7 @@ ENV PIP_NO_CACHE_DIR=1 \
 USER 0
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /opt/llmtrain
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
 COPY llmtrain llmtrain
 COPY yamls yamls
