@@ -30,6 +30,7 @@ WORKDIR /opt/llmtrain
 COPY pyproject.toml README.md LICENSE ./
 RUN uv sync --no-dev --no-install-project
 COPY llmtrain llmtrain
+COPY eval eval
 COPY scripts scripts
 COPY yamls yamls
 RUN uv sync --no-dev --no-editable
@@ -74,6 +75,7 @@ WORKDIR /opt/llmtrain
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
 COPY llmtrain llmtrain
+COPY eval eval
 COPY yamls yamls
 # --no-config: the overrides of pyproject.toml name a torch; those on the command line take their place.
 RUN python3 -m pip install 'uv==0.13.*' \

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmtrain import __version__
 from llmtrain.commands.bench import add_bench
-from llmtrain.commands.check import add_check, add_schema
+from llmtrain.commands.check import add_check
 from llmtrain.commands.checkpoint import add_checkpoint
 from llmtrain.commands.convert import add_export, add_import
 from llmtrain.commands.describe import add_describe, add_mfu
@@ -16,6 +16,7 @@ from llmtrain.commands.doctor import add_doctor
 from llmtrain.commands.eval import add_decontaminate, add_eval
 from llmtrain.commands.generate import add_generate
 from llmtrain.commands.prepare import add_prepare
+from llmtrain.commands.schema import add_schema
 from llmtrain.commands.train import add_train
 
 

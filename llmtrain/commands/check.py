@@ -1,10 +1,9 @@
-"""`llmtrain check` and `llmtrain schema`. No torch here: `check` answers in under a second."""
+"""`llmtrain check`. No torch here: it answers in under a second."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -22,26 +21,10 @@ def add_check(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(func=check)
 
 
-def add_schema(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("schema", help="the JSON schema by which editors complete the YAML")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it here rather than print it")
-    parser.set_defaults(func=schema)
-
-
 def check(args: argparse.Namespace) -> int:
     """Prints one line for a good config. Raises ConfigError, whose text is the report, for any other."""
     config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
     print(f"{args.file}: OK, {summary(config, args.nproc)}")
-    return 0
-
-
-def schema(args: argparse.Namespace) -> int:
-    from llmtrain.schema.json_schema import schema_text
-
-    if args.out is None:
-        print(schema_text(), end="")
-    else:
-        args.out.write_text(schema_text(), encoding="utf-8")
     return 0
 
 

@@ -72,6 +72,12 @@ def default(field: FieldInfo) -> Any:
     return str(value) if isinstance(value, Duration) else to_jsonable_python(value)
 
 
+def is_free(field: FieldInfo) -> bool:
+    """True for a field marked by `config.base.free`: it may change between a run and its resumption."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and extra.get("resume") == "free"
+
+
 def with_defaults(annotation: Any, value: Any) -> Any:
     """`value` with every absent setting at its default, so that interpolations may refer to it."""
     kind = choose(annotation, value)

@@ -1,4 +1,4 @@
-"""The whole YAML. Sections live beside this file; rules that span sections live here. No torch here."""
+"""The whole YAML of a run. Sections are in the files beside this one; rules that span sections are here. No torch here."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from llmtrain.schema.training import (
 
 
 class Config(Section):
-    """One run of `llmtrain train`."""
+    """Settings of one run: the model, its data, and how it is trained."""
 
     name: str = free()
-    """Of the run; letters, digits, '.', '_' and '-'."""
+    """Name of the run: letters, digits, '.', '_' and '-'."""
     run_dir: str = free("runs/${name}")
-    """Checkpoints, logs and plots go here."""
+    """Folder of checkpoints, logs and plots."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 17
-    """Of the weights, the dropout, and (with data.shuffle_seed) the sample order."""
+    """Seed of the initial weights, of dropout, and (with data.shuffle_seed) of the sample order."""
     init_from: InitialWeights | None = None
-    """A path, or a mapping. Start from the weights there (a run's folder, a checkpoint, or what `llmtrain import` wrote; also
-    in a store, s3://bucket/prefix) with a fresh optimizer, schedule and data. Not read once the run has a checkpoint of its
-    own; another value then is another run."""
+    """Weights to start from, as a path or a mapping: a run's folder, a checkpoint, or what `llmtrain import` wrote; also in a
+    store, s3://bucket/prefix. Optimizer, schedule and data begin anew. Not read once the run has a checkpoint of its own; a
+    changed value is then refused as another run."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

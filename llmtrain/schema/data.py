@@ -1,4 +1,4 @@
-"""Where the tokens come from: the `data` section of the YAML. No torch here."""
+"""The `data` section of the YAML: training and validation shards, and how to make them. No torch here."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from llmtrain.config.base import PositiveInt, Problem, Section, free
 
 
 class PrepareConfig(Section):
-    """Text sources -> tokenizer -> MDS shards; what `llmtrain prepare` does, named in a YAML.
+    """Settings of `llmtrain prepare`, which tokenizes text and writes MDS shards (StreamingDataset's format).
 
-    `out` gets tokenizer/, train/, validation/ and manifest.json. Shards that carry the fingerprint of the
-    same sources and settings are reused.
+    With them in a run's YAML, `llmtrain train` makes the shards before it starts. Shards that were made from the same
+    sources with the same settings are used again.
     """
 
     sources: Annotated[list[str], Field(min_length=1)]
     """Text files, folders of source code, JSONL (.jsonl, .gz, .zst), or `stdlib`: Python's own standard library sources."""
     out: str
+    """Folder that gets tokenizer/, train/, validation/ and manifest.json."""
     tokenizer: str | None = None
-    """A tokenizer folder, tokenizer.json, or hub name. None trains a byte-level BPE on the training part."""
+    """A tokenizer folder, tokenizer.json, or hub name. null trains a byte-level BPE on the training part."""
     vocab_size: PositiveInt | None = None
-    """Of the tokenizer to train."""
+    """Size of the tokenizer to train, where `tokenizer` is null."""
     seq_len: PositiveInt = 2048
     """Tokens per stored sample; documents are concatenated, each closed by the end-of-document token."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
@@ -35,8 +36,9 @@ class PrepareConfig(Section):
     skip_bad_records: bool = False
     """Name and skip records that cannot be read, rather than stop at the first."""
     seed: int = 17
+    """Seed of the split into training and validation."""
     workers: PositiveInt | None = free(None)
-    """Processes. Default: the number of CPU cores."""
+    """Number of processes. Default: the number of CPU cores."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokenizer is None) == (self.vocab_size is None):
@@ -84,14 +86,19 @@ class DataConfig(Section):
     prepare: PrepareConfig | None = None
     """Make the shards first when they are not there yet."""
     train: SplitConfig | None = None
+    """Training shards. Default: those that `prepare` writes."""
     validation: SplitConfig | None = None
+    """Validation shards. Default: those that `prepare` writes; without either there is no validation."""
     mask_documents: bool = False
     """Keep the documents of a sequence apart: attention does not look across their boundaries, Mamba-2's state and
     convolution and learned positions begin anew, and no document's first token is predicted from the one before. The
     streams' manifest.json (or tokenizer/) says which token ends a document."""
     shuffle: bool = True
+    """Read training samples in random order, another one in each epoch."""
     shuffle_seed: int = 9176
+    """Seed of that order."""
     shuffle_block_size: PositiveInt | None = None
+    """StreamingDataset's: samples that are shuffled together. Default: StreamingDataset's own choice."""
     num_canonical_nodes: PositiveInt = 8
     """Fixes the sample order on any number of nodes; a multiple (or divisor) of the nodes ever used."""
     num_workers: Annotated[int, Field(ge=0)] = free(2)

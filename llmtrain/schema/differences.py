@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from llmtrain.config.base import Section
-from llmtrain.config.schema_tree import default
+from llmtrain.config.schema_tree import default, is_free
 from llmtrain.models.config import ModelConfig, NormConfig
 from llmtrain.schema.config import Config
 
@@ -39,7 +38,7 @@ def differences(old: Mapping[str, Any], new: Config) -> list[str]:
 
 def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[Change]:
     """The same for any section; prefix: its path and a dot."""
-    if old.get("type") not in (None, getattr(new, "type", None)) and not _is_free(type(new).model_fields["type"]):
+    if old.get("type") not in (None, getattr(new, "type", None)) and not is_free(type(new).model_fields["type"]):
         # Another kind of block or layer: comparing its other settings would say nothing more.
         yield Change(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
         return
@@ -47,7 +46,7 @@ def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[
         old, new = _norms_told(old, new)
     written = new.model_dump(mode="json")
     for name, field in type(new).model_fields.items():
-        if _is_free(field):
+        if is_free(field):
             continue
         before = old.get(name, ABSENT)
         if before is ABSENT and (missing := default(field)) is not PydanticUndefined:
@@ -82,11 +81,6 @@ def _of_value(old: Any, new: Any, written: Any, path: str) -> Iterator[Change]:
                 yield Change(f"{path}.{name}", old[name], ABSENT)
     elif old != written:
         yield Change(path, old, written)
-
-
-def _is_free(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and extra.get("resume") == "free"
 
 
 def text(value: Any) -> str:

@@ -13,7 +13,7 @@ from llmtrain.config.base import Problem, Section
 
 
 class InitialWeights(Section):
-    """Written as a path alone, it means all of the checkpoint's parameters, and nothing else of it."""
+    """Weights that a run starts from. A path alone means all of the checkpoint's parameters, and nothing else of it."""
 
     path: str
     """A run's folder, a checkpoint, or what `llmtrain import` wrote; also in a store, s3://bucket/prefix."""
@@ -22,7 +22,7 @@ class InitialWeights(Section):
     optimizer: bool = False
     """Take AdamW's moments of these parameters too. The learning rate and the schedule are this run's own."""
     strict: bool = True
-    """Whether every parameter to take must be in the checkpoint, with the same shape; where not, it starts fresh."""
+    """true: every parameter to take must be in the checkpoint, with the same shape. false: one that is not starts fresh."""
 
     @property
     def is_whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""How the model is trained: the `train`, `optimizer`, `schedule`, `eval`, `checkpoint` and `logging` sections. No torch here."""
+"""The `train`, `optimizer`, `schedule`, `eval`, `checkpoint` and `logging` sections of the YAML. No torch here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ActivationCheckpointing(Section):
     """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every
     second matmul."""
     k: PositiveInt | None = free(None)
-    """For every_k."""
+    """With every_k: recompute one layer in so many."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.type == "every_k") != (self.k is not None):
@@ -50,7 +50,7 @@ class TrainConfig(Section):
     """Length, batch, precision and parallelism."""
 
     duration: DurationField = free()
-    """`300 steps`, `26e9 tokens` or `2 epochs`."""
+    """Length of the run: `300 steps`, `26e9 tokens` or `2 epochs`."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     microbatch_size: PositiveInt = free()
@@ -60,6 +60,7 @@ class TrainConfig(Section):
     dt_bias stay fp32."""
     loss: LossConfig = LossConfig()
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Scale gradients down to this norm, over all parameters together; null: never."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """When the loss or a gradient is not finite: end the run, or drop that step. Either way the step and its samples are named."""
     max_skipped_steps: PositiveInt = free(10)
@@ -88,10 +89,15 @@ class OptimizerConfig(Section):
 
     type: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
     betas: tuple[UnitInterval, UnitInterval] = (0.9, 0.95)
+    """Decay rates of the averages of gradients and of their squares."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the average square."""
     weight_decay: NonNegativeFloat = 0.1
+    """Per step, parameters shrink by weight_decay times the current learning rate."""
     decay_embeddings: bool = True
+    """Decay embeddings too."""
 
     def problems(self) -> Iterator[Problem]:
         for i, beta in enumerate(self.betas):
@@ -103,7 +109,9 @@ class ScheduleConfig(Section):
     """Learning rate over the run: linear warmup from 0, then the named shape down to final_lr_fraction * lr."""
 
     type: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape after the warmup."""
     warmup: DurationField = Duration(0, "steps")
+    """Length of the rise from 0 to the peak."""
     decay: DurationField | None = None
     """For wsd (warmup, stable, decay): length of the final linear decay."""
     final_lr_fraction: UnitInterval | None = None
@@ -126,7 +134,7 @@ class InContextConfig(Section):
     file: str = free()
     """An eval YAML, such as eval/quick.yaml: its tasks, gauntlet, convention, data_dir and limit count, its models do not."""
     interval: DurationField = free(Duration(1000, "steps"))
-    """They are scored so often, and after the last step."""
+    """Time from one scoring to the next; the last step is always followed by one."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
@@ -137,10 +145,11 @@ class EvalConfig(Section):
     """Validation loss during training."""
 
     interval: DurationField = free(Duration(500, "steps"))
+    """Time from one validation to the next."""
     max_samples: PositiveInt | None = free(None)
     """Validate on the first samples only."""
     microbatch_size: PositiveInt | None = free(None)
-    """Default: train.microbatch_size."""
+    """Sequences per forward pass on one rank. Default: train.microbatch_size."""
     prompt: str | None = free(None)
     """Text for the model to continue when the run ends."""
     icl: InContextConfig | None = free(None)
@@ -152,23 +161,25 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved, when, and how many are kept. The last step is always saved."""
+    """Saving: how often, how many are kept, and where. The last step is always saved."""
 
     interval: DurationField = free(Duration(1000, "steps"))
+    """Time from one checkpoint to the next."""
     keep_last: PositiveInt | None = free(3)
     """Delete older checkpoints beyond this many; null keeps all."""
     keep_every: DurationField | None = free(None)
     """Keep, for good, the first checkpoint of every so many steps (or tokens, epochs) too."""
     background: bool = free(True)
-    """Training waits only until the state is copied to host memory, of which that takes as much as a checkpoint's part of
-    this machine. false: until it is written."""
+    """true: training waits until the state is copied to host memory (which takes as many bytes as this machine writes of a
+    checkpoint), and goes on while it is written. false: training waits until it is written."""
     verify: bool = free(True)
     """Compare the hash of every file before a checkpoint is loaded."""
     remote: str | None = free(None)
-    """Bring every checkpoint to `s3://bucket/prefix` (or a mounted folder) too, in the background, and start from the newest
-    there when it is newer than what is here. Holds the checkpoints of this run alone: `s3://bucket/runs/${name}`."""
+    """Store to which every checkpoint is also uploaded, in the background: `s3://bucket/prefix`, or a mounted folder. A start
+    takes the newest from there when it is newer than what is here. It must hold this run's checkpoints alone:
+    `s3://bucket/runs/${name}`."""
     grace_seconds: Annotated[float, Field(gt=0)] = free(120.0)
-    """After SIGTERM: save and end, with exit status 143, within so many seconds, or end without."""
+    """Seconds after SIGTERM within which a run saves and ends, with exit status 143; what takes longer is not saved."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
@@ -185,17 +196,23 @@ class WandbConfig(Section):
     """Weights & Biases; runs offline, into the run's folder, when there is no API key."""
 
     project: str = free("llmtrain")
+    """Project on Weights & Biases."""
     entity: str | None = free(None)
+    """Team or user. Default: the user's own."""
     group: str | None = free(None)
+    """Group of runs to show this one with."""
     tags: list[str] = free(list)
+    """Labels of the run."""
 
 
 class LoggingConfig(Section):
-    """Metrics always go to RUN/metrics.jsonl and the terminal."""
+    """Metrics of training. They always go to RUN/metrics.jsonl and the terminal."""
 
     interval: PositiveInt = free(1)
     """Steps between two lines of metrics."""
     tensorboard: bool = free(True)
+    """Also write TensorBoard's files, to RUN/tensorboard."""
     wandb: WandbConfig | None = free(None)
+    """Also log to Weights & Biases; offline, into the run's folder, when there is no API key."""
     progress_bar: bool = free(True)
     """A bar on a terminal; plain lines otherwise."""
