@@ -12,6 +12,7 @@ import pytest
 from llmtrain.cli import parser
 from llmtrain.commands.schema import reference
 from llmtrain.config.reference import anchor_of
+from llmtrain.schema.load import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
@@ -24,8 +25,9 @@ def name(path: Path) -> str:
 
 
 def shown_commands(text: str) -> list[str]:
-    """Every `llmtrain …` in code: on a line of a block, or between backticks."""
-    code = [line for block in re.findall(r"```.*?```", text, re.S) for line in block.splitlines()]
+    """Every `llmtrain …` in code: on a line of a block, between backticks, or on a comment line of a YAML."""
+    code = text.splitlines() if text.startswith("# yaml-language-server") else []
+    code += [line for block in re.findall(r"```.*?```", text, re.S) for line in block.splitlines()]
     code += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     return [
         found[1]
@@ -62,7 +64,7 @@ def unknown(command: str) -> list[str]:
     return [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "yamls").rglob("*.yaml"))], ids=name)
 def test_commands_exist_with_the_options_shown(page):
     wrong = {command: unknown(command) for command in shown_commands(page.read_text(encoding="utf-8"))}
     assert {command: words for command, words in wrong.items() if words} == {}
@@ -108,6 +110,12 @@ def test_figures_of_the_speed_table_stand_in_the_section_named_beside_them(resul
     assert figures, "a row of the speed table has no figure"
     measured = set(re.findall(r"(?<![\w.])\d+\.\d+", sections[anchor]))
     assert [figure for figure in figures if figure not in measured] == []
+
+
+def test_the_readmes_config_is_valid(tmp_path):
+    text = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0]
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config(tmp_path / "run.yaml").name == "my-run"
 
 
 def test_the_code_tour_is_of_files_that_exist():
