@@ -1,4 +1,4 @@
-"""What changed between the config of a checkpoint and the one that wants to resume it. No torch here."""
+"""Differences between the config of a checkpoint and the one to resume it with. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ABSENT = object()
 
 
 class Change(NamedTuple):
-    """A setting whose meaning changed; the values as a checkpoint stores them."""
+    """A setting whose meaning changed, with its values in the form that a checkpoint stores."""
 
     path: str
     old: Any
@@ -37,13 +37,13 @@ def differences(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[Change]:
-    """The same for any section; prefix: its path and a dot."""
+    """Changes within any section. prefix: its path and a dot."""
     if old.get("type") not in (None, getattr(new, "type", None)) and not is_free(type(new).model_fields["type"]):
         # Another kind of block or layer: comparing its other settings would say nothing more.
         yield Change(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
         return
     if isinstance(new, ModelConfig):
-        old, new = _norms_told(old, new)
+        old, new = _with_norms_written_out(old, new)
     written = new.model_dump(mode="json")
     for name, field in type(new).model_fields.items():
         if is_free(field):
@@ -51,14 +51,15 @@ def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[
         before = old.get(name, ABSENT)
         if before is ABSENT and (missing := default(field)) is not PydanticUndefined:
             before = missing
-        yield from _of_value(before, getattr(new, name), written[name], prefix + name)
+        yield from _value_changes(before, getattr(new, name), written[name], prefix + name)
     for name in old:
         if name not in type(new).model_fields:
             yield Change(prefix + name, old[name], ABSENT)
 
 
-def _norms_told(old: Mapping[str, Any], new: ModelConfig) -> tuple[Mapping[str, Any], ModelConfig]:
-    """Both, with model.norm written out in blocks that name a norm in one of them alone: to name the same is no change."""
+def _with_norms_written_out(old: Mapping[str, Any], new: ModelConfig) -> tuple[Mapping[str, Any], ModelConfig]:
+    """Both configs, with model.norm written out in blocks that name a norm in only one of them: naming the same norm is no
+    change."""
     before, after = dict(old.get("blocks", {})), dict(new.blocks)
     for name in before.keys() & after.keys():
         was, norm = before[name].get("norm"), after[name].norm
@@ -69,13 +70,13 @@ def _norms_told(old: Mapping[str, Any], new: ModelConfig) -> tuple[Mapping[str, 
     return {**old, "blocks": before}, new.model_copy(update={"blocks": after})
 
 
-def _of_value(old: Any, new: Any, written: Any, path: str) -> Iterator[Change]:
+def _value_changes(old: Any, new: Any, written: Any, path: str) -> Iterator[Change]:
     """new: the decoded value; written: the same as a checkpoint stores it."""
     if isinstance(new, Section) and isinstance(old, Mapping):
         yield from changes(old, new, path + ".")
     elif isinstance(new, dict) and isinstance(old, Mapping):
         for name in new:
-            yield from _of_value(old.get(name, ABSENT), new[name], written[name], f"{path}.{name}")
+            yield from _value_changes(old.get(name, ABSENT), new[name], written[name], f"{path}.{name}")
         for name in old:
             if name not in new:
                 yield Change(f"{path}.{name}", old[name], ABSENT)

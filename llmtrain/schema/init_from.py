@@ -1,4 +1,4 @@
-"""The weights that a run starts from: the `init_from` section. No torch here."""
+"""The `init_from` section of the YAML: the weights that a run starts from. No torch here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InitialWeights(Section):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the checkpoint must hold this very model."""
+        """True if the checkpoint must hold exactly this model."""
         return self.strict and self.parameters == ["*"]
 
     def problems(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The JSON schema by which editors complete and check the YAML. No torch here."""
+"""JSON schema with which editors complete and check the YAML. No torch here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """As committed in yamls/schema.json."""
+    """Text of yamls/schema.json."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -62,7 +62,7 @@ def _adapt(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def _flat(choices: list[Any]) -> list[Any]:
-    """Choices within choices as one list, each once."""
+    """List of all choices, with those of nested choices, each once."""
     flat: list[Any] = []
     for choice in choices:
         flat += [inner for inner in choice.get("anyOf", [choice]) if inner not in flat]
@@ -74,7 +74,7 @@ _ABOUT = ("description", "default", "examples")
 
 
 def _interpolated(node: dict[str, Any]) -> dict[str, Any]:
-    """A scalar or list that may be written as an interpolation instead."""
+    """Schema of a scalar or list that may also be written as an interpolation."""
     if set(node) - {*_ABOUT, "type"} == set() and node["type"] == "string":
         return node  # any text is allowed already
     about = {key: value for key, value in node.items() if key in _ABOUT}

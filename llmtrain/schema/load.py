@@ -1,4 +1,4 @@
-"""A YAML file -> Config, or one report of everything that is wrong with it. No torch here."""
+"""Reading of a run's YAML: a Config, or one report of everything that is wrong with the file. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_config(
     check_data: bool = False,
     fresh: bool = False,
 ) -> Config:
-    """Reads and checks a config.
+    """Read and check a config.
 
     overrides: `a.b=c`, applied in order; c is YAML and takes the place of what the file says.
     world_size: ranks of the run, where known; adds `check_for_world`.
@@ -63,7 +63,7 @@ def load_config(
 
 
 def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
-    """What keeps a config from running on so many ranks (data-parallel processes, one per GPU)."""
+    """Problems that keep a config from running on so many ranks (data-parallel processes, one per GPU)."""
     if world_size < 1:
         yield Problem("", None, f"cannot run on {world_size} ranks")
         return
@@ -83,7 +83,7 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
-    """Named backends that no machine could use for their block or norm; nothing on blocks that are wrong already."""
+    """Named backends that no machine could use for their block or norm. Blocks with other problems are left out."""
     sound = {
         name: block
         for name, block in config.model.blocks.items()
@@ -104,7 +104,7 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 
 def _folder_problems(config: Config) -> Iterator[Problem]:
-    """What keeps a run from writing to its folder."""
+    """Problems that keep a run from writing to its folder."""
     if reason := unwritable(config.run_dir):
         yield Problem("run_dir", config.run_dir, reason)
 
@@ -116,7 +116,7 @@ def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
 
 
 def _icl_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the eval YAML of eval.icl, in its own report."""
+    """Problems of the eval YAML of eval.icl, as its own report."""
     if config.eval.icl is None:
         return
     from llmtrain.eval.run_config import load_eval_run
