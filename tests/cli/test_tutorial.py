@@ -63,8 +63,8 @@ def alike(shown: str, printed: list[str]) -> bool:
     return close and re.sub(number, "#", left) == re.sub(number, "#", right)
 
 
-def test_the_page_is_what_happens(tmp_path, shards, monkeypatch, capsys):
-    project = Project(tmp_path, shards)  # for its subprocesses; run.yaml is the page's
+def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
+    project = Project(tmp_path, shards=tmp_path)  # for its subprocesses; the page brings run.yaml and the shards
     stories = []
     for language, text in blocks():
         if language != "console":
