@@ -3,21 +3,24 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding
+# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding |
+#   compare
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
 # three-columns, which times nothing, also compiles for kernels on the same machine (compiling.txt).
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
+# compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
+# on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding) ;;
+checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding | compare) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding" >&2
+    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding, compare" >&2
     exit 2
     ;;
 esac
@@ -150,6 +153,17 @@ steps() {
 decoding() {
     step decoding-zamba2 300 "$python" -m benchmarks.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
     step decoding-mpt 200 "$python" -m benchmarks.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
+}
+
+compare() { # [BASE [more arguments]]
+    local base=${1:-.base}
+    shift $(($# < 1 ? $# : 1))
+    local compare=("$python" scripts/gpu/compare_commits.py "$base" .)
+    step compare-mpt 300 "${compare[@]}" yamls/bench/mpt-1b.yaml train.global_batch_size=32 --out "$work/mpt-1b" "$@"
+    step compare-zamba2 400 "${compare[@]}" yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
+        train.microbatch_size=2 --out "$work/zamba2-2.7b" "$@"
+    step compare-mamba2 300 "${compare[@]}" yamls/pretrain/mamba2-1.3b.yaml train.global_batch_size=32 \
+        --out "$work/mamba2-1.3b" "$@"
 }
 
 # MPT-1B as MptForCausalLM can express it: ALiBi, no biases.
