@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from llmtrain.bench.entry import end_with
-from llmtrain.generate.decoding import Step, decode
+from llmtrain.generate.decoding import DecodeStep, decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import family_for
+from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
@@ -61,11 +61,11 @@ def main() -> None:
     for batch in args.batch:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(config.model.vocab_size, (batch, args.prompt), generator=generator).tolist()
-        ours = measure(ours_of(model), prompts, args.new, args.repeats)
+        ours = measure(llmtrain_request(model), prompts, args.new, args.repeats)
         print(f"batch {batch:3}  llmtrain      {ours}", flush=True)
         if peer is None:
             continue
-        theirs = measure(peer_of(peer), prompts, args.new, args.peer_repeats)
+        theirs = measure(transformers_request(peer), prompts, args.new, args.peer_repeats)
         print(f"batch {batch:3}  transformers  {theirs}", flush=True)
         print(
             f"batch {batch:3}  llmtrain / transformers: whole request {ours.whole / theirs.whole:.2f} x, "
@@ -88,7 +88,7 @@ def build_peer(model: HybridLM) -> torch.nn.Module:
     """The same weights as the class of transformers that expresses them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = family_for(model.config)
+    family = family_for_model(model.config)
     published = family.write_config(model.config)
     config = AutoConfig.for_model(**{"model_type": family.model_type} | published)
     parameters = dict(model.named_parameters())
@@ -154,7 +154,7 @@ def measure(request: Request, prompts: list[list[int]], new: int, repeats: int) 
     return Speed(len(prompts) * new, new, whole, seconds(1), group=None if size == len(prompts) else size)
 
 
-def ours_of(model: HybridLM) -> Request:
+def llmtrain_request(model: HybridLM) -> Request:
     def request(prompts: list[list[int]], new: int) -> list[list[int]]:
         steps = list(decode(model, prompts, Sampling(temperature=0), max_new_tokens=new))
         return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
@@ -162,7 +162,7 @@ def ours_of(model: HybridLM) -> Request:
     return request
 
 
-def peer_of(peer) -> Request:
+def transformers_request(peer) -> Request:
     def request(prompts: list[list[int]], new: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=peer.device)
         with torch.no_grad():
@@ -187,7 +187,7 @@ def curve(name: str, model: HybridLM, png: str, steps: int = 32) -> None:
     for length in lengths:
         cache = Cache(model, 1, length + steps + 8)
         cache.advance(length)
-        step = Step(model, cache, steps)
+        step = DecodeStep(model, cache, steps)
         tokens = torch.zeros(1, dtype=torch.int64, device=cache.next.device)
         with torch.no_grad():
             for _ in range(4):

@@ -40,7 +40,7 @@ from llmtrain.eval.scoring.request import Score
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents, Task, document_text, load_task
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import family_for
+from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
@@ -195,7 +195,7 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     model.to_empty(device=device)
     model.init_weights(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    family = family_for(config)
+    family = family_for_model(config)
     parameters = dict(model.named_parameters())
     tensors: dict[str, torch.Tensor] = {}
     for weight in family.weights(config):

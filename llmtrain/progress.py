@@ -1,4 +1,4 @@
-"""The progress bar of commands that work through bytes."""
+"""Bytes on a terminal: a number of them, and the progress bar of commands that work through them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+def format_bytes(nbytes: int) -> str:
+    """Format a number of bytes with three digits and a decimal unit: 13.3 GB."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 class ByteBar:
@@ -33,8 +43,8 @@ class ByteBar:
     ) -> None:
         self._bar.stop()
 
-    def say(self, stage: str) -> None:
-        self._bar.update(self._task, description=stage)
+    def stage(self, name: str) -> None:
+        self._bar.update(self._task, description=name)
 
     def advance(self, size: int) -> None:
         self._done += size

@@ -16,8 +16,15 @@ from llmtrain.checkpoint.inventory import Item
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.remote.catalogue import Stored
 from llmtrain.config.base import Section
-from llmtrain.config.schema_tree import by_type, child, choose, default, is_section, typed
-from llmtrain.convert.folder import readable
+from llmtrain.config.schema_tree import (
+    constrained_type,
+    default_value,
+    entry_type,
+    is_section,
+    sections_by_type,
+    select_alternative,
+)
+from llmtrain.progress import format_bytes
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import changes, text
 
@@ -32,7 +39,7 @@ def summary(item: Item, config_file: str | None) -> Iterator[str]:
     yield f"{item.address}: format {manifest.format}, save {manifest.save_id}"
     yield f"step       {manifest.step:,}"
     yield f"tokens     {manifest.tokens:,}"
-    yield f"size       {readable(manifest.nbytes)} in {len(manifest.files)} files"
+    yield f"size       {format_bytes(manifest.nbytes)} in {len(manifest.files)} files"
     yield f"clock      {_pairs(manifest.clock)}"
     yield f"data       {_position(manifest.data)}"
     yield f"versions   {_pairs(manifest.versions)}"
@@ -61,7 +68,7 @@ def _tensors(index: Index) -> Iterator[str]:
         elements = sum(math.prod(record.shape) for record in found)
         nbytes = sum(math.prod(record.shape) * _itemsize(record.dtype) for record in found)
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in Counter(r.dtype for r in found).most_common())
-        kinds = f" ({dtypes}): {elements:,} numbers, {readable(nbytes)}" if found else ""
+        kinds = f" ({dtypes}): {elements:,} numbers, {format_bytes(nbytes)}" if found else ""
         yield f"{part:10} {len(found)} tensors{kinds}"
 
 
@@ -94,18 +101,18 @@ def _compared(old: Mapping[str, Any], file: str) -> list[str]:
 def _set(section: type[Section], values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """`path: value` for every setting that is not at its default."""
     for name, field in section.model_fields.items():
-        if name in values and values[name] != default(field):
-            yield from _of_value(typed(field), values[name], prefix + name)
+        if name in values and values[name] != default_value(field):
+            yield from _of_value(constrained_type(field), values[name], prefix + name)
 
 
 def _of_value(annotation: Any, value: Any, path: str) -> Iterator[str]:
-    kind = choose(annotation, value)
+    kind = select_alternative(annotation, value)
     if isinstance(value, Mapping) and is_section(kind):
-        if by_type(annotation):
+        if sections_by_type(annotation):
             yield f"{path}.type: {value['type']}"
         yield from _set(kind, value, f"{path}.")
     elif isinstance(value, Mapping) and get_origin(kind) is dict:
         for key, entry in value.items():
-            yield from _of_value(child(kind, key), entry, f"{path}.{key}")
+            yield from _of_value(entry_type(kind, key), entry, f"{path}.{key}")
     else:
         yield f"{path}: {text(value)}"

@@ -72,12 +72,11 @@ def add_checkpoint(commands) -> None:
 
 def run_ls(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.inventory import age, items
-    from llmtrain.convert.folder import readable
 
     rows = [("CHECKPOINT", "STEP", "TOKENS", "SIZE", "AGE", "HEALTH")]
     for item in items(args.run):
         tokens = f"{item.manifest.tokens:,}" if item.manifest else ""
-        rows.append((item.name, f"{item.step:,}", tokens, readable(item.nbytes), age(item), item.health))
+        rows.append((item.name, f"{item.step:,}", tokens, format_bytes(item.nbytes), age(item), item.health))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for name, *numbers, health in rows:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
@@ -98,8 +97,7 @@ def run_show(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.inventory import items
     from llmtrain.checkpoint.manifest import CheckpointError
-    from llmtrain.convert.folder import readable
-    from llmtrain.progress import ByteBar
+    from llmtrain.progress import ByteBar, format_bytes
 
     found = items(args.run)
     wrong = 0
@@ -108,7 +106,7 @@ def run_verify(args: argparse.Namespace) -> int:
             if item.partial and len(found) > 1:
                 print(f"{item.name}: {item.health}")  # no damage: nothing takes it for a checkpoint
                 continue
-            bar.say(item.name)
+            bar.stage(item.name)
             try:
                 item.verify(bar.advance)
             except CheckpointError as error:
@@ -116,19 +114,19 @@ def run_verify(args: argparse.Namespace) -> int:
                 print(f"{item.name}: WRONG: {error}")
             else:
                 assert item.manifest is not None
-                print(f"{item.name}: good ({len(item.manifest.files)} files, {readable(item.manifest.nbytes)})")
+                print(f"{item.name}: good ({len(item.manifest.files)} files, {format_bytes(item.manifest.nbytes)})")
     return 1 if wrong else 0
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from llmtrain.convert.folder import refuse_existing
+    from llmtrain.config.output_folder import refuse_existing
 
     if args.shards is not None and args.shards < 1:
         raise ValueError(f"--shards {args.shards}: expected at least 1")
     if args.to == "llmtrain" and (args.dtype != "auto" or args.tokenizer):
         raise ValueError("--dtype and --tokenizer have no effect with --to llmtrain, which keeps every number as it is")
     refuse_existing(args.out)  # before torch is imported
-    from llmtrain.convert.rewriting import convert
+    from llmtrain.convert.checkpoint_convert import convert
 
     print(convert(args.source, args.out, args, progress=sys.stderr.isatty()))
     return 0
@@ -136,7 +134,6 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def run_rm(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.inventory import items
-    from llmtrain.convert.folder import readable
 
     found = items(args.run)
     doomed = _doomed(found, args)
@@ -149,7 +146,7 @@ def run_rm(args: argparse.Namespace) -> int:
         if not args.dry_run:
             item.delete()
         print(
-            f"{'would remove' if args.dry_run else 'removed'} {item.address} ({readable(item.nbytes)}, {item.health})"
+            f"{'would remove' if args.dry_run else 'removed'} {item.address} ({format_bytes(item.nbytes)}, {item.health})"
         )
     if not doomed:
         print("nothing to remove")

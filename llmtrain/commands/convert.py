@@ -47,7 +47,8 @@ def add_import(commands) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from llmtrain.convert.folder import readable, refuse_existing
+    from llmtrain.config.output_folder import refuse_existing
+    from llmtrain.progress import format_bytes
 
     size = parse_size(args.max_shard_size)
     refuse_existing(args.out)  # before torch is imported
@@ -66,7 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in made.dtypes))
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(
-        f"{made.checkpoint} -> {made.out}: {made.architecture}, {dtypes}, {readable(made.nbytes)} in {files}. "
+        f"{made.checkpoint} -> {made.out}: {made.architecture}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
         f"Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(made.out)!r})"
     )
@@ -74,16 +75,17 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    from llmtrain.convert.folder import readable, refuse_existing
+    from llmtrain.config.output_folder import refuse_existing
+    from llmtrain.progress import format_bytes
 
     refuse_existing(args.out)
-    from llmtrain.convert.importing import import_hf
+    from llmtrain.convert.import_hf import import_hf
 
     made = import_hf(args.source, args.out, progress=sys.stderr.isatty())
     if not made.has_tokenizer:
         print(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer", file=sys.stderr)
     print(
-        f"{made.source} -> {made.out}: {made.architecture}, {made.parameters:,} parameters, {readable(made.nbytes)}. "
+        f"{made.source} -> {made.out}: {made.architecture}, {made.parameters:,} parameters, {format_bytes(made.nbytes)}. "
         f"Next: llmtrain generate {made.out} --prompt TEXT, or in a run's YAML the model section of "
         f"{made.out / 'model.yaml'} and init_from: {made.out}"
     )

@@ -148,7 +148,7 @@ def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Nam
                 args.sampling,
                 max_new_tokens=args.max_new_tokens,
                 stops=args.stop,
-                numbers=range(start, start + len(batch)),
+                row_numbers=range(start, start + len(batch)),
             ):
                 answers[piece.row]["completion"] += piece.text
                 if piece.end:

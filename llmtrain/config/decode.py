@@ -1,4 +1,4 @@
-"""Plain data -> typed Config, or every reason why not, in the user's terms. No torch here."""
+"""Plain data -> constrained_type Config, or every reason why not, in the user's terms. No torch here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Any, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.config.base import Problem, Section
-from llmtrain.config.report import kind, nearest, show, suggest
-from llmtrain.config.schema_tree import by_type, child, choose, describe, homes, is_section, typed
+from llmtrain.config.report import format_value, nearest, suggest, type_name
+from llmtrain.config.schema_tree import (
+    constrained_type,
+    describe,
+    entry_type,
+    is_section,
+    paths_of_key,
+    sections_by_type,
+    select_alternative,
+)
 
 _ABSENT = object()
 
@@ -21,7 +29,7 @@ def decode(schema: type[Section], data: Any, unreadable: Iterable[str] = ()) -> 
     data: with the defaults filled in.
     unreadable: paths whose values are known to be wrong already; nothing is said about them again.
 
-    With problems, the config lacks what did not decode (None: all of it); look at it through `readable`.
+    With problems, the config lacks what did not decode (None: all of it); look at it through `problems_of_decoded`.
     pydantic skips the rules of a section when anything inside it fails. They are run here on what did
     decode; a rule that reads an entry that did not, or that breaks another rule, is passed over, so that one
     mistake is one message.
@@ -38,7 +46,7 @@ def decode(schema: type[Section], data: Any, unreadable: Iterable[str] = ()) -> 
     return None if config is _ABSENT else config, list(unique.values())
 
 
-def readable(rule: Iterable[Problem]) -> Iterator[Problem]:
+def problems_of_decoded(rule: Iterable[Problem]) -> Iterator[Problem]:
     """What a rule finds until it reads an entry that did not decode."""
     try:
         yield from rule
@@ -90,7 +98,7 @@ class _Failures:
                     yield Problem(path, None, f"missing; expected {describe(expected)}")
             case "union_tag_invalid" | "union_tag_not_found":
                 self.paths.add(path)
-                names = by_type(expected)
+                names = sections_by_type(expected)
                 if detail["type"] == "union_tag_not_found":
                     yield Problem(prefix + "type", None, f"missing; expected one of {', '.join(names)}")
                 else:
@@ -109,13 +117,13 @@ class _Failures:
         parent: Any = None
         expected: Any = self.schema
         for part in loc:
-            options = by_type(expected)
+            options = sections_by_type(expected)
             if options:
                 expected = options[str(part)]
                 continue
             keys.append(str(part))
-            parent = choose(expected, None)
-            expected = child(parent, part)
+            parent = select_alternative(expected, None)
+            expected = entry_type(parent, part)
         return keys, parent, expected
 
     def _unknown_key(self, keys: list[str], parent: type[Section]) -> Problem:
@@ -123,7 +131,7 @@ class _Failures:
         self.sections.add(".".join(keys[:-1]))
         near = nearest(name, parent.model_fields)
         self.paths |= {".".join([*keys[:-1], field]) for field in near}
-        elsewhere = [] if near else list(homes(name, self.schema))
+        elsewhere = [] if near else list(paths_of_key(name, self.schema))
         if elsewhere:
             return Problem(path, name, f"unknown key here; did you mean {' or '.join(elsewhere[:2])}?")
         return Problem(path, name, f"unknown key; {suggest(name, parent.model_fields)}")
@@ -137,18 +145,20 @@ class _Failures:
     def _wrong_value(self, detail: Any, expected: Any) -> str:
         found = detail["input"]
         if detail["type"] == "duration":
-            return f"{detail['msg']}, found {show(found)}"
+            return f"{detail['msg']}, found {format_value(found)}"
         choices = (
-            [str(choice) for choice in get_args(choose(expected, found))] if detail["type"] == "literal_error" else []
+            [str(choice) for choice in get_args(select_alternative(expected, found))]
+            if detail["type"] == "literal_error"
+            else []
         )
         near = nearest(found, choices) if isinstance(found, str) else []
         if choices:
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
         else:
             hint = _hint(describe(expected), found)
-        what = "nothing" if found is None else show(found)
+        what = "nothing" if found is None else format_value(found)
         if detail["type"].endswith("_type") and isinstance(found, (str, int, float)):
-            what += f" ({kind(found)})"
+            what += f" ({type_name(found)})"
         return f"expected {describe(expected)}, found {what}{hint}"
 
 
@@ -180,7 +190,7 @@ def _partial(
         return _ABSENT
     if path and not any(_within(other, [path]) for other in failing | broken):
         return TypeAdapter(annotation).validate_json(json.dumps(value))
-    kind = choose(annotation, value)
+    kind = select_alternative(annotation, value)
     prefix = path + "." if path else ""
     if get_origin(kind) is dict:
         entry = get_args(kind)[1]
@@ -189,7 +199,7 @@ def _partial(
     if not is_section(kind):
         return _ABSENT
     fields = {
-        name: _partial(typed(field), value[name], prefix + name, failing, broken, problems)
+        name: _partial(constrained_type(field), value[name], prefix + name, failing, broken, problems)
         if name in value
         else _ABSENT
         for name, field in kind.model_fields.items()
@@ -198,7 +208,7 @@ def _partial(
     for name in fields:
         if fields[name] is _ABSENT:
             vars(section).pop(name, None)  # model_construct fills in defaults; this one is not known
-    for problem in list(readable(section.problems())):
+    for problem in list(problems_of_decoded(section.problems())):
         problems.append(Problem(prefix + problem.path, problem.found, problem.message))
         _hide(section, problem.path)
     return section

@@ -11,10 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import ConfigError, nearest
 from llmtrain.config.schema_tree import with_defaults
-from llmtrain.config.source import Source, join
+from llmtrain.config.yaml_source import YamlSource, join
 
 
-def resolve(source: Source, schema: type[Section]) -> None:
+def resolve(source: YamlSource, schema: type[Section]) -> None:
     """Fills in the defaults and replaces every `${...}` by its value; one that has none stays, and is unreadable.
 
     Raises ConfigError for an interpolation that cannot be parsed.
@@ -28,7 +28,7 @@ def resolve(source: Source, schema: type[Section]) -> None:
     source.data = _plain(source, tree, "", _dotted(filled))
 
 
-def _plain(source: Source, node: Any, path: str, known: list[str]) -> Any:
+def _plain(source: YamlSource, node: Any, path: str, known: list[str]) -> Any:
     if not isinstance(node, (DictConfig, ListConfig)):
         return node
     keys = [str(key) for key in node] if isinstance(node, DictConfig) else range(len(node))

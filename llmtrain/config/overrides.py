@@ -9,11 +9,11 @@ import yaml
 
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import suggest
-from llmtrain.config.schema_tree import child, choose
-from llmtrain.config.source import Loader, Source
+from llmtrain.config.schema_tree import entry_type, select_alternative
+from llmtrain.config.yaml_source import Loader, YamlSource
 
 
-def apply_override(source: Source, override: str, schema: type[Section]) -> None:
+def apply_override(source: YamlSource, override: str, schema: type[Section]) -> None:
     """Sets one `a.b=c`; c is YAML, and takes the place of all that the file says there.
 
     Sections on the way that the file lacks are made; list entries and named entries (blocks, streams) must exist.
@@ -32,7 +32,7 @@ def apply_override(source: Source, override: str, schema: type[Section]) -> None
     kind: Any = schema
     for depth, key in enumerate(keys):
         last, above, path = depth == len(keys) - 1, ".".join(keys[:depth]), ".".join(keys[: depth + 1])
-        kind = choose(kind, at)
+        kind = select_alternative(kind, at)
         index: Any = key
         if isinstance(at, list):
             index = int(key) if key.isdigit() else len(at)
@@ -48,16 +48,16 @@ def apply_override(source: Source, override: str, schema: type[Section]) -> None
         elif isinstance(at, dict) and at.get(index) is None:
             at[index] = {}
         source.origins.setdefault(path, "override")
-        kind = child(kind, index)
+        kind = entry_type(kind, index)
         at = at[index]
 
 
-def _refuse(source: Source, path: str, found: Any, message: str) -> None:
+def _refuse(source: YamlSource, path: str, found: Any, message: str) -> None:
     source.problems.append(Problem(path, found, message))
     source.origins[path] = "override"
 
 
-def _forget(source: Source, path: str) -> None:
+def _forget(source: YamlSource, path: str) -> None:
     """An override replaces a value with all below it, and what was wrong with it."""
     for other in [other for other in source.origins if other == path or other.startswith(path + ".")]:
         del source.origins[other]

@@ -54,18 +54,18 @@ def _place(path: str, origins: Mapping[str, int | str]) -> str:
 
 def _sentence(problem: Problem) -> str:
     """The message, led by the value unless the line already shows it."""
-    value = show(problem.found)
+    value = format_value(problem.found)
     shown = problem.found is None or problem.found == problem.path.rpartition(".")[2] or value in problem.message
     return problem.message if shown else f"{value}: {problem.message}"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as one would write it in YAML, cut to a readable length."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..." + text[-1]
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """What a value is, in words."""
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "a mapping" if isinstance(value, Mapping) else "empty")

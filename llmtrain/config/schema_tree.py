@@ -12,12 +12,12 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from llmtrain.config.base import Duration, Section
 
 
-def members(annotation: Any) -> list[Any]:
+def alternatives_of(annotation: Any) -> list[Any]:
     """The alternatives of a type, without null and without Annotated wrappers."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
-        return [member for part in get_args(annotation) for member in members(part)]
+        return [member for part in get_args(annotation) for member in alternatives_of(part)]
     return [] if annotation in (None, type(None)) else [annotation]
 
 
@@ -25,36 +25,36 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def by_type(annotation: Any) -> dict[str, type[Section]]:
+def sections_by_type(annotation: Any) -> dict[str, type[Section]]:
     """For a choice of sections told apart by their `type`: name -> section. Empty for everything else."""
-    sections = [member for member in members(annotation) if is_section(member)]
+    sections = [member for member in alternatives_of(annotation) if is_section(member)]
     if len(sections) < 2:
         return {}
     return {name: section for section in sections for name in get_args(section.model_fields["type"].annotation)}
 
 
-def choose(annotation: Any, value: Any) -> Any:
+def select_alternative(annotation: Any, value: Any) -> Any:
     """The alternative that `value` is written for; None when its `type` does not say."""
-    options = by_type(annotation)
+    options = sections_by_type(annotation)
     if options:
         tag = value.get("type") if isinstance(value, Mapping) else None
         return options.get(tag) if isinstance(tag, str) else None
-    alternatives = members(annotation)
+    alternatives = alternatives_of(annotation)
     return alternatives[0] if alternatives else None
 
 
-def typed(field: FieldInfo) -> Any:
+def constrained_type(field: FieldInfo) -> Any:
     """A field's type together with its constraints."""
     metadata = tuple(field.metadata)
     return Annotated[(field.annotation, *metadata)] if metadata else field.annotation
 
 
-def child(annotation: Any, key: str | int) -> Any:
+def entry_type(annotation: Any, key: str | int) -> Any:
     """The type of one entry of a section, mapping, list or tuple; None where there is no such entry."""
     arguments = get_args(annotation)
     if is_section(annotation):
         field = annotation.model_fields.get(str(key))
-        return typed(field) if field else None
+        return constrained_type(field) if field else None
     if get_origin(annotation) is dict:
         return arguments[1]
     if get_origin(annotation) is tuple and isinstance(key, int):
@@ -62,7 +62,7 @@ def child(annotation: Any, key: str | int) -> Any:
     return arguments[0] if get_origin(annotation) is list else None
 
 
-def default(field: FieldInfo) -> Any:
+def default_value(field: FieldInfo) -> Any:
     """A field's default as it would be written in YAML; PydanticUndefined when it is required."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
@@ -80,33 +80,33 @@ def is_free(field: FieldInfo) -> bool:
 
 def with_defaults(annotation: Any, value: Any) -> Any:
     """`value` with every absent setting at its default, so that interpolations may refer to it."""
-    kind = choose(annotation, value)
+    kind = select_alternative(annotation, value)
     if is_section(kind) and isinstance(value, Mapping):
-        filled = {key: with_defaults(child(kind, key), item) for key, item in value.items()}
+        filled = {key: with_defaults(entry_type(kind, key), item) for key, item in value.items()}
         for name, field in kind.model_fields.items():
-            if name not in filled and (absent := default(field)) is not PydanticUndefined:
+            if name not in filled and (absent := default_value(field)) is not PydanticUndefined:
                 filled[name] = absent
         return filled
     if get_origin(kind) is dict and isinstance(value, Mapping):
-        return {key: with_defaults(child(kind, key), item) for key, item in value.items()}
+        return {key: with_defaults(entry_type(kind, key), item) for key, item in value.items()}
     return value
 
 
-def homes(name: str, section: type[Section], prefix: str = "") -> Iterator[str]:
+def paths_of_key(name: str, section: type[Section], prefix: str = "") -> Iterator[str]:
     """Dotted paths of the settings called `name`, outside of named entries and lists."""
     for key, field in section.model_fields.items():
         if key == name:
             yield prefix + key
-        for member in members(field.annotation):
+        for member in alternatives_of(field.annotation):
             if is_section(member):
-                yield from homes(name, member, f"{prefix}{key}.")
+                yield from paths_of_key(name, member, f"{prefix}{key}.")
 
 
 def describe(annotation: Any) -> str:
     """What may stand here, in words: 'an integer above 0', "one of 'none', 'alibi'", ..."""
-    if options := by_type(annotation):
+    if options := sections_by_type(annotation):
         return "a mapping with type: " + " or ".join(options)
-    texts = [_describe_one(member, _bounds(annotation)) for member in members(annotation)]
+    texts = [_describe_one(member, _bounds(annotation)) for member in alternatives_of(annotation)]
     optional = type(None) in _arguments(annotation)
     return " or ".join(dict.fromkeys([*texts, *(["null"] if optional else [])]))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from llmtrain.checkpoint.manifest import CheckpointError
-from llmtrain.config.source import read_file
+from llmtrain.config.yaml_source import read_file
 from llmtrain.convert.dcp import DcpTensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Part, Weight
@@ -29,7 +29,7 @@ from llmtrain.models.hybrid import HybridLM
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and Composer's models put before a parameter's name."""
 # What else Composer stores: the state of numpy's generator, times, versions. None of these runs code of the file's choice.
-_PLAIN: list[Any] = [
+_SAFE_GLOBALS: list[Any] = [
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np.ndarray,
     np.dtype,
@@ -39,7 +39,7 @@ _PLAIN: list[Any] = [
 ]
 
 
-class Source(Protocol):
+class TensorReader(Protocol):
     """Tensors by name, a run of elements at a time; CheckpointTensors and DcpTensors are such."""
 
     def shape(self, name: str) -> tuple[int, ...] | None: ...
@@ -53,7 +53,7 @@ class FileTensors:
 
     def __init__(self, file: Path):
         try:
-            with torch.serialization.safe_globals(_PLAIN):
+            with torch.serialization.safe_globals(_SAFE_GLOBALS):
                 content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
         except (
             Exception
@@ -87,27 +87,27 @@ class FileTensors:
             start += count
 
 
-def is_composer(path: Path) -> bool:
+def is_composer_checkpoint(path: Path) -> bool:
     """Whether a path looks like a checkpoint of Composer's: a file, or a folder of torch's without our manifest."""
     return path.is_file() or ((path / ".metadata").is_file() and not (path / "manifest.json").exists())
 
 
-def open_composer(path: Path, config_file: str | None) -> tuple[Source, ModelConfig, list[Weight]]:
-    """The tensors, our config of the model, and which tensor is which parameter of ours (by the names that Source has).
+def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[TensorReader, ModelConfig, list[Weight]]:
+    """The tensors, our config of the model, and which tensor is which parameter of ours (by the names that TensorReader has).
 
     config_file: a YAML with the `model` section; default: what the file itself says (LLM Foundry's MPT).
     Raises CheckpointError when the tensors are not those of the config, with each that is missing, left over, or of
     another shape; UnsupportedModelError for an MPT that ours cannot express.
     """
-    source: Source
+    source: TensorReader
     if path.is_file():
         source, found = FileTensors(path), None
         found, prefix = source.config, ""
     else:
         source, found, prefix = DcpTensors(path), None, "state.model."
-    names = {_bare(name.removeprefix(prefix)): name for name in source.names(prefix)}
+    names = {_strip_wrappers(name.removeprefix(prefix)): name for name in source.names(prefix)}
     if config_file is not None:
-        config = _model_of(config_file)
+        config = _load_model_config(config_file)
     elif found is not None:
         if found.get("model_type") != "mpt":
             raise CheckpointError(
@@ -118,15 +118,15 @@ def open_composer(path: Path, config_file: str | None) -> tuple[Source, ModelCon
         raise CheckpointError(
             f"{path} does not say what model it holds; name a YAML with its `model` section: --config FILE"
         )
-    weights = MPT.weights(config) if "transformer.wte.weight" in names else _own(config)
-    wrong = list(_misfits(source, names, weights))
+    weights = MPT.weights(config) if "transformer.wte.weight" in names else _own_weights(config)
+    wrong = list(_mismatches(source, names, weights))
     if wrong:
         raise CheckpointError(f"{path} does not hold the model of its config:\n  " + "\n  ".join(wrong[:20]))
     renamed = [Weight(w.ours, w.shape, tuple(Part(names[part.name], part.shape) for part in w.parts)) for w in weights]
     return source, config, renamed
 
 
-def _bare(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     while wrapper := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), None):
         name = name.removeprefix(wrapper)
     return (
@@ -134,14 +134,14 @@ def _bare(name: str) -> str:
     )
 
 
-def _own(config: ModelConfig) -> list[Weight]:
+def _own_weights(config: ModelConfig) -> list[Weight]:
     with torch.device("meta"):
         model = HybridLM(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return [Weight(name, shape, (Part(name, shape),)) for name, shape in shapes.items()]
 
 
-def _misfits(source: Source, names: Mapping[str, str], weights: Iterable[Weight]) -> Iterator[str]:
+def _mismatches(source: TensorReader, names: Mapping[str, str], weights: Iterable[Weight]) -> Iterator[str]:
     taken = set()
     for part in (part for weight in weights for part in weight.parts):
         taken |= set(part.names)
@@ -153,7 +153,7 @@ def _misfits(source: Source, names: Mapping[str, str], weights: Iterable[Weight]
         yield f"{name} has no place in this model, and would be lost"
 
 
-def _model_of(file: str) -> ModelConfig:
+def _load_model_config(file: str) -> ModelConfig:
     """The `model` section of a YAML, whatever else it has or lacks. Raises ConfigError, or ValueError without the section."""
     found = read_file(file)
     if "model" not in found.data:

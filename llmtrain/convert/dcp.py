@@ -29,7 +29,7 @@ from llmtrain.checkpoint.manifest import CheckpointError
 
 METADATA = ".metadata"
 # What an index is made of, as torch 2.0 to 2.11 pickle it: data, without a way to run anything.
-_KNOWN = {
+_ALLOWED_GLOBALS = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "MetadataIndex",
@@ -50,7 +50,7 @@ _KNOWN = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        if name not in _KNOWN.get(module, ()):
+        if name not in _ALLOWED_GLOBALS.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
         return super().find_class(module, name)
 
@@ -162,17 +162,21 @@ class DcpTensors:
         raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
         # For the meta device torch.load reads the description of a tensor, not its data.
         window: Any = _Window(raw, place.offset, place.length)
-        described = torch.load(window, map_location="meta", weights_only=True)
+        meta_tensor = torch.load(window, map_location="meta", weights_only=True)
         archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
         data = next(info for info in archive.infolist() if info.filename.split("/", 1)[-1] == "data/0")
-        if described.dtype != self.dtype(name) or described.shape != chunk.sizes or not _is_plain(described, data):
+        if (
+            meta_tensor.dtype != self.dtype(name)
+            or meta_tensor.shape != chunk.sizes
+            or not _is_plain(meta_tensor, data)
+        ):
             raise EOFError("not what .metadata says")
         return stack.enter_context(archive.open(data))
 
 
-def _is_plain(described: Tensor, data: zipfile.ZipInfo) -> bool:
+def _is_plain(meta_tensor: Tensor, data: zipfile.ZipInfo) -> bool:
     """Whether a file holds exactly the elements of a tensor, in order."""
-    return described.is_contiguous() and described.storage_offset() == 0 and data.file_size == described.nbytes
+    return meta_tensor.is_contiguous() and meta_tensor.storage_offset() == 0 and data.file_size == meta_tensor.nbytes
 
 
 class _Window(io.RawIOBase):

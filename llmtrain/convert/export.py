@@ -15,12 +15,12 @@ from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.tensor_file import Entry, TensorFile
-from llmtrain.convert.folder import appearing, refuse_existing, require_space
-from llmtrain.convert.reading import CheckpointTensors
-from llmtrain.convert.safetensors import divide, file_names
+from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
+from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Weight, family_for
+from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
@@ -64,9 +64,9 @@ def export(
     refuse_existing(out)
     folder, manifest = lookup.find(checkpoint)
     config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
-    family = family_for(config)
+    family = family_for_model(config)
     weights = family.weights(config)
-    text = load_tokenizer(tokenizer or _tokenizer_of(folder, manifest))
+    text = load_tokenizer(tokenizer or _find_tokenizer(folder, manifest))
     _check_tokenizer(text, config)
     tensors = CheckpointTensors(folder, manifest)
     _check_tensors(tensors, weights, folder)
@@ -74,17 +74,17 @@ def export(
     parts = [part for weight in weights for part in weight.parts]
     source = {part.name: tensors.dtype(_key(weight)) for weight in weights for part in weight.parts}
     entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
-    shards = divide(entries, max_shard_bytes)
+    shards = split_into_files(entries, max_shard_bytes)
     nbytes = sum(entry.nbytes for entry in entries)
     require_space(out, nbytes + _SMALL_FILES)
     manifests.verify(folder, manifest, names=tensors.files(_key(weight) for weight in weights))
 
-    with ByteBar(progress, nbytes, title="export") as bar, appearing(out) as partial:
+    with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
         # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
         main = max(entries, key=lambda entry: entry.nbytes).dtype
         _write_configs(partial, family.write_config(config), main, text)
         pieces = _pieces(tensors, weights)
-        for name, shard in zip(file_names(len(shards)), shards, strict=True):
+        for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
             _write_shard(partial / name, shard, pieces, bar.advance)
         if len(shards) > 1:
             _write_index(partial, shards, nbytes)
@@ -96,11 +96,11 @@ def _key(weight: Weight) -> str:
     return f"model.{weight.ours}"
 
 
-def _tokenizer_of(folder: Path, manifest: Manifest) -> str:
-    from llmtrain.generate.load import tokenizer_of
+def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
+    from llmtrain.generate.load import checkpoint_tokenizer_path
 
     try:
-        return tokenizer_of(folder, manifest)
+        return checkpoint_tokenizer_path(folder, manifest)
     except ValueError as error:
         raise ValueError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
 
@@ -159,7 +159,7 @@ def _write_shard(
 
 
 def _write_index(folder: Path, shards: list[list[Entry]], nbytes: int) -> None:
-    names = file_names(len(shards))
+    names = safetensors_names(len(shards))
     places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}
     _write_json(folder / "model.safetensors.index.json", index)

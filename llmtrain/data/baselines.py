@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.prepared import read_manifest
-from llmtrain.data.sources import PrepareError
+from llmtrain.data.prepared_folder import read_manifest
+from llmtrain.data.source_files import PrepareError
 
 XZ_BYTES = 4 << 20
 """At most this much held-out text is given to xz, which takes seconds for it."""

@@ -12,7 +12,7 @@ from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per
 from llmtrain.data.encode import EncodedUnit
 from llmtrain.data.packing import pack, token_dtype
 from llmtrain.data.records import BadRecord
-from llmtrain.data.sources import PrepareError
+from llmtrain.data.source_files import PrepareError
 from llmtrain.schema.data import PrepareConfig
 
 NAMED_BAD_RECORDS = 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.config.base import Problem
-from llmtrain.data.prepared import MANIFEST, read_manifest
+from llmtrain.data.prepared_folder import MANIFEST, read_manifest
 from llmtrain.data.shards import ShardError
 from llmtrain.schema.data import DataConfig, StreamConfig
 

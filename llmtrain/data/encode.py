@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmtrain.data.packing import bytes_per_token, is_held_out, token_dtype
-from llmtrain.data.records import BadRecord, Piece, Unit, read_pieces
-from llmtrain.data.sources import PrepareError
+from llmtrain.data.records import BadRecord, DocumentPiece, Unit, read_pieces
+from llmtrain.data.source_files import PrepareError
 
 TRAIN, VALIDATION = 0, 1
 
@@ -65,7 +65,7 @@ class UnitEncoder:
     def __call__(self, unit: Unit) -> EncodedUnit:
         settings = self.settings
         items = [item for span in unit for item in read_pieces(span, settings.text_key)]
-        pieces = [item for item in items if isinstance(item, Piece)]
+        pieces = [item for item in items if isinstance(item, DocumentPiece)]
         held = [is_held_out(piece.name, settings.seed, settings.validation_fraction) for piece in pieces]
         train_texts = [piece.text for piece, out in zip(pieces, held, strict=True) if not out]
         train = iter(self.tokenizer.encode_batch_fast(train_texts, add_special_tokens=False))
@@ -92,7 +92,7 @@ class UnitEncoder:
         )
 
 
-def _token_bytes(piece: Piece, offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
+def _token_bytes(piece: DocumentPiece, offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
     """Bytes per token of a piece. What no token covers goes to the end-of-document token, or else to the last token."""
     sizes = bytes_per_token(piece.text, offsets)
     if piece.ends:

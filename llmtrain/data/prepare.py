@@ -1,7 +1,7 @@
-"""Text sources -> tokenizer -> MDS shards: what `llmtrain prepare` does.
+"""`llmtrain prepare`: text sources -> tokenizer -> MDS shards.
 
-The result depends on the sources and the settings, not on the number of processes: units of text are cut alike,
-workers only tokenise, and this process alone packs and writes, in order.
+The result depends on the sources and the settings, not on the number of processes: the text is divided into the same
+units, workers only tokenise, and this process alone packs and writes, in order.
 """
 
 from __future__ import annotations
@@ -16,57 +16,66 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
+from llmtrain.config.output_folder import atomic_folder
 from llmtrain.data.corpus import CorpusWriter
 from llmtrain.data.encode import EncodeSettings, encode_units
 from llmtrain.data.packing import is_held_out, token_dtype
-from llmtrain.data.prepared import MANIFEST, Prepared, describe_inputs, exclusive, fingerprint, made_whole, reusable
-from llmtrain.data.records import Piece, Unit, read_pieces, read_units, sample_units
-from llmtrain.data.sources import PrepareError, SourceFile, list_files
+from llmtrain.data.prepared_folder import (
+    MANIFEST,
+    PreparedFolder,
+    describe_inputs,
+    find_reusable,
+    fingerprint,
+    lock_folder,
+)
+from llmtrain.data.records import DocumentPiece, Unit, read_pieces, read_units, sample_units
+from llmtrain.data.source_files import PrepareError, SourceFile, list_files
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
 
 BPE_SAMPLE_BYTES = 64 << 20
-"""A tokenizer is trained on at most about this much text, taken evenly from the sources' training part."""
+"""About the most text that a tokenizer is trained on, taken evenly from the sources' training split."""
 COMPRESSION_GUESS = 3
 """Text bytes per compressed byte, for the progress bar's total."""
 
-__all__ = ["PrepareError", "Prepared", "prepare"]
+__all__ = ["PrepareError", "PreparedFolder", "prepare"]
 
 
-def prepare(config: PrepareConfig, progress: bool = True, overwrite: bool = False) -> Prepared:
-    """Make `config.out`: train/, validation/, tokenizer/, manifest.json. Returns at once if it is there already.
+def prepare(config: PrepareConfig, progress: bool = True, overwrite: bool = False) -> PreparedFolder:
+    """Write train/, validation/, tokenizer/ and manifest.json into `config.out`, unless the same are there already.
 
-    Raises PrepareError (missing sources, bad records, a folder made otherwise, no disk space) and TokenizerError.
+    Raises PrepareError (missing sources, bad records, a folder made with other settings), OutputError (no disk space) and
+    TokenizerError.
     """
     out = Path(config.out).expanduser().absolute()
     files = list_files(config.sources)
-    with exclusive(out):
+    with lock_folder(out):
         inputs = describe_inputs(config, files)
-        manifest = reusable(out, inputs, overwrite)
+        manifest = find_reusable(out, inputs, overwrite)
         if manifest is not None:
-            return Prepared(out, manifest, reused=True)
-        with made_whole(out) as folder:
+            return PreparedFolder(out, manifest, reused=True)
+        with atomic_folder(out, replace=True) as folder:
             manifest = _make(config, files, inputs, folder, progress)
-    return Prepared(out, manifest, reused=False)
+    return PreparedFolder(out, manifest, reused=False)
 
 
 def _make(
     config: PrepareConfig, files: list[SourceFile], inputs: dict[str, Any], folder: Path, progress: bool
 ) -> dict[str, Any]:
     with ByteBar(progress, sum(file.size * (COMPRESSION_GUESS if file.compression else 1) for file in files)) as bar:
-        bar.say("tokenizer")
+        bar.stage("tokenizer")
         tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else _train_tokenizer(config, files)
         tokenizer.save(folder / "tokenizer")
         writer = CorpusWriter(folder, config, tokenizer.vocab_size, tokenizer.eod_id)
-        bar.say("shards")
+        bar.stage("shards")
         settings = _encode_settings(config, tokenizer)
         for unit in encode_units(read_units(files), settings, config.workers or os.cpu_count() or 1):
             finished = writer.add(unit)
             bar.advance(unit.stored_bytes)
             if finished:
                 break
-        bar.say("baselines")
+        bar.stage("baselines")
         counts = writer.finish()
     manifest = {
         "fingerprint": fingerprint(inputs),
@@ -101,16 +110,18 @@ def _encode_settings(config: PrepareConfig, tokenizer: TextTokenizer) -> EncodeS
 
 
 def _train_tokenizer(config: PrepareConfig, files: list[SourceFile]) -> TextTokenizer:
-    assert config.vocab_size is not None  # PrepareConfig sees to it
+    assert config.vocab_size is not None  # PrepareConfig.problems()
     return train_bpe(
         _training_texts(config, sample_units(files, BPE_SAMPLE_BYTES, config.max_bytes)), config.vocab_size
     )
 
 
 def _training_texts(config: PrepareConfig, units: Iterator[Unit]) -> Iterator[str]:
-    """Text of the training part. Bad records are passed over here; they are reported when the shards are made."""
+    """Texts of the training split. Bad records are skipped here and reported when the shards are written."""
     for unit in units:
         for span in unit:
             for piece in read_pieces(span, config.text_key):
-                if isinstance(piece, Piece) and not is_held_out(piece.name, config.seed, config.validation_fraction):
+                if isinstance(piece, DocumentPiece) and not is_held_out(
+                    piece.name, config.seed, config.validation_fraction
+                ):
                     yield piece.text

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import zstandard
 
-from llmtrain.data.sources import PrepareError, SourceFile
+from llmtrain.data.source_files import PrepareError, SourceFile
 
 UNIT_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """Text of one document; a long text file comes in several pieces, of which the last one `ends` it."""
 
     name: str
@@ -183,7 +183,7 @@ def _compressed_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
             line += data.count(b"\n")
 
 
-def read_pieces(span: Span, text_key: str) -> Iterator[Piece | BadRecord]:
+def read_pieces(span: Span, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
     """The documents of a span, or what is wrong with them."""
     try:
         data, offset = (span.data, span.begin) if span.data is not None else _read_range(span)
@@ -193,20 +193,20 @@ def read_pieces(span: Span, text_key: str) -> Iterator[Piece | BadRecord]:
     if span.file.kind == "jsonl":
         yield from _json_lines(span, data, offset, text_key)
         return
-    trouble = "not text: it holds a NUL byte" if b"\0" in data else None
+    fault = "not text: it holds a NUL byte" if b"\0" in data else None
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         text = ""
-        trouble = trouble or f"not UTF-8: {error.reason} at byte {offset + error.start}"
+        fault = fault or f"not UTF-8: {error.reason} at byte {offset + error.start}"
         position = error.start
     else:
         position = data.find(b"\0")
-    if trouble:
+    if fault:
         line = _first_line(span, offset) + data.count(b"\n", 0, position)
-        yield BadRecord(f"{span.file.path}:{line}", trouble, fatal=not span.file.from_folder)
+        yield BadRecord(f"{span.file.path}:{line}", fault, fatal=not span.file.from_folder)
     elif text or span.last:
-        yield Piece(span.file.name, text, ends=span.last)
+        yield DocumentPiece(span.file.name, text, ends=span.last)
 
 
 def _read_range(span: Span) -> tuple[bytes, int]:
@@ -237,18 +237,18 @@ def _first_line(span: Span, offset: int) -> int:
     return line
 
 
-def _json_lines(span: Span, data: bytes, offset: int, text_key: str) -> Iterator[Piece | BadRecord]:
+def _json_lines(span: Span, data: bytes, offset: int, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
     begin = offset
     first_line: int | None = None
     for index, line in enumerate(data.split(b"\n")):  # not splitlines(): only \n separates records
         if line.strip():
-            text, trouble = _text_of(line, text_key)
-            if trouble:
+            text, fault = _extract_text(line, text_key)
+            if fault:
                 first_line = first_line or _first_line(span, begin)
-                yield BadRecord(f"{span.file.path}:{first_line + index}", trouble)
+                yield BadRecord(f"{span.file.path}:{first_line + index}", fault)
             elif text:
                 # The byte offset names the record alike whether the file is compressed or not, and however it is cut.
-                yield Piece(f"{_plain_name(span.file)}@{offset}", text, ends=True)
+                yield DocumentPiece(f"{_plain_name(span.file)}@{offset}", text, ends=True)
         offset += len(line) + 1
 
 
@@ -256,7 +256,7 @@ def _plain_name(file: SourceFile) -> str:
     return file.name.removesuffix(f".{file.compression}") if file.compression else file.name
 
 
-def _text_of(line: bytes, text_key: str) -> tuple[str, str | None]:
+def _extract_text(line: bytes, text_key: str) -> tuple[str, str | None]:
     """(text, what is wrong)."""
     try:
         record = json.loads(line.decode())

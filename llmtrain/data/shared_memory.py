@@ -27,7 +27,7 @@ _MIN_AGE = 1.0
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
+def dataset_lock() -> Iterator[None]:
     """Construct a dataset inside: one job on this machine at a time, after what crashed jobs left is gone.
 
     Every rank must enter. The process group must exist if there are several ranks.

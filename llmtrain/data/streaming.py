@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from llmtrain.data.batches import Batch, collate, collate_packed, filler
 from llmtrain.data.documents import end_of_document
 from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
-from llmtrain.data.shared_memory import one_at_a_time
+from llmtrain.data.shared_memory import dataset_lock
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 
@@ -185,7 +185,7 @@ def build_train_loader(data: DataConfig, *, global_batch_size: int, vocab_size: 
         "num_canonical_nodes": data.num_canonical_nodes,
         "predownload": data.predownload,
     }
-    with one_at_a_time():
+    with dataset_lock():
         dataset = TokenDataset(streams=[_stream(stream) for stream in streams], **options)
         size = epoch_samples(dataset.num_samples, global_batch_size, data.num_canonical_nodes)
         if not size:
@@ -243,7 +243,7 @@ def build_validation_loader(
     if not streams:
         return None
     batch_size = _rank_batch_size(global_batch_size)
-    with one_at_a_time():
+    with dataset_lock():
         samples = TokenDataset(
             seq_len=data.seq_len, vocab_size=vocab_size, streams=[_stream(stream) for stream in streams]
         )

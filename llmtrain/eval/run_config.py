@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from llmtrain.config.base import PositiveInt, Problem, Section
+from llmtrain.config.config_type import check_config_type
 from llmtrain.config.decode import decode
-from llmtrain.config.folders import unwritable
 from llmtrain.config.interpolation import resolve
-from llmtrain.config.kinds import check_kind
+from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
-from llmtrain.config.source import read_file
+from llmtrain.config.yaml_source import read_file
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.gauntlet import Gauntlet, check_metric, load_gauntlet
 from llmtrain.eval.task import Task, load_task
@@ -136,7 +136,7 @@ def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_mode
     if file.is_file() and not file.read_bytes().strip():
         raise ConfigError(str(path), [Problem("", None, "is empty; it needs tasks, or a gauntlet")])
     source = read_file(path)
-    check_kind(source, "evaluation")
+    check_config_type(source, "evaluation")
     for override in overrides:
         apply_override(source, override, EvalRun)
     resolve(source, EvalRun)
@@ -173,7 +173,7 @@ def _missing(run: EvalRun) -> Iterator[Problem]:
 
 def _unwritable(run: EvalRun) -> Iterator[Problem]:
     for name, folder in (("out", run.out), ("cache", run.cache)):
-        if folder is not None and (reason := unwritable(folder)):
+        if folder is not None and (reason := unwritable_reason(folder)):
             yield Problem(name, folder, reason)
 
 

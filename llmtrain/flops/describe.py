@@ -14,7 +14,7 @@ from llmtrain.flops.peaks import Device
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.flops import Flops
-from llmtrain.models.hf.family import UnsupportedModelError, family_for
+from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 
@@ -118,7 +118,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
 
 def _export(model: ModelConfig) -> tuple[str | None, list[str]]:
     try:
-        return family_for(model).architecture, []
+        return family_for_model(model).architecture, []
     except UnsupportedModelError as error:
         return None, list(error.reasons)
 

@@ -23,12 +23,12 @@ def decode(
     *,
     max_new_tokens: int,
     stop: Callable[[int, int], bool] = lambda row, token: False,
-    numbers: Sequence[int] | None = None,
+    row_numbers: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields, per step, the next token of every row; None for rows that have ended.
 
     stop: (row, token) -> whether this token ends its row. Called in order for every token yielded.
-    numbers: the seeds' row numbers; default 0, 1, ...
+    row_numbers: the seeds' row row_numbers; default 0, 1, ...
     Raises ValueError for an empty prompt, or one too long for the model's learned positions.
     """
     if any(not ids for ids in prompts):
@@ -40,13 +40,13 @@ def decode(
         sampler = Sampler(
             options,
             prompts,
-            numbers or range(len(prompts)),
+            row_numbers or range(len(prompts)),
             vocab_size=model.config.vocab_size,
             draws=max_new_tokens,
             device=device,
         )
-        tokens = sampler(read_prompts(model, cache, prompts), 0)
-    step = Step(model, cache, max_new_tokens)
+        tokens = sampler(prefill(model, cache, prompts), 0)
+    step = DecodeStep(model, cache, max_new_tokens)
     live = set(range(len(prompts)))
     for draw in range(1, max_new_tokens + 1):
         found = [token if row in live else None for row, token in enumerate(tokens.tolist())]
@@ -58,7 +58,7 @@ def decode(
             tokens = sampler(step(tokens), draw)
 
 
-def read_prompts(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+def prefill(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Fills the cache; the logits after every prompt, [batch, vocab_size]."""
     device = cache.next.device
     longest = max(map(len, prompts))
@@ -75,7 +75,7 @@ def read_prompts(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]
     return torch.cat(found)
 
 
-class Step:
+class DecodeStep:
     """Reads one token per row: tokens [batch] -> logits [batch, vocab_size].
 
     On a GPU the second call records a CUDA graph and later ones replay it: a token costs hundreds of small kernels,

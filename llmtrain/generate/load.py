@@ -35,10 +35,10 @@ def load_model(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     path = Path(source).expanduser()
     if not is_remote(source) and ((path / "config.json").is_file() or not path.exists()):
+        from llmtrain.models.hf.hf_checkpoint import find_hf_folder
         from llmtrain.models.hf.load import load_hf
-        from llmtrain.models.hf.published import resolve
 
-        folder = resolve(source)
+        folder = find_hf_folder(source)
         model, own = load_hf(folder, dtype=dtype), folder
     else:
         folder, manifest = lookup.find(source)
@@ -48,21 +48,21 @@ def load_model(
             model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
         model.to_empty(device=device)
         store.load(folder, model)
-        own = None if tokenizer else tokenizer_of(folder, manifest)
+        own = None if tokenizer else checkpoint_tokenizer_path(folder, manifest)
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
     return model.cast(dtype).to(device).eval(), tokenizer
 
 
-def tokenizer_of(folder: Path, manifest: Manifest) -> str:
+def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:
     """Where a checkpoint's tokenizer is: in its own folder, or beside its run's shards. Raises ValueError if nowhere."""
     if (folder / "tokenizer").is_dir():
         return str(folder / "tokenizer")
-    return tokenizer_path(manifest.config["data"])
+    return run_tokenizer_path(manifest.config["data"])
 
 
-def tokenizer_path(data: dict) -> str:
+def run_tokenizer_path(data: dict) -> str:
     """Where the shards of a run (its config's `data` section) keep their tokenizer. Raises ValueError if nowhere."""
     prepare, train = data["prepare"], data["train"]
     candidates = [prepare["out"]] if prepare else []

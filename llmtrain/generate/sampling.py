@@ -39,14 +39,14 @@ class Sampling:
 class Sampler:
     """Draws tokens for a batch. What a row draws depends on its seed and number alone, not on the rows beside it.
 
-    prompts: token ids of every row; numbers: which row of the whole request each is.
+    prompts: token ids of every row; row_numbers: which row of the whole request each is.
     """
 
     def __init__(
         self,
         options: Sampling,
         prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
+        row_numbers: Sequence[int],
         *,
         vocab_size: int,
         draws: int,
@@ -62,7 +62,7 @@ class Sampler:
             generator = torch.Generator()
             rows = [
                 torch.rand(draws, generator=generator.manual_seed(options.seed * 2**20 + number), dtype=torch.float64)
-                for number in numbers
+                for number in row_numbers
             ]
             self.uniform = torch.stack(rows, dim=1).to(device)  # [draws, batch]
 
@@ -70,17 +70,17 @@ class Sampler:
         """logits: [batch, vocab_size]; draw: how many tokens were drawn before -> token ids [batch]."""
         logits = logits.float()
         if self.seen is not None:
-            logits = penalize(logits, self.seen, self.options.repetition_penalty)
+            logits = apply_repetition_penalty(logits, self.seen, self.options.repetition_penalty)
         if self.options.temperature == 0:
             tokens = logits.argmax(dim=-1)
         else:
-            tokens = invert(probabilities(logits, self.options), self.uniform[draw])
+            tokens = sample_inverse_cdf(probabilities(logits, self.options), self.uniform[draw])
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
         return tokens
 
 
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -99,7 +99,7 @@ def probabilities(logits: Tensor, options: Sampling) -> Tensor:
     return logits.softmax(dim=-1)
 
 
-def invert(probability: Tensor, uniform: Tensor) -> Tensor:
+def sample_inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     """The token at which the cumulative probability passes `uniform`. [batch, vocab_size], [batch] -> [batch]."""
     cumulative = probability.double().cumsum(dim=-1)
     target = (uniform * cumulative[:, -1])[:, None]

@@ -16,7 +16,7 @@ _CONTEXT = 6
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """Some more text of one row; `end` says why it is the row's last: a stop string, the end-of-document token, or length."""
 
     row: int
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass
 class TextStream:
-    """Tokens to text, piece by piece. What may yet become part of a character or of a stop string is held back."""
+    """Tokens to text, chunk by chunk. What may yet become part of a character or of a stop string is held back."""
 
     tokenizer: TextTokenizer
     context: list[int]
@@ -83,31 +83,31 @@ def complete(
     *,
     max_new_tokens: int,
     stops: Sequence[str] = (),
-    numbers: Sequence[int] | None = None,
-) -> Iterator[Piece]:
-    """Continues a batch of prompts; pieces come as they are decoded, one with an `end` for every row.
+    row_numbers: Sequence[int] | None = None,
+) -> Iterator[TextChunk]:
+    """Continues a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
 
     Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
     """
     ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
     streams = [TextStream(tokenizer, row[-_CONTEXT:], stops) for row in ids]
-    pieces: list[Piece] = []
+    chunks: list[TextChunk] = []
 
     def take(row: int, token: int) -> bool:
         stream = streams[row]
         if token == tokenizer.eod_id:
-            pieces.append(Piece(row, stream.finish(), "eod"))
+            chunks.append(TextChunk(row, stream.finish(), "eod"))
             return True
         text = stream.add(token)
         if text or stream.stopped:
-            pieces.append(Piece(row, text, "stop" if stream.stopped else None))
+            chunks.append(TextChunk(row, text, "stop" if stream.stopped else None))
         return stream.stopped
 
     ended = set()
-    for _ in decode(model, ids, options, max_new_tokens=max_new_tokens, stop=take, numbers=numbers):
-        ended |= {piece.row for piece in pieces if piece.end}
-        yield from pieces
-        pieces.clear()
+    for _ in decode(model, ids, options, max_new_tokens=max_new_tokens, stop=take, row_numbers=row_numbers):
+        ended |= {chunk.row for chunk in chunks if chunk.end}
+        yield from chunks
+        chunks.clear()
     for row in sorted(set(range(len(prompts))) - ended):
         text = streams[row].finish()
-        yield Piece(row, text, "stop" if streams[row].stopped else "length")
+        yield TextChunk(row, text, "stop" if streams[row].stopped else "length")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic_core import PydanticUndefined
 
 from llmtrain.config.base import Section
-from llmtrain.config.schema_tree import default, is_free
+from llmtrain.config.schema_tree import default_value, is_free
 from llmtrain.models.config import ModelConfig, NormConfig
 from llmtrain.schema.config import Config
 
@@ -49,7 +49,7 @@ def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[
         if is_free(field):
             continue
         before = old.get(name, ABSENT)
-        if before is ABSENT and (missing := default(field)) is not PydanticUndefined:
+        if before is ABSENT and (missing := default_value(field)) is not PydanticUndefined:
             before = missing
         yield from _value_changes(before, getattr(new, name), written[name], prefix + name)
     for name in old:

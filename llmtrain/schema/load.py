@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.config.base import Problem
-from llmtrain.config.decode import decode, readable
-from llmtrain.config.folders import unwritable
+from llmtrain.config.config_type import check_config_type
+from llmtrain.config.decode import decode, problems_of_decoded
 from llmtrain.config.interpolation import resolve
-from llmtrain.config.kinds import check_kind
+from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
-from llmtrain.config.source import read_file
+from llmtrain.config.yaml_source import read_file
 from llmtrain.models.specs import backend_problems
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences
@@ -38,7 +38,7 @@ def load_config(
     Raises ConfigError, which holds every problem and prints as the whole report.
     """
     source = read_file(path)
-    check_kind(source, "training")
+    check_config_type(source, "training")
     for override in overrides:
         apply_override(source, override, Config)
     resolve(source, Config)
@@ -46,17 +46,17 @@ def load_config(
     problems = [*source.problems, *problems]
     if config is not None:
         wrong = {problem.path for problem in problems}
-        problems += readable(_backend_problems(config, wrong))
+        problems += problems_of_decoded(_backend_problems(config, wrong))
         if world_size is not None:
-            problems += readable(check_for_world(config, world_size))
+            problems += problems_of_decoded(check_for_world(config, world_size))
         if check_data and not any(path.startswith("data") for path in wrong):
-            problems += readable(_data_problems(config))
+            problems += problems_of_decoded(_data_problems(config))
         if check_data:
-            problems += readable(_folder_problems(config))
+            problems += problems_of_decoded(_folder_problems(config))
         if check_data and not any(path.startswith("eval") for path in wrong):
-            problems += readable(_icl_problems(config))
+            problems += problems_of_decoded(_icl_problems(config))
         if check_data and not any(path.startswith(("model", "init_from", "run_dir", "name")) for path in wrong):
-            problems += readable(_initial_problems(config, fresh))
+            problems += problems_of_decoded(_initial_problems(config, fresh))
     if problems or config is None:
         raise ConfigError(source.title, problems, source.origins)
     return config
@@ -105,7 +105,7 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 def _folder_problems(config: Config) -> Iterator[Problem]:
     """Problems that keep a run from writing to its folder."""
-    if reason := unwritable(config.run_dir):
+    if reason := unwritable_reason(config.run_dir):
         yield Problem("run_dir", config.run_dir, reason)
 
 

@@ -12,9 +12,9 @@ from composer.utils import dist
 from llmtrain.data.baselines import read_baselines
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.decoding import decode
-from llmtrain.generate.load import tokenizer_path
+from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.generate.sampling import Sampling
-from llmtrain.models.hf.family import UnsupportedModelError, family_for
+from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.schema.config import Config
 from llmtrain.train.loggers import read_metrics
 from llmtrain.train.run import Outcome
@@ -97,7 +97,7 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 def _complete(config: Config, outcome: Outcome) -> str | None:
     if config.eval.prompt is None:
         return None
-    tokenizer = load_tokenizer(tokenizer_path(config.data.model_dump(mode="json")))
+    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
     prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eod_id]
     new = min(SAMPLE_TOKENS, config.model.max_seq_len - len(prompt))
     if new < 1:
@@ -119,7 +119,7 @@ def _print_next(config: Config, file: str, overrides: Sequence[str]) -> None:
     run = shlex.quote(str(config.run_dir))
     print(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
     try:
-        architecture = family_for(config.model).architecture
+        architecture = family_for_model(config.model).architecture
     except UnsupportedModelError:
         return
     print(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers", flush=True)

@@ -170,10 +170,10 @@ def in_context(config: Config, model: HybridLM, world: World, length: dict[str, 
     if icl is None:
         return []
     from llmtrain.eval.run_config import load_eval_run
-    from llmtrain.generate.load import tokenizer_path
+    from llmtrain.generate.load import run_tokenizer_path
     from llmtrain.train.callbacks.evaluation import Evaluation
 
-    tokenizer = load_tokenizer(tokenizer_path(config.data.model_dump(mode="json")))
+    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
     run = load_eval_run(icl.file, needs_models=False)
     return [Evaluation(run, model, tokenizer, world, max(icl.interval.steps(**length), 1))]
 

@@ -19,9 +19,9 @@ from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.upload import upload
-from llmtrain.convert.reading import CheckpointTensors
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.published import open_published
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.schema.config import Config
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish, refused
@@ -72,7 +72,7 @@ def test_an_import_keeps_its_tokenizer_and_goes_to_hugging_face_again(tmp_path, 
     options = ["--to", "hf", "--shards", 2, "--dtype", "bfloat16"]
     convert(capsys, "checkpoint", "convert", tmp_path / "ours", tmp_path / "hf", *options)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) in (2, 3)
-    published, original = open_published(tmp_path / "hf"), open_published(source)
+    published, original = open_hf_checkpoint(tmp_path / "hf"), open_hf_checkpoint(source)
     assert set(published) == set(original)
     assert all(torch.equal(published[name], original[name].bfloat16()) for name in original)
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_in_a_store_serves_as_one_here(tmp_path, capsys, monkeypatc
     convert(capsys, "checkpoint", "convert", bucket.url, tmp_path / "ours", "--to", "llmtrain")
     assert same(read(tmp_path / "step-00000000"), read(tmp_path / "ours"))
     convert(capsys, "export", bucket.url, tmp_path / "hf", "--tokenizer", source)
-    assert set(open_published(tmp_path / "hf")) == set(open_published(source))
+    assert set(open_hf_checkpoint(tmp_path / "hf")) == set(open_hf_checkpoint(source))
 
 
 def save_format_1(config: Config, folder: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_format_1_comes_with_its_optimizer(ranks, shards, tmp_path, capsys, size
     [loaded, *_] = ranks(1).run(load, config, tmp_path / "step-00000003")
     assert loaded == saved
     convert(capsys, "checkpoint", "convert", old, tmp_path / "hf", "--to", "hf")
-    assert open_published(tmp_path / "hf").config["model_type"] == "zamba2"
+    assert open_hf_checkpoint(tmp_path / "hf").config["model_type"] == "zamba2"
 
 
 class Bomb:
@@ -257,7 +257,7 @@ def test_composers_file_of_an_mpt_says_itself_what_it_is(ranks, tmp_path, capsys
     checkpoints.tokenizer().save(tmp_path / "tokenizer")
     options = ["--to", "hf", "--tokenizer", tmp_path / "tokenizer"]
     convert(capsys, "checkpoint", "convert", tmp_path / "ep0-ba0-rank0.pt", tmp_path / "hf", *options)
-    published = open_published(tmp_path / "hf")
+    published = open_hf_checkpoint(tmp_path / "hf")
     assert published.config["model_type"] == "mpt"
     assert {name: published[name].tolist() for name in published} == {n: v.tolist() for n, v in expected.items()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ep0-ba0-rank0.pt", "hf", "tokenizer"]

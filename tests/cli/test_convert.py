@@ -26,7 +26,7 @@ from llmtrain.cli import main
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.published import open_published
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish
@@ -51,7 +51,7 @@ def assert_same_logits(ours: HybridLM, theirs: Any, ids: list[int]) -> None:
 
 
 def assert_same_tensors(found: Path, expected: Path) -> None:
-    ours, theirs = open_published(found), open_published(expected)
+    ours, theirs = open_hf_checkpoint(found), open_hf_checkpoint(expected)
     assert set(ours) == set(theirs)
     for name in theirs:
         assert ours[name].dtype == theirs[name].dtype, name
@@ -144,7 +144,7 @@ def test_checkpoints_of_one_and_of_two_ranks_are_exported_alike(ranks, shards, t
     for size in (1, 2):
         ranks(size).run(_save, shards, tmp_path / f"ranks{size}")
         convert(capsys, "export", tmp_path / f"ranks{size}" / "step-00000003", tmp_path / f"out{size}")
-    one, two = (open_published(tmp_path / f"out{size}") for size in (1, 2))
+    one, two = (open_hf_checkpoint(tmp_path / f"out{size}") for size in (1, 2))
     assert all(torch.equal(one[name], two[name]) for name in one) and set(one) == set(two)
 
 
@@ -282,6 +282,6 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_succeeds
     convert(capsys, "export", large, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (out / "stale").exists()
-    found = open_published(out)
+    found = open_hf_checkpoint(out)
     expected = parameters(large)
     assert torch.equal(found["transformer.wte.weight"], expected["embed.weight"])

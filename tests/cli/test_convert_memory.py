@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from llmtrain.convert.export import export
-from llmtrain.convert.writing import PIECE_BYTES
+from llmtrain.convert.lazy_checkpoint import PIECE_BYTES
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import family_for
-from llmtrain.models.hf.published import open_published
+from llmtrain.models.hf.family import family_for_model
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from tests.support import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ SIZES = {
 )
 def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):
     config, limit = SIZES[size]
-    total = 4 * sum(part.size for weight in family_for(config).weights(config) for part in weight.parts)
+    total = 4 * sum(part.size for weight in family_for_model(config).weights(config) for part in weight.parts)
     large = checkpoints.save(tmp_path / "large", config)
     tiny = checkpoints.save(tmp_path / "tiny", checkpoints.mpt(32, 1, 300))
     exporting, importing = peaks(tiny, large, "--max-shard-size", limit, "--dtype", dtype)
@@ -80,17 +80,17 @@ def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):
     assert 2 * largest < total / 3
     assert exporting <= 2 * largest
     assert exporting <= 32e6  # whatever the model
-    published = open_published(tmp_path / "large-out")
+    published = open_hf_checkpoint(tmp_path / "large-out")
     tensor = max(published[name].nbytes for name in published)
     assert importing <= 2 * tensor + 3 * PIECE_BYTES
 
 
 def test_the_command_for_a_measurement_makes_a_7b(tmp_path):
     config = ModelConfig.model_validate(checkpoints.MPT_7B)
-    weights = family_for(config).weights(config)
+    weights = family_for_model(config).weights(config)
     assert sum(part.size for weight in weights for part in weight.parts) == 6_649_024_512
     blocks = "{attn: {type: attention, n_heads: 4, position: {type: alibi}, mlp: {type: gelu, d_ff: 256}}}"
     smaller = ["model.layers=attn*2", "model.d_model=64", "model.vocab_size=300", f"model.blocks={blocks}"]
     checkpoints.main(str(tmp_path / "made"), *smaller)
     export(tmp_path / "made", tmp_path / "out")
-    assert open_published(tmp_path / "out")["transformer.wte.weight"].eq(0).all()
+    assert open_hf_checkpoint(tmp_path / "out")["transformer.wte.weight"].eq(0).all()

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.cli import main
-from llmtrain.models.hf.published import open_published
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from tests.support import checkpoints
 from tests.support.conversion import convert, publish, refused
 from tests.support.project import copy_of
@@ -132,7 +132,7 @@ def test_a_source_that_cannot_be_imported_is_refused_by_name(tmp_path, capsys):
 
 def test_damaged_sources_are_told_and_leave_nothing_under_the_name(tmp_path, capsys):
     source = publish(tmp_path / "source", "llama, tied")
-    tensors = {name: tensor.clone() for name, tensor in open_published(source).items()}
+    tensors = {name: tensor.clone() for name, tensor in open_hf_checkpoint(source).items()}
     save_file(tensors | {"lm_head.weight": torch.ones(300, 32)}, source / "model.safetensors")
     assert "model.embed_tokens.weight and lm_head.weight differ" in refused(capsys, "import", source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -144,7 +144,7 @@ def test_an_interrupted_import_leaves_only_the_partial_folder(tmp_path, capsys, 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmtrain.convert.importing._read", interrupt)
+    monkeypatch.setattr("llmtrain.convert.import_hf._read", interrupt)
     assert main(["import", str(source), str(tmp_path / "out")]) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
     monkeypatch.undo()

@@ -82,7 +82,7 @@ def test_a_prefix_read_once_goes_on_several_ways(model):
 def test_prompts_of_different_lengths_decode_as_if_alone(model, monkeypatch):
     prompts = [text(length, seed=length) for length in (23, 1, 40, 7, 39)]
     alone = [
-        [s[0] for s in decode(model, [p], Sampling(seed=1), max_new_tokens=30, numbers=[i])]
+        [s[0] for s in decode(model, [p], Sampling(seed=1), max_new_tokens=30, row_numbers=[i])]
         for i, p in enumerate(prompts)
     ]
     together = list(zip(*decode(model, prompts, Sampling(seed=1), max_new_tokens=30), strict=True))

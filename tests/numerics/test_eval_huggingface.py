@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint import manifest as manifests
-from llmtrain.convert.writing import LazyTensor
+from llmtrain.convert.lazy_checkpoint import LazyTensor
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.scoring.huggingface import HuggingFaceScorer

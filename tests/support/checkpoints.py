@@ -23,10 +23,10 @@ from torch import Tensor
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.convert.writing import LazyTensor, write_parameters
+from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import family_for
+from llmtrain.models.hf.family import family_for_model
 
 MPT_7B: dict[str, Any] = {
     "vocab_size": 50368,
@@ -60,18 +60,18 @@ def tokenizer() -> TextTokenizer:
 def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor] = torch.randn) -> Path:
     """With tensors made by `make`."""
     torch.manual_seed(0)
-    return write(folder, config, [bind(make, weight.shape) for weight in family_for(config).weights(config)])
+    return write(folder, config, [bind(make, weight.shape) for weight in family_for_model(config).weights(config)])
 
 
 def save_lazily(folder: Path, config: ModelConfig) -> Path:
     """Every tensor filled with a number of its own."""
-    weights = family_for(config).weights(config)
+    weights = family_for_model(config).weights(config)
     return write(folder, config, [bind(torch.full, weight.shape, float(i)) for i, weight in enumerate(weights)])
 
 
 def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]]) -> Path:
     """A tensor at a time, so of any size."""
-    weights = family_for(config).weights(config)
+    weights = family_for_model(config).weights(config)
     return write_tensors(
         folder, config, [LazyTensor(w.ours, w.shape, make) for w, make in zip(weights, makes, strict=True)]
     )

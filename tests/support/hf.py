@@ -20,7 +20,7 @@ from torch import Tensor
 from llmtrain.kernels import platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Family
-from llmtrain.models.hf.load import build, load_hf
+from llmtrain.models.hf.load import load_hf, model_from_tensors
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
 
@@ -102,7 +102,7 @@ def our_config(family: Family, config: Any) -> ModelConfig:
 
 
 def ours_in_memory(peer: Any) -> HybridLM:
-    return build(published_config(peer.config), peer.state_dict(), platform=platform.cpu())
+    return model_from_tensors(published_config(peer.config), peer.state_dict(), platform=platform.cpu())
 
 
 def ours_from_folder(peer: Any, folder: Path, **save: Any) -> HybridLM:

@@ -16,7 +16,7 @@ from composer.utils import dist
 
 from llmtrain.checkpoint import index as indexes
 from llmtrain.checkpoint import manifest as manifests
-from llmtrain.convert.reading import CheckpointTensors
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.loggers import build_loggers, read_metrics

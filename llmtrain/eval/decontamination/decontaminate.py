@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmtrain.data.records import BadRecord, read_pieces, read_units
 from llmtrain.data.shards import TOKEN_COLUMNS
-from llmtrain.data.sources import PrepareError, list_files
+from llmtrain.data.source_files import PrepareError, list_files
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError

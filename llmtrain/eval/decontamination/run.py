@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.folders import unwritable
+from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
     )
     out = args.out or Path(settings.out)
-    if reason := unwritable(out):
+    if reason := unwritable_reason(out):
         raise EvalError(f"--out {out}: {reason}")
     sources = [_source(path) for path in args.data]
     tokenizer = _tokenizer(args.tokenizer, sources)

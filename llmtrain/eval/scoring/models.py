@@ -39,11 +39,11 @@ def find_model(source: str, backend: Backend = "auto") -> Found:
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
         which a copy is made here), or a folder or hub name in Hugging Face format.
     Raises ValueError when there is none, or the backend cannot read it."""
-    from llmtrain.models.hf.published import resolve
+    from llmtrain.models.hf.hf_checkpoint import find_hf_folder
 
     path = Path(source).expanduser()
     is_checkpoint = is_remote(source) or (path.exists() and not (path / "config.json").is_file())
-    folder = lookup.find(source)[0] if is_checkpoint else Path(resolve(source))
+    folder = lookup.find(source)[0] if is_checkpoint else Path(find_hf_folder(source))
     if is_checkpoint and backend == "transformers":
         raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
     ours = backend != "transformers"
@@ -64,10 +64,10 @@ def window_of(found: Found) -> int:
         return lookup.find(found.folder)[1].config["model"]["max_seq_len"]
     if found.ours:
         from llmtrain.models.config import ModelConfig
-        from llmtrain.models.hf.family import family_of
+        from llmtrain.models.hf.family import family_of_hf_config
 
         config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
-        return ModelConfig.model_validate(family_of(config).read_config(config)).max_seq_len
+        return ModelConfig.model_validate(family_of_hf_config(config).read_config(config)).max_seq_len
     from llmtrain.eval.scoring.huggingface import window_of_config
 
     return window_of_config(found.folder)
@@ -79,12 +79,12 @@ def find_tokenizer(found: Found, tokenizer: str | None = None) -> TextTokenizer:
         return load_tokenizer(tokenizer)
     if not found.is_checkpoint:
         return load_tokenizer(found.folder)
-    from llmtrain.generate.load import tokenizer_of
+    from llmtrain.generate.load import checkpoint_tokenizer_path
 
     folder, manifest = lookup.find(found.folder)
     if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
         raise EvalError(f"{folder} was imported without a tokenizer; import it from a folder that has one")
-    return load_tokenizer(tokenizer_of(folder, manifest))
+    return load_tokenizer(checkpoint_tokenizer_path(folder, manifest))
 
 
 def load_scorer(
@@ -157,11 +157,11 @@ def _check_vocabulary(found: Found, tokenizer: TextTokenizer, size: int) -> None
 
 def _foreign(folder: Path) -> str | None:
     """Why llmtrain's own model cannot be what this folder holds."""
-    from llmtrain.models.hf.family import UnsupportedModelError, family_of
+    from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        family_of(config).read_config(config)
+        family_of_hf_config(config).read_config(config)
     except (OSError, json.JSONDecodeError) as error:
         raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None
     except UnsupportedModelError as error:

@@ -10,7 +10,7 @@ from llmtrain.config.base import Problem, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.report import ConfigError, suggest
 from llmtrain.config.schema_tree import with_defaults
-from llmtrain.config.source import read_file
+from llmtrain.config.yaml_source import read_file
 from llmtrain.eval.errors import EvalError
 
 S = TypeVar("S", bound=Section)

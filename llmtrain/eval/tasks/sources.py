@@ -13,7 +13,7 @@ import zstandard
 
 from llmtrain.config.report import nearest
 from llmtrain.data.records import open_compressed
-from llmtrain.data.sources import PrepareError, list_files
+from llmtrain.data.source_files import PrepareError, list_files
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.mds import read_mds
 from llmtrain.eval.tasks.sections import Source

@@ -124,7 +124,7 @@ class Family(Protocol):
         ...
 
 
-def family_of(published: Mapping[str, Any]) -> Family:
+def family_of_hf_config(published: Mapping[str, Any]) -> Family:
     """The family that reads this config.json. Raises UnsupportedModelError, naming the four that there are."""
     found = published.get("model_type")
     if found in _FAMILIES:
@@ -134,7 +134,7 @@ def family_of(published: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(f"config.json has model_type {found!r}; there is {', '.join(sorted(_FAMILIES))}")
 
 
-def family_for(config: ModelConfig) -> Family:
+def family_for_model(config: ModelConfig) -> Family:
     """The family that can express a model of ours.
 
     Raises UnsupportedModelError with what each family lacks, those of other layers altogether last.
@@ -156,7 +156,7 @@ def families() -> list[Family]:
     return [_load(name) for name in _FAMILIES]
 
 
-def unread(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
+def unused_tensors(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
     """Published tensors that no weight of ours takes: each is something that would be lost."""
     taken = {name for weight in weights for part in weight.parts for name in part.names}
     return sorted(set(names) - taken)

@@ -37,7 +37,7 @@ class Llama:
             block |= {"qkv_bias": True, "out_bias": True}
         block["mlp"] = {"type": "swiglu", "d_ff": config.intermediate_size, "bias": config.mlp_bias}
         refusals.check()
-        return settings.validated(
+        return settings.validate_section(
             {
                 "vocab_size": config.vocab_size,
                 "d_model": config.hidden_size,
@@ -56,7 +56,7 @@ class Llama:
         self._refuse(config, key, block, refusals)
         refusals.check()
         assert block.mlp is not None and block.position.type == "rotary"
-        return settings.publish(
+        return settings.class_config(
             LlamaConfig,
             self.architecture,
             {

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Weight, family_of, unread
-from llmtrain.models.hf.published import Published, open_published
+from llmtrain.models.hf.family import Weight, family_of_hf_config, unused_tensors
+from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
 
 # Tables that old versions of transformers stored beside the weights; computed here.
@@ -25,17 +25,17 @@ _SHOWN = 20
 def load_hf(
     folder: str | os.PathLike[str], platform: Platform | None = None, dtype: torch.dtype | None = None
 ) -> HybridLM:
-    """The model in a folder of config.json and weights (see published.resolve for names), on the CPU, in eval mode.
+    """The model in a folder of config.json and weights (see hf_checkpoint.find_hf_folder for names), on the CPU, in eval mode.
 
     dtype: of the parameters and of activations in the kernels; default fp32. The recurrence's own parameters (A_log,
     D, dt_bias) stay in fp32 at least. platform: as for HybridLM.
     Raises UnsupportedModelError for a model that ours cannot express, ValueError for weights that do not fit it.
     """
-    published = open_published(folder)
-    return build(published.config, published, platform, dtype)
+    published = open_hf_checkpoint(folder)
+    return model_from_tensors(published.config, published, platform, dtype)
 
 
-def build(
+def model_from_tensors(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     platform: Platform | None = None,
@@ -43,10 +43,10 @@ def build(
 ) -> HybridLM:
     """Like load_hf, from the content of config.json and the tensors by name."""
     dtype = dtype or torch.float32
-    family = family_of(config)
+    family = family_of_hf_config(config)
     model_config = ModelConfig.model_validate(family.read_config(config))
     weights = family.weights(model_config)
-    check(tensors, weights)
+    check_tensors(tensors, weights)
     with torch.device("meta"):
         model = HybridLM(model_config, platform=platform, dtype=dtype).cast(dtype)
     model.to_empty(device="cpu")
@@ -59,18 +59,20 @@ def build(
 
 
 def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-    """Every parameter of ours with its value, one after another. Raises ValueError for copies that differ; run `check`
+    """Every parameter of ours with its value, one after another. Raises ValueError for copies that differ; run `check_tensors`
     first for all that can be known without reading."""
     for weight in weights:
         try:
             joined = weight.join(tensors)
         except ValueError as error:
-            raise ValueError(f"{tensors.folder}: {error}" if isinstance(tensors, Published) else str(error)) from error
+            raise ValueError(
+                f"{tensors.folder}: {error}" if isinstance(tensors, HFCheckpoint) else str(error)
+            ) from error
         yield weight, joined
 
 
-def check(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
-    """Whether tensors and weights fit, from the headers alone when `tensors` is a Published.
+def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
+    """Whether tensors and weights fit, from the headers alone when `tensors` is a HFCheckpoint.
 
     Raises ValueError with everything that is wrong, by file and tensor: missing, of another shape, quantised, or left
     over (each of those would be lost).
@@ -87,21 +89,21 @@ def check(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
                     wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(part.shape)}")
                 if dtype not in _READABLE:
                     wrong.append(f"{_where(tensors, name)} is stored as {dtype}; only plain floating point is read")
-    lost = [name for name in unread(weights, tensors) if not _HARMLESS.search(name)]
+    lost = [name for name in unused_tensors(weights, tensors) if not _HARMLESS.search(name)]
     wrong += [
         f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost" for name in lost
     ]
     if wrong:
         more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        place = f" in {tensors.folder}" if isinstance(tensors, Published) else ""
+        place = f" in {tensors.folder}" if isinstance(tensors, HFCheckpoint) else ""
         raise ValueError(f"the weights{place} do not fit config.json:\n  " + "\n  ".join(wrong[:_SHOWN] + more))
 
 
 def _header(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    if isinstance(tensors, Published):
+    if isinstance(tensors, HFCheckpoint):
         return tensors.shape(name), tensors.dtype(name)
     return tuple(tensors[name].shape), tensors[name].dtype
 
 
 def _where(tensors: Mapping[str, Tensor], name: str) -> str:
-    return f"{tensors.file(name).name}: tensor {name}" if isinstance(tensors, Published) else f"tensor {name}"
+    return f"{tensors.file(name).name}: tensor {name}" if isinstance(tensors, HFCheckpoint) else f"tensor {name}"

@@ -26,7 +26,7 @@ class Mamba2:
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         if "ssm_cfg" in published and "model_type" not in published:
-            return settings.validated(_read_mamba_ssm(published))
+            return settings.validate_section(_read_mamba_ssm(published))
         config = settings.parse(Mamba2Config, published)
         refusals = Refusals()
         refusals.unless(config.hidden_act in ("silu", "swish"), "hidden_act", config.hidden_act, "only silu")
@@ -47,7 +47,7 @@ class Mamba2:
             **_dt_limit(low, high),
             **settings.read_dt_range(config),
         }
-        return settings.validated(
+        return settings.validate_section(
             {
                 "vocab_size": config.vocab_size,
                 "d_model": config.hidden_size,
@@ -67,7 +67,7 @@ class Mamba2:
         # Without the key the class has no limit; infinity is no number in strict JSON.
         low, high = block.dt_limit or (0.0, None)
         limit = {} if (low, high) == (0, None) else {"time_step_limit": [low, math.inf if high is None else high]}
-        written = settings.publish(
+        written = settings.class_config(
             Mamba2Config,
             self.architecture,
             {

@@ -78,7 +78,7 @@ class Mpt:
             block["softmax_scale"] = float(attn.softmax_scale)
         block["mlp"] = {"type": "gelu", "d_ff": 4 * config.d_model}
         same_dropout = config.resid_pdrop == config.emb_pdrop
-        return settings.validated(
+        return settings.validate_section(
             {
                 "vocab_size": config.vocab_size,
                 "d_model": config.d_model,
@@ -109,7 +109,7 @@ class Mpt:
             "attn_uses_sequence_id": False,
             "attn_pdrop": 0,
         }
-        written = settings.publish(
+        written = settings.class_config(
             MptConfig,
             self.architecture,
             {

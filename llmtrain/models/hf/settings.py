@@ -82,7 +82,7 @@ def _decode_floats(value: Any) -> Any:
     return [_decode_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def validated(section: dict[str, Any]) -> dict[str, Any]:
+def validate_section(section: dict[str, Any]) -> dict[str, Any]:
     """The section as it is, if it is a valid `model` section. Raises UnsupportedModelError otherwise."""
     try:
         ModelConfig.model_validate(section)
@@ -127,7 +127,7 @@ def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
 # Writing
 
 
-def publish(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The content of config.json: everything the class holds, and `fields` that it folds into others.
 
     Raises UnsupportedModelError for what the class itself does not accept.
@@ -161,7 +161,7 @@ def write_rotary(position: RotaryPosition) -> dict[str, Any]:
     }
 
 
-def blocks_in_turn(config: ModelConfig) -> Iterator[tuple[str, Block]]:
+def used_blocks(config: ModelConfig) -> Iterator[tuple[str, Block]]:
     """The named blocks that layers are made of, each once; not the shared ones that feed them."""
     for name in dict.fromkeys(layer.block for layer in config.layer_list()):
         yield name, config.blocks[name]
@@ -174,7 +174,7 @@ def only_block(
 
     Raises OtherLayersError when it is of another kind; collects a reason when blocks differ.
     """
-    found = list(blocks_in_turn(config))
+    found = list(used_blocks(config))
     type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
     for name, block in found:
         refusals.unless(

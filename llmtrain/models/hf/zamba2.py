@@ -63,7 +63,7 @@ class Zamba2:
         if uses:
             blocks["s"] = _read_shared(config, uses, rotary)
         stack = [Layer("m", "s" if kind == "hybrid" else None) for kind in config.layers_block_type]
-        return settings.validated(
+        return settings.validate_section(
             {
                 "vocab_size": config.vocab_size,
                 "d_model": config.hidden_size,
@@ -107,7 +107,7 @@ class Zamba2:
             "tie_word_embeddings": config.tie_embeddings,
             **(_write_shared(config, shared) if shared is not None else {}),
         }
-        written = settings.publish(Zamba2Config, self.architecture, {**fields, "layers_block_type": kinds})
+        written = settings.class_config(Zamba2Config, self.architecture, {**fields, "layers_block_type": kinds})
         # As on the hub; transformers 5 renames `mamba` as it reads, and earlier ones do not know its new name.
         return written | {"layers_block_type": kinds}
 

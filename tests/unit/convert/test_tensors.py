@@ -15,9 +15,9 @@ from llmtrain.checkpoint import storage
 from llmtrain.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from llmtrain.checkpoint.storage import ShardWriter, StatePlanner
 from llmtrain.checkpoint.store import load_state
-from llmtrain.convert import writing
-from llmtrain.convert.reading import CheckpointTensors
-from llmtrain.convert.writing import LazyTensor, write_parameters
+from llmtrain.convert import lazy_checkpoint
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
+from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from tests.support.checkpoints import SAVE_ID
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -49,7 +49,7 @@ def saved(request, tmp_path, tensors, monkeypatch) -> tuple[Path, Manifest]:
     folder = tmp_path / "checkpoint"
     if request.param == "by ranks":
         return folder, save(folder, tensors | {"optimizer.param_groups.a.lr": 3e-4})
-    monkeypatch.setattr(writing, "PIECE_BYTES", 100)
+    monkeypatch.setattr(lazy_checkpoint, "PIECE_BYTES", 100)
     monkeypatch.setattr(storage, "FILE_BYTES", 500)
     folder.mkdir()
     lazy = [LazyTensor(n.removeprefix("model."), SHAPES[n], lambda n=n: tensors[n]) for n in SHAPES]
@@ -116,7 +116,7 @@ def test_values_and_dtypes_come_back_as_they_were(tmp_path):
 
 
 def test_a_tensor_is_made_once_and_stored_in_fp32(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "PIECE_BYTES", 16)
+    monkeypatch.setattr(lazy_checkpoint, "PIECE_BYTES", 16)
     made = []
 
     def make(name: str) -> torch.Tensor:

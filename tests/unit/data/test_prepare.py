@@ -19,7 +19,7 @@ from llmtrain.data import prepare as prepare_module
 from llmtrain.data import records as records_module
 from llmtrain.data.packing import is_held_out
 from llmtrain.data.prepare import PrepareError, prepare
-from llmtrain.data.prepared import MANIFEST
+from llmtrain.data.prepared_folder import MANIFEST
 from llmtrain.data.tokenizer import TokenizerError, load_tokenizer, train_bpe
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.data import shared_memory
-from llmtrain.data.shared_memory import one_at_a_time, remove_stale_segments
+from llmtrain.data.shared_memory import dataset_lock, remove_stale_segments
 from llmtrain.data.streaming import build_train_loader
 from llmtrain.schema.data import DataConfig
 
@@ -61,5 +61,5 @@ def test_a_position_left_by_a_killed_run_is_not_adopted(tmp_path, write_shards):
 
 def test_several_ranks_need_the_process_group_first(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(AssertionError, match="process group"), one_at_a_time():
+    with pytest.raises(AssertionError, match="process group"), dataset_lock():
         pass

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from llmtrain.generate.sampling import Sampler, Sampling, invert, probabilities
+from llmtrain.generate.sampling import Sampler, Sampling, probabilities, sample_inverse_cdf
 
 VOCAB = 50
 
@@ -22,10 +22,10 @@ def logits(rows: int = 4, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def sampler(options: Sampling, rows: int = 4, numbers: list[int] | None = None, draws: int = 5) -> Sampler:
+def sampler(options: Sampling, rows: int = 4, row_numbers: list[int] | None = None, draws: int = 5) -> Sampler:
     prompts = [[1, 2, 3 + row] for row in range(rows)]
     return Sampler(
-        options, prompts, numbers or list(range(rows)), vocab_size=VOCAB, draws=draws, device=torch.device("cpu")
+        options, prompts, row_numbers or list(range(rows)), vocab_size=VOCAB, draws=draws, device=torch.device("cpu")
     )
 
 
@@ -64,7 +64,7 @@ def test_a_rows_draws_do_not_depend_on_the_rows_beside_it():
     options = Sampling(seed=3)
     together = sampler(options)
     tokens = torch.stack([together(logits(seed=draw), draw) for draw in range(5)])
-    alone = sampler(options, rows=1, numbers=[2])
+    alone = sampler(options, rows=1, row_numbers=[2])
     assert tokens[:, 2].tolist() == [int(alone(logits(seed=draw)[2:3], draw)) for draw in range(5)]
 
 
@@ -79,7 +79,7 @@ def test_seeds_and_rows_draw_differently_and_the_same_seed_alike():
 def test_draws_follow_the_distribution():
     probability = torch.tensor([[0.5, 0.0, 0.2, 0.3, 0.0]]).expand(20_000, -1)
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    share = invert(probability, uniform).bincount(minlength=5) / 20_000
+    share = sample_inverse_cdf(probability, uniform).bincount(minlength=5) / 20_000
     assert share[1] == share[4] == 0
     assert (share - probability[0]).abs().max() < 0.015
 
@@ -87,7 +87,7 @@ def test_draws_follow_the_distribution():
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_interval_never_give_a_token_of_probability_zero(uniform):
     probability = torch.tensor([[0.0, 0.25, 0.75, 0.0]])
-    assert int(invert(probability, torch.tensor([uniform], dtype=torch.float64))) in (1, 2)
+    assert int(sample_inverse_cdf(probability, torch.tensor([uniform], dtype=torch.float64))) in (1, 2)
 
 
 @pytest.mark.parametrize(

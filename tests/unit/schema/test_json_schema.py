@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from llmtrain.config.source import Loader
+from llmtrain.config.yaml_source import Loader
 from llmtrain.schema.json_schema import json_schema, schema_text
 from llmtrain.schema.load import load_config
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import UnsupportedModelError, families, family_for, family_of
+from llmtrain.models.hf.family import UnsupportedModelError, families, family_for_model, family_of_hf_config
 from llmtrain.models.pattern import format_pattern, parse_pattern
 from llmtrain.schema.load import load_config
 from tests.support import published_configs as published
@@ -39,7 +39,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int | float]] = {
 
 
 def read(config: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.model_validate(family_of(config).read_config(config))
+    return ModelConfig.model_validate(family_of_hf_config(config).read_config(config))
 
 
 def count(config: ModelConfig) -> int:
@@ -61,7 +61,7 @@ def test_parameters_of_published_models(name):
     found = count(ours)
     assert found == expected if isinstance(expected, int) else abs(found / expected - 1) < 5e-3
     try:
-        written = family_for(ours).write_config(ours)
+        written = family_for_model(ours).write_config(ours)
     except UnsupportedModelError:
         assert name == "mosaicml/mpt-7b-storywriter"  # transformers' class has another ALiBi
         return
@@ -74,7 +74,7 @@ def test_parameters_of_published_models(name):
 def test_weights_are_all_parameters_in_order(name):
     config, _ = PUBLISHED[name]
     ours = read(config)
-    weights = family_of(config).weights(ours)
+    weights = family_of_hf_config(config).weights(ours)
     assert [(weight.ours, weight.shape) for weight in weights] == names_of(ours)
     names = [name for weight in weights for part in weight.parts for name in part.names]
     assert len(names) == len(set(names))
@@ -196,7 +196,7 @@ def test_our_own_models(file):
     config = load_config(file).model
     if file.stem.startswith("mpt") and not file.stem.endswith("alibi"):
         with pytest.raises(UnsupportedModelError) as caught:
-            family_for(config)
+            family_for_model(config)
         reasons = str(caught.value)
         assert reasons.index("MptForCausalLM") < reasons.index("LlamaForCausalLM")
         assert (
@@ -205,7 +205,7 @@ def test_our_own_models(file):
         )
         assert "model.blocks.attn.qkv_bias = true: MptForCausalLM has no biases; set qkv_bias: false" in reasons
         return
-    family = family_for(config)
+    family = family_for_model(config)
     written = json.loads(json.dumps(family.write_config(config), allow_nan=False))
     assert written["architectures"] == [family.architecture] and written["model_type"] == family.model_type
     assert not {"bos_token_id", "eos_token_id", "pad_token_id", "dtype"} & written.keys()
@@ -214,7 +214,7 @@ def test_our_own_models(file):
 
 
 def test_older_readers_find_the_rotary_settings():
-    written = family_for(read(published.LLAMA_3_1_8B)).write_config(read(published.LLAMA_3_1_8B))
+    written = family_for_model(read(published.LLAMA_3_1_8B)).write_config(read(published.LLAMA_3_1_8B))
     assert written["rope_theta"] == 500000.0 and written["rope_scaling"] == published.LLAMA_3_1_8B["rope_scaling"]
     assert written["rope_parameters"] == written["rope_scaling"] | {"rope_theta": 500000.0}
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from llmtrain.kernels import platform
+from llmtrain.models.hf.hf_checkpoint import find_hf_folder, open_hf_checkpoint
 from llmtrain.models.hf.load import load_hf
-from llmtrain.models.hf.published import open_published, resolve
 
 CPU = platform.cpu()
 
@@ -90,7 +90,7 @@ def test_dtype(tmp_path):
 
 
 def test_published_reads_headers_only(folder, monkeypatch):
-    published = open_published(folder)
+    published = open_hf_checkpoint(folder)
     monkeypatch.setattr(published, "read", None)
     assert "model.norm.weight" in published and "model.norm" not in published and len(published) == 21
     assert published.shape("model.norm.weight") == (16,) and published.dtype("model.norm.weight") == torch.float32
@@ -160,12 +160,12 @@ def test_folders_that_cannot_be_read(tmp_path, folder, tmp_path_factory):
 
 
 def test_resolve_local(tmp_path):
-    assert resolve(tmp_path) == tmp_path
+    assert find_hf_folder(tmp_path) == tmp_path
     with pytest.raises(ValueError, match="no such folder"):
-        resolve(tmp_path / "absent")
+        find_hf_folder(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="is a file; name the folder"):
-        resolve(tmp_path / "config.json")
+        find_hf_folder(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
@@ -179,7 +179,7 @@ def test_resolve_prefers_safetensors(tmp_path, monkeypatch, format):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve("someone/something") == tmp_path
+    assert find_hf_folder("someone/something") == tmp_path
     assert len(asked) == (1 if format == "safetensors" else 2)
     assert "pytorch_model*.bin" not in asked[0]
     assert ("pytorch_model*.bin" in asked[-1]) == (format == "bin")
@@ -193,7 +193,7 @@ def test_resolve_says_what_to_do_without_the_hub(monkeypatch):
     with pytest.raises(
         ValueError, match=r"did not give it \(ConnectionError\).*hf download someone/something --local-dir"
     ):
-        resolve("someone/something")
+        find_hf_folder("someone/something")
     monkeypatch.undo()
     with pytest.raises(ValueError, match="neither a folder nor a name"):
-        resolve("not a name")
+        find_hf_folder("not a name")

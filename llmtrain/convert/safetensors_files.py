@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from llmtrain.checkpoint.tensor_file import Entry
 
 
-def divide(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
     """Files of at most max_bytes of tensors each, in order; a tensor that is larger has a file of its own."""
     files: list[list[Entry]] = []
     size = 0
@@ -20,7 +20,7 @@ def divide(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
     return files
 
 
-def file_names(count: int) -> list[str]:
+def safetensors_names(count: int) -> list[str]:
     """As transformers names them."""
     if count == 1:
         return ["model.safetensors"]

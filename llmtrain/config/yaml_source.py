@@ -15,7 +15,7 @@ from llmtrain.config.report import ConfigError, nearest
 
 
 @dataclass
-class Source:
+class YamlSource:
     """What was written, and where.
 
     title: the file as the user named it.
@@ -30,9 +30,9 @@ class Source:
     unreadable: set[str] = field(default_factory=set)
 
 
-def read_file(path: str | Path) -> Source:
+def read_file(path: str | Path) -> YamlSource:
     """Raises ConfigError when there is nothing to decode: no file, no YAML, no mapping."""
-    source = Source(str(path), {})
+    source = YamlSource(str(path), {})
     source.data = _parse(source, _read_text(path))
     return source
 
@@ -79,7 +79,7 @@ def _yamls_in(folder: Path) -> str:
     return f"{folder} has {', '.join(names)}" if names else f"{folder} has no YAML files"
 
 
-def _parse(source: Source, text: str) -> dict[str, Any]:
+def _parse(source: YamlSource, text: str) -> dict[str, Any]:
     """The file's data; raises ConfigError for what is not one YAML mapping."""
     if bad := Loader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, bad.start()) + 1
@@ -115,7 +115,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
     return f"{place}{error.problem}{since}{hint}"
 
 
-def _locate(source: Source, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> None:
+def _locate(source: YamlSource, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> None:
     """Notes the line of every entry and the keys given twice; makes every key a string, as written."""
     if any(node is parent for parent in parents):
         raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", node.start_mark)

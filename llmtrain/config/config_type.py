@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmtrain.config.base import Problem
 from llmtrain.config.report import ConfigError
-from llmtrain.config.source import Source
+from llmtrain.config.yaml_source import YamlSource
 
 _OWN = {
     "training": ("train", "optimizer", "schedule", "checkpoint"),
@@ -18,7 +18,7 @@ _WANTED = {
 }
 
 
-def check_kind(source: Source, wanted: str) -> None:
+def check_config_type(source: YamlSource, wanted: str) -> None:
     """wanted: training or evaluation. Raises ConfigError for what is clearly of the other kind."""
     found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
     (other,) = found.keys() - {wanted}

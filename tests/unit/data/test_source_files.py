@@ -9,10 +9,10 @@ import pytest
 
 from llmtrain.data import records as module
 from llmtrain.data.records import BadRecord, read_pieces, read_units, sample_units
-from llmtrain.data.sources import PrepareError, classify, list_files
+from llmtrain.data.source_files import PrepareError, classify, list_files
 
 
-def pieces_of(files, unit_bytes: int = 1 << 20) -> list[Any]:  # of Piece and BadRecord
+def pieces_of(files, unit_bytes: int = 1 << 20) -> list[Any]:  # of DocumentPiece and BadRecord
     return [piece for unit in read_units(files, unit_bytes) for span in unit for piece in read_pieces(span, "text")]
 
 

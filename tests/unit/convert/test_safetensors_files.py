@@ -9,7 +9,7 @@ from safetensors import safe_open
 from llmtrain.checkpoint.manifest import hash_file
 from llmtrain.checkpoint.tensor_file import DTYPES, Entry, TensorFile
 from llmtrain.commands.convert import parse_size
-from llmtrain.convert.safetensors import divide, file_names
+from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -52,13 +52,13 @@ def entry(name: str, size: int) -> Entry:
 
 def test_files_are_filled_in_order_up_to_the_limit():
     entries = [entry("a", 60), entry("b", 40), entry("c", 2), entry("d", 300), entry("e", 2)]
-    assert [[e.name for e in file] for file in divide(entries, 100)] == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert len(divide(entries, 10**9)) == 1
+    assert [[e.name for e in file] for file in split_into_files(entries, 100)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert len(split_into_files(entries, 10**9)) == 1
 
 
 def test_files_have_the_names_that_transformers_gives():
-    assert file_names(1) == ["model.safetensors"]
-    assert file_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert safetensors_names(1) == ["model.safetensors"]
+    assert safetensors_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from llmtrain.checkpoint.manifest import FileRecord, Manifest, OldFormatError
 from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.checkpoint.storage import FILE_BYTES
 from llmtrain.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFile
-from llmtrain.convert.composer import Source, is_composer, open_composer
+from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
+from llmtrain.convert.composer import TensorReader, is_composer_checkpoint, open_composer_checkpoint
 from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.export import export
-from llmtrain.convert.folder import appearing, readable, refuse_existing, require_space
-from llmtrain.convert.reading import CheckpointTensors
-from llmtrain.convert.safetensors import divide
-from llmtrain.progress import ByteBar
+from llmtrain.convert.safetensors_files import split_into_files
+from llmtrain.progress import ByteBar, format_bytes
 
 _PIECE_ELEMENTS = 2**20
 _SMALL_FILES = 64 * 2**20
@@ -39,12 +39,12 @@ _DROPPED = (".foreach", ".fused", ".capturable", ".differentiable")
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """A checkpoint to write. parts: for each tensor of ours, by full name, its entry and the tensors of `source` that it is
     made of, flat one after another. about: what the manifest keeps. extras: folders and files that come along."""
 
     place: str
-    source: Source
+    source: TensorReader
     parts: dict[str, tuple[Entry, list[str]]]
     values: Mapping[str, Any]
     about: dict[str, Any]
@@ -58,14 +58,14 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
     """
     refuse_existing(out)
     path = Path(source).expanduser()
-    foreign = not is_remote(source) and is_composer(path)
+    foreign = not is_remote(source) and is_composer_checkpoint(path)
     if args.config and not foreign:
         raise ValueError("--config has no effect: the checkpoint has its own config")
     if args.to == "llmtrain":
         content = _open_composer(path, args.config) if foreign else _open_ours(source)
         nbytes, files = write(content, out, shards=args.shards, progress=progress)
         what = "with its optimizer: a run can go on from it" if content.values else "weights alone: for init_from"
-        return f"{content.place} -> {out}: format {manifests.FORMAT}, {readable(nbytes)} in {files} file(s), {what}"
+        return f"{content.place} -> {out}: format {manifests.FORMAT}, {format_bytes(nbytes)} in {files} file(s), {what}"
     if foreign or _is_format_1(source):
         content = _open_composer(path, args.config) if foreign else _open_ours(source)
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
     return _to_hf(source, out, args, progress)
 
 
-def write(content: Content, out: Path, *, shards: int | None, progress: bool) -> tuple[int, int]:
+def write(content: CheckpointContent, out: Path, *, shards: int | None, progress: bool) -> tuple[int, int]:
     """A checkpoint in the current format, some megabytes in memory at a time. Returns its bytes, and files of tensors.
 
     shards: how many files, about: a tensor is never split. Default: as a save divides them.
@@ -83,9 +83,9 @@ def write(content: Content, out: Path, *, shards: int | None, progress: bool) ->
     entries = {name: entry for name, (entry, _) in content.parts.items()}
     total = sum(entry.nbytes for entry in entries.values())
     require_space(out, total + _SMALL_FILES)
-    groups = divide(entries.values(), FILE_BYTES if shards is None else max(-(-total // shards), 1))
+    groups = split_into_files(entries.values(), FILE_BYTES if shards is None else max(-(-total // shards), 1))
     save_id = str(uuid.uuid4())
-    with ByteBar(progress, total, title="convert") as bar, appearing(out) as partial:
+    with ByteBar(progress, total, title="convert") as bar, atomic_folder(out) as partial:
         index = Index(save_id, {}, dict(content.values))
         files: dict[str, FileRecord] = {}
         for number, group in enumerate(groups):
@@ -116,10 +116,10 @@ def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> 
         size = max(-(-elements * width // args.shards), 1)
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     made = export(source, out, dtype=dtype, max_shard_bytes=size, tokenizer=args.tokenizer, progress=progress)
-    return f"{made.checkpoint} -> {made.out}: {made.architecture}, {readable(made.nbytes)} in {made.files} file(s)"
+    return f"{made.checkpoint} -> {made.out}: {made.architecture}, {format_bytes(made.nbytes)} in {made.files} file(s)"
 
 
-def _pieces(source: Source, parts: tuple[Entry, list[str]]) -> Iterator[Tensor]:
+def _pieces(source: TensorReader, parts: tuple[Entry, list[str]]) -> Iterator[Tensor]:
     entry, names = parts
     for name in names:
         total = math.prod(source.shape(name) or ())
@@ -128,7 +128,7 @@ def _pieces(source: Source, parts: tuple[Entry, list[str]]) -> Iterator[Tensor]:
             yield piece.to(entry.dtype)
 
 
-def _open_ours(source: str) -> Content:
+def _open_ours(source: str) -> CheckpointContent:
     """A checkpoint of ours, in any format, with all that is in it; every byte is verified first (format 1 knew no hashes)."""
     tensors: CheckpointTensors | DcpTensors
     if _is_format_1(source):
@@ -144,11 +144,11 @@ def _open_ours(source: str) -> Content:
     entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
     about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}
     extras = [folder / name for name in ("tokenizer", "model.yaml") if (folder / name).exists()]
-    return Content(str(folder), tensors, {n: (e, [n]) for n, e in entries.items()}, values, about, extras)
+    return CheckpointContent(str(folder), tensors, {n: (e, [n]) for n, e in entries.items()}, values, about, extras)
 
 
-def _open_composer(path: Path, config_file: str | None) -> Content:
-    tensors, config, weights = open_composer(path, config_file)
+def _open_composer(path: Path, config_file: str | None) -> CheckpointContent:
+    tensors, config, weights = open_composer_checkpoint(path, config_file)
     parts = {}
     for weight in weights:
         name = f"model.{weight.ours}"
@@ -161,7 +161,7 @@ def _open_composer(path: Path, config_file: str | None) -> Content:
         "data": {},
         "versions": store.versions("torch"),
     }
-    return Content(str(path), tensors, parts, {}, about, [])
+    return CheckpointContent(str(path), tensors, parts, {}, about, [])
 
 
 def _is_format_1(source: str) -> bool:

@@ -18,13 +18,13 @@ from torch import Tensor
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.store import versions
-from llmtrain.convert.folder import appearing, refuse_existing, require_space
-from llmtrain.convert.writing import LazyTensor, write_parameters
+from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Weight, family_of
-from llmtrain.models.hf.load import check
-from llmtrain.models.hf.published import Published, open_published, resolve
+from llmtrain.models.hf.family import Weight, family_of_hf_config
+from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, find_hf_folder, open_hf_checkpoint
+from llmtrain.models.hf.load import check_tensors
 from llmtrain.progress import ByteBar
 
 _SMALL_FILES = 64 * 2**20
@@ -52,21 +52,21 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     that ours cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
     """
     refuse_existing(out)
-    folder = resolve(source)
-    published = open_published(folder)
-    family = family_of(published.config)
+    folder = find_hf_folder(source)
+    published = open_hf_checkpoint(folder)
+    family = family_of_hf_config(published.config)
     section = family.read_config(published.config)
     config = ModelConfig.model_validate(section)
     weights = family.weights(config)
-    check(published, weights)
-    tokenizer = _tokenizer_of(folder)
+    check_tensors(published, weights)
+    tokenizer = _load_own_tokenizer(folder)
     parameters = sum(part.size for weight in weights for part in weight.parts)
     nbytes = parameters * torch.float32.itemsize
     require_space(out, nbytes + _SMALL_FILES)
 
-    with ByteBar(progress, nbytes, title="import") as bar, appearing(out) as partial:
+    with ByteBar(progress, nbytes, title="import") as bar, atomic_folder(out) as partial:
         save_id = str(uuid.uuid4())
-        files = write_parameters(partial, _lazily(published, weights), bar.advance, save_id)
+        files = write_parameters(partial, _lazy_tensors(published, weights), bar.advance, save_id)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, folder, partial / "tokenizer")
         (partial / "model.yaml").write_text(_model_yaml(section, source), encoding="utf-8")
@@ -87,12 +87,12 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     return Imported(out, folder, family.architecture, parameters, nbytes, tokenizer is not None)
 
 
-def _lazily(published: Published, weights: list[Weight]) -> Iterator[LazyTensor]:
+def _lazy_tensors(published: HFCheckpoint, weights: list[Weight]) -> Iterator[LazyTensor]:
     for weight in weights:
-        yield LazyTensor(weight.ours, weight.shape, bind(_make, published, weight))
+        yield LazyTensor(weight.ours, weight.shape, bind(_join, published, weight))
 
 
-def _make(published: Published, weight: Weight) -> Tensor:
+def _join(published: HFCheckpoint, weight: Weight) -> Tensor:
     names = [name for part in weight.parts for name in part.names if name in published]
     try:
         return weight.join({name: _read(published, name) for name in names})
@@ -100,7 +100,7 @@ def _make(published: Published, weight: Weight) -> Tensor:
         raise ValueError(f"{published.folder}: {error}") from error
 
 
-def _read(published: Published, name: str) -> Tensor:
+def _read(published: HFCheckpoint, name: str) -> Tensor:
     """The library maps a file into memory, and what was read from it stays there as long as the file is open: all the
     model in the end. So each tensor is read from the file opened anew."""
     file = published.file(name)
@@ -110,7 +110,7 @@ def _read(published: Published, name: str) -> Tensor:
         return opened.get_tensor(name)
 
 
-def _tokenizer_of(folder: Path) -> TextTokenizer | None:
+def _load_own_tokenizer(folder: Path) -> TextTokenizer | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     return load_tokenizer(folder)

@@ -7,14 +7,15 @@ from collections import namedtuple
 
 import pytest
 
-from llmtrain.convert.folder import OutputError, appearing, readable, require_space
+from llmtrain.config.output_folder import OutputError, atomic_folder, require_space
+from llmtrain.progress import format_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def test_it_takes_its_name_when_all_is_written(tmp_path):
     out = tmp_path / "a" / "b"
-    with appearing(out) as partial:
+    with atomic_folder(out) as partial:
         (partial / "inner").mkdir()
         (partial / "inner" / "x").write_text("1")
         assert not out.exists()
@@ -23,23 +24,25 @@ def test_it_takes_its_name_when_all_is_written(tmp_path):
 
 
 def test_an_empty_folder_may_stand_there(tmp_path):
-    with appearing(tmp_path / "out") as partial:
+    with atomic_folder(tmp_path / "out") as partial:
         (tmp_path / "out").mkdir()
         (partial / "x").touch()
     assert (tmp_path / "out" / "x").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interruption_leaves_only_the_partial_folder_and_the_next_attempt_replaces_it(tmp_path, error):
+def test_an_interruption_leaves_nothing_and_the_next_attempt_replaces_what_a_kill_left(tmp_path, error):
     def attempt(fails: bool) -> None:
-        with appearing(tmp_path / "out") as partial:
+        with atomic_folder(tmp_path / "out") as partial:
             (partial / f"fails={fails}").touch()
             if fails:
                 raise error
 
     with pytest.raises(error):
         attempt(True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "half").touch()
     attempt(False)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "fails=False"]
 
@@ -48,18 +51,25 @@ def test_nothing_is_overwritten(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").touch()
-    with pytest.raises(OutputError, match="exists already"), appearing(out):
+    with pytest.raises(OutputError, match="exists already"), atomic_folder(out):
         pytest.fail("entered")
-    with pytest.raises(OutputError, match="exists already"), appearing(out / "precious"):
+    with pytest.raises(OutputError, match="exists already"), atomic_folder(out / "precious"):
         pytest.fail("entered")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OutputError, match="exists already"), appearing(tmp_path / "link"):
+    with pytest.raises(OutputError, match="exists already"), atomic_folder(tmp_path / "link"):
         pytest.fail("entered")
+
+
+def test_what_is_there_can_be_replaced(tmp_path):
+    for name in ("first", "second"):
+        with atomic_folder(tmp_path / "out", replace=True) as partial:
+            (partial / name).touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "second"]
 
 
 def test_what_came_meanwhile_is_not_overwritten(tmp_path):
     def attempt() -> None:
-        with appearing(tmp_path / "out"):
+        with atomic_folder(tmp_path / "out"):
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "precious").touch()
 
@@ -70,7 +80,10 @@ def test_what_came_meanwhile_is_not_overwritten(tmp_path):
 
 def test_what_the_disk_refuses_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"cannot write .*: .*Not a directory"), appearing(tmp_path / "file" / "out"):
+    with (
+        pytest.raises(OutputError, match=r"cannot write .*: .*Not a directory"),
+        atomic_folder(tmp_path / "file" / "out"),
+    ):
         pytest.fail("entered")
 
 
@@ -97,4 +110,4 @@ def test_space_is_asked_of_the_disk_that_will_hold_it(tmp_path, monkeypatch):
     ("size", "text"), [(12, "12 B"), (13_300_000_000, "13.3 GB"), (2 * 10**12, "2 TB"), (1500, "1.5 kB")]
 )
 def test_sizes_read_well(size, text):
-    assert readable(size) == text
+    assert format_bytes(size) == text

@@ -40,10 +40,10 @@ class _Shard(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class Published(Mapping[str, Tensor]):
+class HFCheckpoint(Mapping[str, Tensor]):
     """The tensors of a folder by name, each read from its file when asked for, in the dtype it is stored in.
 
-    config: the content of config.json. Make one with open_published.
+    config: the content of config.json. Make one with open_hf_checkpoint.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], shards: dict[Path, _Shard]):
@@ -88,7 +88,7 @@ class Published(Mapping[str, Tensor]):
         return len(self._file_of)
 
 
-def open_published(folder: str | os.PathLike[str]) -> Published:
+def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
     """Reads config.json and the headers of model*.safetensors, or of pytorch_model*.bin where there are none.
 
     Raises ValueError that names the file that is missing or damaged, or the tensor that a shard should hold.
@@ -100,9 +100,9 @@ def open_published(folder: str | os.PathLike[str]) -> Published:
     for name, kind in ((_SAFETENSORS, _Safetensors), (_PICKLE, _Pickle)):
         index, single = folder / f"{name}.index.json", folder / name
         if index.is_file():
-            return Published(folder, config, _open_indexed(index, kind))
+            return HFCheckpoint(folder, config, _open_indexed(index, kind))
         if single.is_file():
-            return Published(folder, config, {single: kind(single)})
+            return HFCheckpoint(folder, config, {single: kind(single)})
     raise ValueError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
 
 
@@ -184,7 +184,7 @@ class _Pickle:
         return self._tensors[name]
 
 
-def resolve(name: str | os.PathLike[str]) -> Path:
+def find_hf_folder(name: str | os.PathLike[str]) -> Path:
     """A folder with config.json and weights: a local one, or a name on the Hugging Face hub, downloaded.
 
     Raises ValueError that says what is wrong, and for the hub what to do without it.

@@ -1,11 +1,10 @@
-"""The folder that `prepare` makes: its manifest, its fingerprint, and how it comes into being all at once."""
+"""The folder that `llmtrain prepare` writes: its manifest, its fingerprint, and when it can be used again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from llmtrain.data.sources import PrepareError, SourceFile
+from llmtrain.data.source_files import PrepareError, SourceFile
 from llmtrain.schema.data import PrepareConfig
 
 FORMAT = 1
-"""Raised whenever the same settings give different shards, so that older folders are not reused."""
+"""Version of the shards. Increase it whenever the same settings give different shards: older folders are not reused."""
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""
@@ -36,8 +35,8 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A finished folder. `reused`: it was there already."""
+class PreparedFolder:
+    """A finished folder. reused: it existed already."""
 
     out: Path
     manifest: dict[str, Any]
@@ -48,7 +47,7 @@ class Prepared:
         return self.manifest["splits"][name]
 
     def summary(self) -> str:
-        """What is in the folder, a line per split, and the records that were passed over."""
+        """A line per split with its counts, and the records that were skipped."""
         lines = [f"{self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"]
         for name, split in self.manifest["splits"].items():
             lines.append(
@@ -64,11 +63,11 @@ class Prepared:
 
 
 def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
-    """Everything the shards depend on: settings, tokenizer, and every source file by content (or size and mtime)."""
+    """All inputs the shards depend on: settings, tokenizer, and every source file by content (or size and mtime)."""
     by_content = sum(file.size for file in files) <= HASHED_BYTES
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        mark = _content(file.path) if by_content else f"{file.size} {file.mtime_ns}"
+        mark = _content_digest(file.path) if by_content else f"{file.size} {file.mtime_ns}"
         digest.update(f"{file.name}\0{mark}\n".encode("utf-8", "surrogateescape"))
     settings = {name: getattr(config, name) for name in SETTINGS}
     return {
@@ -84,7 +83,7 @@ def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str,
     }
 
 
-def _content(path: str) -> str:
+def _content_digest(path: str) -> str:
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "blake2b").hexdigest()
@@ -93,11 +92,11 @@ def _content(path: str) -> str:
 
 
 def _tokenizer_digest(tokenizer: str | None) -> str | None:
-    """Of a local tokenizer's file; a name on the hub stands for itself."""
+    """Digest of a local tokenizer's file; None for a name on the hub, which the settings hold."""
     path = Path(tokenizer).expanduser() if tokenizer else None
     if path and path.is_dir():
         path = path / "tokenizer.json"
-    return _content(str(path))[:32] if path and path.is_file() else None
+    return _content_digest(str(path))[:32] if path and path.is_file() else None
 
 
 def fingerprint(inputs: dict[str, Any]) -> str:
@@ -115,10 +114,10 @@ def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
 
 
-def reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The manifest if `out` was made from these inputs; None if there is nothing at `out`, or it is to be replaced.
+def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The manifest if `out` was made from these inputs; None if `out` does not exist or is to be replaced.
 
-    Raises PrepareError that says what differs, what is missing, or that the folder is not one of ours.
+    Raises PrepareError with what differs, what is missing, or that the folder is not one of `llmtrain prepare`.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -154,7 +153,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
 
 
 def _require_shards(folder: Path) -> None:
-    """Every shard of the index is there, compressed or not."""
+    """Check that every shard of the index exists, compressed or not. Raises PrepareError."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -175,8 +174,8 @@ def _size(file: Path) -> int | None:
 
 
 @contextmanager
-def exclusive(out: Path) -> Iterator[None]:
-    """Hold `out` against other processes that prepare it. Raises PrepareError if its parent cannot be written."""
+def lock_folder(out: Path) -> Iterator[None]:
+    """Lock `out` against other processes that prepare it. Raises PrepareError if its parent cannot be written to."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(out.parent / f".{out.name}.lock")
@@ -187,41 +186,3 @@ def exclusive(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def made_whole(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it becomes `out` only if nothing goes wrong. Needs `exclusive(out)`.
-
-    What an earlier, killed attempt left is removed. Raises PrepareError for a full disk or missing permissions.
-    """
-    partial = out.parent / f"{out.name}.partial"
-    old = out.parent / f"{out.name}.old"
-    try:
-        for rest in (partial, old):
-            if rest.exists():
-                shutil.rmtree(rest)
-        partial.mkdir()
-        yield partial
-        _sync(partial)
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise PrepareError(f"cannot write {error.filename or partial}: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _sync(folder: Path) -> None:
-    """Bring the files to disk, so that a power cut cannot leave a finished folder with empty shards."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)

@@ -1,0 +1,92 @@
+"""Folders that a command writes: what can be checked before the work, and a folder that appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.progress import format_bytes
+
+
+class OutputError(ValueError):
+    """A place that cannot be written to; the message names the reason and what to do."""
+
+
+def unwritable_reason(folder: str | Path) -> str | None:
+    """The reason why nothing can be written into `folder`, which need not exist yet; None if it can be written to."""
+    path = Path(folder).expanduser().absolute()
+    existing = next(path for path in (path, *path.parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder; choose another"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} may not be written to; choose another"
+    return None
+
+
+def refuse_existing(out: Path) -> None:
+    """Check that `out` is absent, or an empty folder. Raises OutputError otherwise."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise OutputError(f"{out} exists already; name another folder, or remove it first")
+
+
+def require_space(out: Path, nbytes: int) -> None:
+    """Check that the file system of `out` has `nbytes` free. Raises OutputError otherwise."""
+    existing = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    stale = _partial(out)
+    if stale.is_dir():  # it will make room
+        free += sum(file.stat().st_size for file in stale.rglob("*") if file.is_file())
+    if free < nbytes:
+        raise OutputError(
+            f"{out} needs {format_bytes(nbytes)}, but {existing} has {format_bytes(free)} free; make room or write elsewhere"
+        )
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield the new folder `out`.partial, which is renamed to `out` once the block ends without an exception, and else deleted.
+
+    Files reach the disk before the rename, so that a power cut leaves no complete folder of empty files. What a killed
+    process left behind is deleted first. replace: whether `out` may exist. Raises OutputError if it exists and may not,
+    before the block or after it, and for any error of the file system.
+    """
+    partial, old = _partial(out), out.with_name(f"{out.name}.old")
+    if not replace:
+        refuse_existing(out)
+    try:
+        for stale in (partial, old) if replace else (partial,):
+            if stale.exists():
+                shutil.rmtree(stale)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        if not replace:
+            refuse_existing(out)
+        elif out.exists():
+            out.rename(old)
+        partial.rename(out)
+        _flush(out.absolute().parent)
+        if replace:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
