@@ -72,6 +72,7 @@ def add_checkpoint(commands) -> None:
 
 def run_ls(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.inventory import age, items
+    from llmtrain.progress import format_bytes
 
     rows = [("CHECKPOINT", "STEP", "TOKENS", "SIZE", "AGE", "HEALTH")]
     for item in items(args.run):
@@ -134,6 +135,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def run_rm(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.inventory import items
+    from llmtrain.progress import format_bytes
 
     found = items(args.run)
     doomed = _doomed(found, args)

@@ -1,7 +1,7 @@
-"""What every section of the YAML is made of: strict sections, problems with a path, and durations.
+"""Building blocks of the YAML's sections: strict sections, problems with a path, and durations.
 
-Nothing under `llmtrain.config` (nor `llmtrain.models.config`) imports torch, so that
-`llmtrain check` answers in well under a second.
+Nothing under `llmtrain.config` or `llmtrain.schema` (nor `llmtrain.models.config`) imports torch, so that `llmtrain check`
+needs less than a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config, in the user's terms.
+    """One error in a config, in the user's terms.
 
     path: dotted path of the setting, relative to the section that reports it.
     found: the value as the user wrote it.
@@ -54,7 +54,7 @@ class Section(BaseModel):
 
 
 def free(default: Any = ..., **kwargs: Any) -> Any:
-    """A field that may change between a run and its resumption: it does not alter what is learned."""
+    """Declare a field that may change when a run is resumed, because it does not alter what is learned."""
     extra: dict[str, Any] = {"resume": "free"}
     if isinstance(default, type) or (callable(default) and default is not ...):
         return Field(default_factory=default, json_schema_extra=extra, **kwargs)

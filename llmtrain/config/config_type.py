@@ -1,4 +1,4 @@
-"""A YAML for one command given to another: told as that, not as a list of unknown keys."""
+"""Detection of a YAML for `llmtrain train` given to `llmtrain eval`, or the reverse, reported as one error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OWN = {
     "training": ("train", "optimizer", "schedule", "checkpoint"),
     "evaluation": ("tasks", "gauntlet", "models", "convention"),
 }
-"""Sections that only one kind has."""
+"""Sections that only one type of config has."""
 
 _WANTED = {
     "training": "give one with model, data, train and optimizer, such as yamls/quickstart.yaml; this one is for `llmtrain eval`",
@@ -19,7 +19,7 @@ _WANTED = {
 
 
 def check_config_type(source: YamlSource, wanted: str) -> None:
-    """wanted: training or evaluation. Raises ConfigError for what is clearly of the other kind."""
+    """Check the type of a config. wanted: training or evaluation. Raises ConfigError for one that is clearly of the other."""
     found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
     (other,) = found.keys() - {wanted}
     if found[other] and not found[wanted]:

@@ -1,4 +1,4 @@
-"""Plain data -> constrained_type Config, or every reason why not, in the user's terms. No torch here."""
+"""Decoding plain data into a typed section, with every error in the user's terms. No torch here."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ABSENT = object()
 
 
 def decode(schema: type[Section], data: Any, unreadable: Iterable[str] = ()) -> tuple[Any, list[Problem]]:
-    """The decoded config and what is wrong with it.
+    """Decode a config. Returns it with all its problems.
 
     data: with the defaults filled in.
-    unreadable: paths whose values are known to be wrong already; nothing is said about them again.
+    unreadable: paths whose values were reported as wrong before; they are not reported again.
 
-    With problems, the config lacks what did not decode (None: all of it); look at it through `problems_of_decoded`.
-    pydantic skips the rules of a section when anything inside it fails. They are run here on what did
-    decode; a rule that reads an entry that did not, or that breaks another rule, is passed over, so that one
-    mistake is one message.
+    A config with problems lacks the entries that failed to decode (None: all of them); run further rules on it through
+    `problems_of_decoded`. pydantic skips the rules of a section when anything inside it fails. They are run here on the
+    entries that did decode. A rule is skipped when it reads an entry that failed to decode or broke another rule, so that
+    one mistake gives one message.
     """
     unreadable = set(unreadable)
     try:
@@ -47,7 +47,7 @@ def decode(schema: type[Section], data: Any, unreadable: Iterable[str] = ()) -> 
 
 
 def problems_of_decoded(rule: Iterable[Problem]) -> Iterator[Problem]:
-    """What a rule finds until it reads an entry that did not decode."""
+    """Yield the problems that a rule finds, up to the first entry it reads that failed to decode."""
     try:
         yield from rule
     except AttributeError as error:
@@ -60,10 +60,10 @@ def _within(path: str, others: Iterable[str]) -> bool:
 
 
 class _Failures:
-    """Turns pydantic's errors into problems.
+    """Translation of pydantic's errors into problems.
 
-    paths: settings that did not decode, and those that a misspelt key was probably meant for.
-    sections: those that are wrong though all their settings decoded: a rule is broken, or there is a key too many.
+    paths: settings that failed to decode, and those that a misspelt key was probably meant for.
+    sections: sections that are wrong although all their settings decoded: a rule is broken, or a key is unknown.
     """
 
     def __init__(self, schema: type[Section]):
@@ -109,7 +109,7 @@ class _Failures:
                 yield Problem(path, found, self._wrong_value(detail, expected))
 
     def _walk(self, loc: tuple[str | int, ...]) -> tuple[list[str], Any, Any]:
-        """(keys as the user wrote them, type of the enclosing section, type expected there).
+        """Return (keys as the user wrote them, type of the enclosing section, type expected there).
 
         pydantic's location also names the `type` of a section that has alternatives; the YAML's path does not.
         """
@@ -185,7 +185,7 @@ def _is_number(text: str) -> bool:
 def _partial(
     annotation: Any, value: Any, path: str, failing: set[str], broken: set[str], problems: list[Problem]
 ) -> Any:
-    """What did decode of `value`, or _ABSENT; adds what the rules of its sections find to `problems`."""
+    """Decode the valid parts of `value`; _ABSENT without any. Adds what the rules of its sections find to `problems`."""
     if path in failing:
         return _ABSENT
     if path and not any(_within(other, [path]) for other in failing | broken):
@@ -215,7 +215,7 @@ def _partial(
 
 
 def _hide(section: Section, path: str) -> None:
-    """Takes a setting that breaks a rule out of reach of the rules of enclosing sections."""
+    """Remove a setting that breaks a rule, so that the rules of enclosing sections skip it."""
     name, _, rest = path.partition(".")
     value = vars(section).get(name)
     if isinstance(value, dict) and rest:

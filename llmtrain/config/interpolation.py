@@ -1,4 +1,4 @@
-"""`${section.key}` and `${oc.env:NAME}` -> values, by OmegaConf. No torch here."""
+"""Resolution of `${section.key}` and `${oc.env:NAME}` by OmegaConf. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.config.yaml_source import YamlSource, join
 
 
 def resolve(source: YamlSource, schema: type[Section]) -> None:
-    """Fills in the defaults and replaces every `${...}` by its value; one that has none stays, and is unreadable.
+    """Fill in the defaults and replace every `${...}` by its value; one without a value is reported and marked unreadable.
 
     Raises ConfigError for an interpolation that cannot be parsed.
     """
@@ -64,7 +64,7 @@ def _interpolation(error: OmegaConfBaseException, known: list[str]) -> str:
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str | None:
-    """The setting that an interpolation refers to and that does not exist; None for other errors."""
+    """The missing setting that an interpolation refers to; None for other errors."""
     match = re.fullmatch(r"Interpolation key '(.*)' not found", _first_line(error))
     return match[1] if match else None
 

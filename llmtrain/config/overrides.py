@@ -1,4 +1,4 @@
-"""`a.b=c` on the command line: settings that take the place of the file's. No torch here."""
+"""Overrides `a.b=c` of the command line, which replace settings of the file. No torch here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmtrain.config.yaml_source import Loader, YamlSource
 
 
 def apply_override(source: YamlSource, override: str, schema: type[Section]) -> None:
-    """Sets one `a.b=c`; c is YAML, and takes the place of all that the file says there.
+    """Apply one override `a.b=c`. c is YAML and replaces the whole value of the file.
 
-    Sections on the way that the file lacks are made; list entries and named entries (blocks, streams) must exist.
-    Whether the last key is one of the schema's is left to the decoder.
+    Sections that the file lacks are created; list entries and named entries (blocks, streams) must exist. An unknown last
+    key is reported by the decoder.
     """
     path, equals, text = override.partition("=")
     keys = re.sub(r"\[(\d+)\]", r".\1", path.strip()).split(".")
@@ -58,7 +58,7 @@ def _refuse(source: YamlSource, path: str, found: Any, message: str) -> None:
 
 
 def _forget(source: YamlSource, path: str) -> None:
-    """An override replaces a value with all below it, and what was wrong with it."""
+    """Drop the origins and problems of a value and of everything below it, which an override replaces."""
     for other in [other for other in source.origins if other == path or other.startswith(path + ".")]:
         del source.origins[other]
     source.problems = [p for p in source.problems if p.path != path and not p.path.startswith(path + ".")]

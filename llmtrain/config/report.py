@@ -1,4 +1,4 @@
-"""Errors in a config as the user reads them: one aligned line each. No torch here."""
+"""The error report of a config, one aligned line per problem. No torch here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ConfigError(ValueError):
 
 
 def origin(path: str, origins: Mapping[str, int | str]) -> int | str | None:
-    """Where a setting was written; for one that is absent, where the nearest section around it was."""
+    """Line number (or 'override') of a setting, or of the nearest enclosing section if it is absent."""
     while path and path not in origins:
         path = path.rpartition(".")[0]
     return origins.get(path)
@@ -53,26 +53,26 @@ def _place(path: str, origins: Mapping[str, int | str]) -> str:
 
 
 def _sentence(problem: Problem) -> str:
-    """The message, led by the value unless the line already shows it."""
+    """The message, preceded by the value unless the line already shows it."""
     value = format_value(problem.found)
     shown = problem.found is None or problem.found == problem.path.rpartition(".")[2] or value in problem.message
     return problem.message if shown else f"{value}: {problem.message}"
 
 
 def format_value(value: Any) -> str:
-    """A value as one would write it in YAML, cut to a readable length."""
+    """Format a value as in YAML, cut to a readable length."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..." + text[-1]
 
 
 def type_name(value: Any) -> str:
-    """What a value is, in words."""
+    """Name the type of a value: 'a string'."""
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "a mapping" if isinstance(value, Mapping) else "empty")
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The one or two names that `name` may have been meant as; empty when none is near."""
+    """The one or two names closest to a misspelt `name`; empty when none is close."""
     plain = {candidate.lower().replace("-", "_"): candidate for candidate in names}
     wanted = name.lower().replace("-", "_")
     near = difflib.get_close_matches(wanted, plain, n=2, cutoff=0.65)

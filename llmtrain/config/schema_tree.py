@@ -1,4 +1,4 @@
-"""The schema seen as a tree: which setting a dotted path names, and what may stand there. No torch here."""
+"""The schema as a tree: types, defaults and descriptions of settings by dotted path. No torch here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def sections_by_type(annotation: Any) -> dict[str, type[Section]]:
-    """For a choice of sections told apart by their `type`: name -> section. Empty for everything else."""
+    """Sections by `type`, for a union of sections that differ in it. Empty for every other type."""
     sections = [member for member in alternatives_of(annotation) if is_section(member)]
     if len(sections) < 2:
         return {}
@@ -34,7 +34,7 @@ def sections_by_type(annotation: Any) -> dict[str, type[Section]]:
 
 
 def select_alternative(annotation: Any, value: Any) -> Any:
-    """The alternative that `value` is written for; None when its `type` does not say."""
+    """The alternative that fits `value`; None when its `type` is missing or unknown."""
     options = sections_by_type(annotation)
     if options:
         tag = value.get("type") if isinstance(value, Mapping) else None
@@ -79,7 +79,7 @@ def is_free(field: FieldInfo) -> bool:
 
 
 def with_defaults(annotation: Any, value: Any) -> Any:
-    """`value` with every absent setting at its default, so that interpolations may refer to it."""
+    """Fill in the default of every absent setting, so that interpolations may refer to it."""
     kind = select_alternative(annotation, value)
     if is_section(kind) and isinstance(value, Mapping):
         filled = {key: with_defaults(entry_type(kind, key), item) for key, item in value.items()}
@@ -93,7 +93,7 @@ def with_defaults(annotation: Any, value: Any) -> Any:
 
 
 def paths_of_key(name: str, section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of the settings called `name`, outside of named entries and lists."""
+    """Dotted paths of the settings named `name`, outside of named entries and lists."""
     for key, field in section.model_fields.items():
         if key == name:
             yield prefix + key
@@ -103,7 +103,7 @@ def paths_of_key(name: str, section: type[Section], prefix: str = "") -> Iterato
 
 
 def describe(annotation: Any) -> str:
-    """What may stand here, in words: 'an integer above 0', "one of 'none', 'alibi'", ..."""
+    """Describe the allowed values: 'an integer above 0', "one of 'none', 'alibi'", ..."""
     if options := sections_by_type(annotation):
         return "a mapping with type: " + " or ".join(options)
     texts = [_describe_one(member, _bounds(annotation)) for member in alternatives_of(annotation)]

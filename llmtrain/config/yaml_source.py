@@ -1,4 +1,4 @@
-"""A YAML file -> plain data, with the line of each value. No torch here."""
+"""Reading a YAML file as plain data, with the line of each value. No torch here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from llmtrain.config.report import ConfigError, nearest
 
 @dataclass
 class YamlSource:
-    """What was written, and where.
+    """A config as written, before it is decoded.
 
     title: the file as the user named it.
     origins: dotted path -> line number in the file, or 'override'.
-    problems: what is wrong already; paths in `unreadable` hold text that stands for no value.
+    problems: errors found so far.
+    unreadable: paths without a usable value, such as an interpolation that refers to nothing.
     """
 
     title: str
@@ -31,7 +32,7 @@ class YamlSource:
 
 
 def read_file(path: str | Path) -> YamlSource:
-    """Raises ConfigError when there is nothing to decode: no file, no YAML, no mapping."""
+    """Read a YAML file. Raises ConfigError when there is nothing to decode: no file, no YAML, no mapping."""
     source = YamlSource(str(path), {})
     source.data = _parse(source, _read_text(path))
     return source
@@ -116,7 +117,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
 
 
 def _locate(source: YamlSource, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> None:
-    """Notes the line of every entry and the keys given twice; makes every key a string, as written."""
+    """Record the line of every entry and the duplicate keys, and make every key a string, as written."""
     if any(node is parent for parent in parents):
         raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", node.start_mark)
     if isinstance(node, yaml.SequenceNode):

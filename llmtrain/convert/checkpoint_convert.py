@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint convert`: any checkpoint that can be read here -> one in the current format, or Hugging Face's."""
+"""`llmtrain checkpoint convert`: any readable checkpoint to the current format, or to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from llmtrain.progress import ByteBar, format_bytes
 _PIECE_ELEMENTS = 2**20
 _SMALL_FILES = 64 * 2**20
 _FP32 = torch.float32
-# Of the machine rather than the run: see store.flat_state.
+# Optimizer options of the machine rather than the run: see store.flat_state.
 _DROPPED = (".foreach", ".fused", ".capturable", ".differentiable")
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """A checkpoint to write. parts: for each tensor of ours, by full name, its entry and the tensors of `source` that it is
-    made of, flat one after another. about: what the manifest keeps. extras: folders and files that come along."""
+    """A checkpoint to write. parts: for each tensor, by full name, its entry and the tensors of `source` that it is the flat
+    concatenation of. about: fields of the manifest. extras: folders and files to copy."""
 
     place: str
     source: TensorReader
@@ -52,9 +52,9 @@ class CheckpointContent:
 
 
 def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool) -> str:
-    """Writes `out`, which appears whole; returns a sentence about it. args: of `llmtrain checkpoint convert`.
+    """Write `out`, which appears complete; return a sentence about it. args: those of `llmtrain checkpoint convert`.
 
-    Raises ValueError for anything at `out`, nothing readable at `source`, a damaged source, a model that does not fit.
+    Raises ValueError for an existing `out`, an unreadable or damaged source, or a model that does not fit.
     """
     refuse_existing(out)
     path = Path(source).expanduser()
@@ -76,9 +76,9 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
 
 
 def write(content: CheckpointContent, out: Path, *, shards: int | None, progress: bool) -> tuple[int, int]:
-    """A checkpoint in the current format, some megabytes in memory at a time. Returns its bytes, and files of tensors.
+    """Write a checkpoint in the current format, a few megabytes in memory at a time. Returns its bytes and number of files.
 
-    shards: how many files, about: a tensor is never split. Default: as a save divides them.
+    shards: approximate number of files, as a tensor is never split. Default: files of the size that a save writes.
     """
     entries = {name: entry for name, (entry, _) in content.parts.items()}
     total = sum(entry.nbytes for entry in entries.values())
@@ -129,7 +129,7 @@ def _pieces(source: TensorReader, parts: tuple[Entry, list[str]]) -> Iterator[Te
 
 
 def _open_ours(source: str) -> CheckpointContent:
-    """A checkpoint of ours, in any format, with all that is in it; every byte is verified first (format 1 knew no hashes)."""
+    """Open a checkpoint of llmtrain in any format, with all its content. Every byte is verified first (format 1 had no hashes)."""
     tensors: CheckpointTensors | DcpTensors
     if _is_format_1(source):
         folder = _format_1_folder(source)

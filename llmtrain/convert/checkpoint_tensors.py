@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors a few megabytes at a time, whatever the number of ranks that wrote it."""
+"""Reading a checkpoint's tensors a few megabytes at a time, for any number of ranks that wrote it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmtrain.checkpoint.tensor_file import DTYPES, TensorSource
 class CheckpointTensors:
     """The tensors of a checkpoint's folder, by name. No process group is needed.
 
-    What is read is not verified: see manifest.verify, and `files` for what to verify.
+    The bytes are not verified; call manifest.verify with `files` first.
     """
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -28,7 +28,7 @@ class CheckpointTensors:
         self._index = indexes.read(folder, manifest)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None when there is no such tensor."""
+        """Shape of a tensor; None when there is no such tensor."""
         found = self._index.tensors.get(name)
         return tuple(found.shape) if found is not None else None
 
@@ -40,15 +40,15 @@ class CheckpointTensors:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is no tensor, by name."""
+        """Values that are no tensors, by name."""
         return self._index.values
 
     def files(self, names: Iterable[str]) -> list[str]:
-        """Those that hold these tensors."""
+        """Names of the files that hold these tensors."""
         return self._index.files(dict.fromkeys(names))
 
     def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
-        """A tensor's elements in order, as flat tensors of so many each; `counts` must add up to all of them.
+        """Yield a tensor's elements in order, as flat tensors of `counts` elements each, which must sum up to all of them.
 
         Raises CheckpointError for a file that is damaged.
         """

@@ -1,8 +1,8 @@
-"""Composer's own checkpoints: the weights in them, for a model of ours or an MPT of LLM Foundry's. Nothing else is taken.
+"""The weights of Composer's own checkpoints, of an llmtrain model or an MPT of LLM Foundry. Nothing else is read.
 
 A checkpoint is one file (torch.save of {"state": {"model": ..., ...}, "rng": ...}), or a folder that torch's distributed
-checkpoint wrote (names begin with `state.model.`). Composer does not know our config; of a HuggingFaceModel it keeps
-config.json in state.integrations.huggingface.
+checkpoint wrote (names begin with `state.model.`). The config of an llmtrain model is not in it; a HuggingFaceModel has
+its config.json in state.integrations.huggingface.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hybrid import HybridLM
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
-"""What DDP, torch.compile and Composer's models put before a parameter's name."""
-# What else Composer stores: the state of numpy's generator, times, versions. None of these runs code of the file's choice.
+"""Prefixes of parameter names by DDP, torch.compile and Composer's models."""
+# Classes for the state of numpy's generator, times, versions. None of them runs code from the file.
 _SAFE_GLOBALS: list[Any] = [
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np.ndarray,
@@ -40,7 +40,7 @@ _SAFE_GLOBALS: list[Any] = [
 
 
 class TensorReader(Protocol):
-    """Tensors by name, a run of elements at a time; CheckpointTensors and DcpTensors are such."""
+    """Reader of named tensors by consecutive elements, such as CheckpointTensors and DcpTensors."""
 
     def shape(self, name: str) -> tuple[int, ...] | None: ...
     def dtype(self, name: str) -> torch.dtype: ...
@@ -63,7 +63,7 @@ class FileTensors:
             raise CheckpointError(f"{file} is damaged, or no checkpoint of plain data: {reason}") from error
         state = content.get("state") if isinstance(content, Mapping) else None
         if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
-            raise CheckpointError(f"{file} is no checkpoint of Composer's: it has no state.model")
+            raise CheckpointError(f"{file} is no checkpoint of Composer: it has no state.model")
         self._tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
         integrations: Any = state.get("integrations") or {}
         huggingface = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
@@ -88,16 +88,16 @@ class FileTensors:
 
 
 def is_composer_checkpoint(path: Path) -> bool:
-    """Whether a path looks like a checkpoint of Composer's: a file, or a folder of torch's without our manifest."""
+    """Return True for a file, or a folder of torch's distributed checkpoint without a manifest.json of llmtrain."""
     return path.is_file() or ((path / ".metadata").is_file() and not (path / "manifest.json").exists())
 
 
 def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[TensorReader, ModelConfig, list[Weight]]:
-    """The tensors, our config of the model, and which tensor is which parameter of ours (by the names that TensorReader has).
+    """Open a checkpoint of Composer. Returns its tensors, the model's config, and the tensors that each parameter is made of.
 
-    config_file: a YAML with the `model` section; default: what the file itself says (LLM Foundry's MPT).
-    Raises CheckpointError when the tensors are not those of the config, with each that is missing, left over, or of
-    another shape; UnsupportedModelError for an MPT that ours cannot express.
+    config_file: a YAML with the `model` section; default: the config in the checkpoint (LLM Foundry's MPT).
+    Raises CheckpointError when the tensors are not those of the config, with each that is missing, superfluous, or of
+    another shape; UnsupportedModelError for an MPT that llmtrain cannot express.
     """
     source: TensorReader
     if path.is_file():
@@ -154,7 +154,7 @@ def _mismatches(source: TensorReader, names: Mapping[str, str], weights: Iterabl
 
 
 def _load_model_config(file: str) -> ModelConfig:
-    """The `model` section of a YAML, whatever else it has or lacks. Raises ConfigError, or ValueError without the section."""
+    """Read the `model` section of any YAML. Raises ConfigError, or ValueError without the section."""
     found = read_file(file)
     if "model" not in found.data:
         raise ValueError(f"--config {file} has no `model` section")

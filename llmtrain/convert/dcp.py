@@ -1,7 +1,7 @@
-"""Reading torch's own distributed checkpoint format (DCP): what format 1 of ours was, and what Composer's sharded one is.
+"""Reading torch's distributed checkpoint format (DCP): llmtrain's format 1, and Composer's sharded checkpoints.
 
-Its index, `.metadata`, is a pickle, which may hold any code. Here it is read by an unpickler that knows the classes of an
-index and nothing else; the tensors' own small pickles are read by torch's, with weights_only.
+Its index, `.metadata`, is a pickle, which may hold any code. Here it is read by an unpickler that allows the classes of an
+index alone; the tensors' own small pickles are read by torch's, with weights_only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from llmtrain.checkpoint.manifest import CheckpointError
 
 METADATA = ".metadata"
-# What an index is made of, as torch 2.0 to 2.11 pickle it: data, without a way to run anything.
+# Classes in an index of torch 2.0 to 2.11: plain data that runs no code.
 _ALLOWED_GLOBALS = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a folder. Raises CheckpointError for one that is damaged, or holds anything but an index."""
+    """Read the index of a folder. Raises CheckpointError for one that is damaged, or holds anything but an index."""
     try:
         with (folder / METADATA).open("rb") as file:
             found = _Unpickler(file).load()
@@ -85,7 +85,7 @@ class DcpTensors:
         self._index = read_metadata(folder)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None when there is no such tensor."""
+        """Shape of a tensor; None when there is no such tensor."""
         found = self._index.state_dict_metadata.get(name)
         return tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
 
@@ -97,7 +97,7 @@ class DcpTensors:
         return [name for name, kind in found if name.startswith(prefix) and isinstance(kind, TensorStorageMetadata)]
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """What is no tensor, by name. Raises CheckpointError for what only a pickle can hold."""
+        """Values that are no tensors, by name. Raises CheckpointError for a value that needs more than weights_only."""
         found = {}
         for name, kind in self._index.state_dict_metadata.items():
             if not isinstance(kind, BytesStorageMetadata) or not name.startswith(prefix):
@@ -112,7 +112,7 @@ class DcpTensors:
         return found
 
     def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
-        """A tensor's elements in order, as flat tensors of so many each; `counts` must add up to all of them.
+        """Yield a tensor's elements in order, as flat tensors of `counts` elements each, which must sum up to all of them.
 
         Raises CheckpointError for a piece that is damaged.
         """
@@ -148,7 +148,7 @@ class DcpTensors:
         return found
 
     def _pieces(self, name: str) -> list[ChunkStorageMetadata]:
-        """In order, without the empty ones of ranks that had no row."""
+        """Pieces in order, without the empty ones of ranks that had no row."""
         tensor = self._tensor(name)
         chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
         # FSDP2 shards the first dimension, so a piece is a run of elements.
@@ -157,10 +157,10 @@ class DcpTensors:
         return sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
 
     def _open(self, name: str, chunk: ChunkStorageMetadata, stack: ExitStack) -> IO[bytes]:
-        """The elements of a piece, as bytes."""
+        """Open the elements of a piece, as bytes."""
         place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
         raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
-        # For the meta device torch.load reads the description of a tensor, not its data.
+        # On the meta device torch.load reads dtype, shape and strides, not the data.
         window: Any = _Window(raw, place.offset, place.length)
         meta_tensor = torch.load(window, map_location="meta", weights_only=True)
         archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
@@ -175,12 +175,12 @@ class DcpTensors:
 
 
 def _is_plain(meta_tensor: Tensor, data: zipfile.ZipInfo) -> bool:
-    """Whether a file holds exactly the elements of a tensor, in order."""
+    """Check that a file holds exactly the elements of a tensor, in order."""
     return meta_tensor.is_contiguous() and meta_tensor.storage_offset() == 0 and data.file_size == meta_tensor.nbytes
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file. torch's own (checkpoint.utils) seeks wrongly from the end, where zipfile begins."""
+    """A byte range of a file, as a file. torch's own (checkpoint.utils) seeks wrongly from the end, where zipfile begins."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int):
         self._handle, self._offset, self._length, self._at = file.fileno(), offset, length, 0

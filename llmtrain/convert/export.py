@@ -1,4 +1,4 @@
-"""A checkpoint of ours -> a folder that `transformers` loads, without remote code and without llmtrain."""
+"""Export of a checkpoint to a folder that `transformers` loads, without remote code and without llmtrain."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
-"""Elements that are in memory at a time."""
+"""Number of elements in memory at a time."""
 _SMALL_FILES = 64 * 2**20
 """An allowance for headers, configs and the tokenizer in the check of disk space."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. nbytes: of tensors; files: how many hold them."""
+    """Result of an export. nbytes: bytes of all tensors; files: number of files with tensors."""
 
     out: Path
     checkpoint: Path
@@ -50,7 +50,7 @@ def export(
     tokenizer: str | None = None,
     progress: bool = False,
 ) -> Exported:
-    """Writes config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears whole.
+    """Write config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears complete.
 
     checkpoint: a run's folder (its newest complete checkpoint) or one checkpoint; of s3://bucket/prefix a copy is made.
     dtype: of every tensor; default: as in the checkpoint. Mamba-2's A_log, D and dt_bias are no exception: the classes
@@ -114,7 +114,7 @@ def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
 
 
 def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Path) -> None:
-    """Raises CheckpointError with every parameter that is missing, of another shape, or would be lost."""
+    """Compare names and shapes. Raises CheckpointError with every parameter that is missing, wrong, or would be lost."""
     wrong = []
     for weight in weights:
         shape = tensors.shape(_key(weight))
@@ -130,7 +130,7 @@ def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Pa
 
 
 def _pieces(tensors: CheckpointTensors, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """(published name, some of its elements), in order: a weight's parts lie flat in ours, one after another."""
+    """Yield (published name, some of its elements), in order: our parameter is the flat concatenation of its parts."""
     for weight in weights:
         plan = [(part.name, count) for part in weight.parts for count in _counts(part.size)]
         elements = tensors.elements(_key(weight), [count for _, count in plan])
@@ -175,7 +175,7 @@ def _write_configs(folder: Path, config: dict[str, Any], dtype: torch.dtype, tok
 
 
 def _token_ids(tokenizer: TextTokenizer) -> dict[str, int | None]:
-    """For config.json: null for a token that the tokenizer has not, where the classes' defaults name another's."""
+    """Token ids for config.json; null for a missing token, where the defaults of the classes are ids of another tokenizer."""
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
     for name in ("bos", "pad"):
         token = tokenizer.config.get(f"{name}_token")

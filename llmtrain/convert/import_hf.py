@@ -1,4 +1,4 @@
-"""A folder in Hugging Face format -> a checkpoint of ours: to generate from, to train on, to export again."""
+"""Import of a folder in Hugging Face format as a checkpoint: to generate from, to train on, to export again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written. parameters: how many numbers; nbytes: of their fp32."""
+    """Result of an import. parameters: their number; nbytes: their bytes in fp32."""
 
     out: Path
     source: Path
@@ -44,12 +44,12 @@ class Imported:
 
 
 def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
-    """Writes a checkpoint of step 0, fp32 and without optimizer state, into `out`, which appears whole. With it come
-    tokenizer/, when the source has one, and model.yaml, the `model` section for a run's YAML.
+    """Write a checkpoint of step 0, fp32 and without optimizer state, into `out`, which appears complete, with tokenizer/
+    (when the source has one) and model.yaml (the `model` section for a run's YAML).
 
     source: a folder with config.json and weights, or a name on the Hugging Face hub.
     Raises ValueError, before it reads or writes a weight, for anything at `out`, a source that is not there, a model
-    that ours cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
+    that llmtrain cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
     """
     refuse_existing(out)
     folder = find_hf_folder(source)
@@ -101,8 +101,8 @@ def _join(published: HFCheckpoint, weight: Weight) -> Tensor:
 
 
 def _read(published: HFCheckpoint, name: str) -> Tensor:
-    """The library maps a file into memory, and what was read from it stays there as long as the file is open: all the
-    model in the end. So each tensor is read from the file opened anew."""
+    """Read one tensor. The library maps a file into memory and keeps the pages that were read as long as the file is open, in
+    the end all of the model; therefore the file is opened anew for each tensor."""
     file = published.file(name)
     if file.suffix != ".safetensors":
         return published.read(name)  # mapped too, but opening it means unpickling it

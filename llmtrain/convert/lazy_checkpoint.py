@@ -1,7 +1,7 @@
 """Writing a checkpoint's tensors one after another, by one process, in bounded memory.
 
-torch's dcp.save asks a SavePlanner what there is and then, item by item, for the data: here a tensor is made at that
-moment and forgotten after. Nothing of it is private to torch: SavePlanner is the interface torch has for this.
+torch's dcp.save takes the list of items from a SavePlanner and then, item by item, the data: here a tensor is created at
+that moment and released afterwards. SavePlanner is the public interface of torch for this.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from llmtrain.checkpoint.manifest import FileRecord
 from llmtrain.checkpoint.storage import ShardWriter
 
 PIECE_BYTES = 64 * 2**20
-"""Of a piece of a tensor: what is copied from it at a time."""
+"""Size of the pieces in which a tensor is copied."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A parameter to be, and how to make it (in any floating dtype; it is stored in fp32)."""
+    """A parameter that `make` creates when it is written (in any floating dtype; it is stored in fp32)."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class LazyTensor:
 def write_parameters(
     folder: Path, tensors: Iterable[LazyTensor], progress: Callable[[int], None], save_id: str
 ) -> dict[str, FileRecord]:
-    """Writes the files of a checkpoint but its manifest into `folder`, as store.load reads them; fp32, without optimizer state.
+    """Write a checkpoint's files, except its manifest, into `folder`, in fp32 and without optimizer state.
 
-    progress: is told the bytes of each piece. Returns the files for the manifest, which must have the same save_id.
-    Raises what making or writing a tensor raised.
+    progress: called with the bytes of each piece. Returns the files for the manifest, which must have the same save_id.
+    Raises the exceptions of creating or writing a tensor.
     """
     writer = ShardWriter(folder, save_id, threads=1)  # one tensor in memory at a time
     with warnings.catch_warnings():
@@ -59,7 +59,7 @@ def write_parameters(
 
 
 class _Planner(SavePlanner):
-    """Cuts every tensor into runs of rows, and makes each tensor when its first run is asked for."""
+    """Planner that divides every tensor into blocks of rows, and creates a tensor when its first block is requested."""
 
     def __init__(self, tensors: list[LazyTensor], progress: Callable[[int], None]):
         self._tensors = {f"model.{tensor.name}": tensor for tensor in tensors}
@@ -67,7 +67,7 @@ class _Planner(SavePlanner):
         self._current: tuple[str, Tensor] | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """What there is to save came with the constructor."""
+        """Ignore the empty state_dict: the constructor has the tensors."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([item for key, tensor in self._tensors.items() for item in _items(key, tensor.shape)])

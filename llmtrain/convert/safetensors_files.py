@@ -1,4 +1,4 @@
-"""How the tensors of a published model are spread over safetensors files. How a file is written: checkpoint/tensor_file.py."""
+"""Division of a model's tensors into safetensors files. A file is written by checkpoint/tensor_file.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmtrain.checkpoint.tensor_file import Entry
 
 
 def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Files of at most max_bytes of tensors each, in order; a tensor that is larger has a file of its own."""
+    """Divide tensors, in order, into files of at most max_bytes; a larger tensor has a file of its own."""
     files: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -21,7 +21,7 @@ def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entr
 
 
 def safetensors_names(count: int) -> list[str]:
-    """As transformers names them."""
+    """Names of `count` files, as transformers writes them."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]

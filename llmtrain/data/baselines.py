@@ -1,6 +1,6 @@
-"""What a language model must beat: a general compressor and a unigram model on the same held-out text.
+"""Compression baselines for a language model: xz and a unigram model on the same held-out text.
 
-`prepare` computes both while it has the text in hand; `read_baselines` only reads the manifest.
+`prepare` computes both from the text; `read_baselines` reads them from the manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmtrain.data.prepared_folder import read_manifest
 from llmtrain.data.source_files import PrepareError
 
 XZ_BYTES = 4 << 20
-"""At most this much held-out text is given to xz, which takes seconds for it."""
+"""The most held-out text that xz compresses, which takes seconds."""
 
 
 @dataclass(frozen=True)

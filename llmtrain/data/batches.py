@@ -1,4 +1,4 @@
-"""Samples -> batches of tensors: what the model is given."""
+"""Collation of samples into the batches of tensors that the model is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 IGNORED = -100
-"""Label of positions that do not count."""
+"""Label of positions without a loss (cross_entropy's ignore_index)."""
 
 
 class Batch(TypedDict):
@@ -29,12 +29,12 @@ class PackedBatch(Batch):
 
 
 def filler(seq_len: int) -> dict[str, Any]:
-    """A sample that counts for nothing."""
+    """A sample without any label, which completes the last batch of validation."""
     return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0}
 
 
 def collate(samples: list[dict[str, Any]]) -> Batch:
-    """samples: each {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() give them."""
+    """Stack samples {tokens: [seq_len], sample_id, text_bytes}, as TokenDataset and filler() make them, into a batch."""
     input_ids = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     sample_ids = torch.tensor([sample["sample_id"] for sample in samples], dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
@@ -45,13 +45,13 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
 
 
 def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
-    """The same with documents kept apart: a document's first token is not the label of the one before.
+    """Stack samples with document ids; the first token of a document is no label of the token before it.
 
-    eod_id: of the token that closes documents.
+    eod_id: id of the end-of-document token.
     """
     batch = collate(samples)
     ends = batch["input_ids"] == eod_id
     batch["labels"][ends] = IGNORED
-    # How much text was behind the labels that are gone, shards do not say.
+    # Shards do not record how much text the removed labels stand for.
     batch["text_bytes"][ends[:, :-1].any(1) & (batch["sample_ids"] >= 0)] = -1
     return PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))

@@ -1,4 +1,4 @@
-"""Encoded units -> MDS shards and the counts that go with them."""
+"""Writing encoded units as MDS shards, and the counts for the manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtrain.data.source_files import PrepareError
 from llmtrain.schema.data import PrepareConfig
 
 NAMED_BAD_RECORDS = 20
-"""How many skipped records the manifest names; all are counted."""
+"""Number of skipped records that the manifest names; all are counted."""
 TOKENS, TEXT_BYTES = "tokens", "text_bytes"
 """Columns of the shards. TEXT_BYTES, in validation only, is the UTF-8 bytes of text behind a sample's scored tokens,
 that is all but its first, so that bits per byte = bits of the scored tokens / sum of TEXT_BYTES is exact for any
@@ -24,7 +24,7 @@ set of samples, whatever was dropped at the end of the split."""
 
 
 class SplitWriter:
-    """One split: packs tokens, writes shards, counts."""
+    """Writer of one split: packs tokens, writes shards, counts."""
 
     def __init__(self, folder: Path, seq_len: int, vocab_size: int, held_out: bool) -> None:
         from streaming import MDSWriter  # imports torch: only the parent process may pay for that
@@ -37,7 +37,7 @@ class SplitWriter:
         self._rest = np.zeros(0, self.dtype)
         self._rest_bytes = np.zeros(0, np.int64)
         self.counts = np.zeros(vocab_size, np.int64)
-        """How often each token is stored; for validation, how often it is scored. [vocab_size]"""
+        """[vocab_size], number of times each token is stored; for validation, scored."""
         self.documents = self.bytes = self.tokens = self.samples = self.bytes_covered = self.bytes_scored = 0
         self.open_document = False
 
@@ -64,7 +64,7 @@ class SplitWriter:
             self._writer.write({TOKENS: sample, TEXT_BYTES: int(size[1:].sum())})
 
     def close_document(self, eod_id: int) -> None:
-        """End the document that `max_bytes` cut off, if it did."""
+        """Close the document that `max_bytes` cut, if any."""
         if self.open_document:
             zero = np.zeros(int(self.held_out), np.int64)
             self.add(np.array([eod_id], self.dtype), zero, np.ones(1, bool), 0)
@@ -83,7 +83,7 @@ class SplitWriter:
 
 
 class CorpusWriter:
-    """Both splits, in the order the units come."""
+    """Writer of both splits, in the order of the units."""
 
     def __init__(self, folder: Path, config: PrepareConfig, vocab_size: int, eod_id: int) -> None:
         self.config = config
@@ -92,20 +92,20 @@ class CorpusWriter:
         self.validation: SplitWriter | None = None
         if config.validation_fraction > 0:
             self.validation = SplitWriter(folder / "validation", config.seq_len, vocab_size, held_out=True)
-        self.left = config.max_bytes
+        self.bytes_left = config.max_bytes
         self.held_text = bytearray()
         self.bad: list[str] = []
         self.bad_count = 0
 
     def add(self, unit: EncodedUnit) -> bool:
-        """Write one unit. Returns whether max_bytes is reached; PrepareError for a bad record, unless skipped."""
+        """Write one unit. Returns whether max_bytes is reached. Raises PrepareError for a bad record that is not to be skipped."""
         for record in unit.bad:
-            self._meet_bad(record)
+            self._record_bad(record)
         keep = len(unit.tokens)
-        if self.left is not None:
+        if self.bytes_left is not None:
             before = np.cumsum(unit.text_bytes) - unit.text_bytes
-            keep = int(np.searchsorted(before, self.left))
-            self.left -= int(unit.text_bytes[:keep].sum())
+            keep = int(np.searchsorted(before, self.bytes_left))
+            self.bytes_left -= int(unit.text_bytes[:keep].sum())
         held, tokens = unit.held_out[:keep], unit.tokens[:keep]
         ids = unit.ids[: int(tokens.sum())]
         is_held_token = np.repeat(held, tokens)
@@ -118,9 +118,9 @@ class CorpusWriter:
             )
             for text in unit.held_text[: int(held.sum())]:
                 self.held_text += text[: XZ_BYTES - len(self.held_text)]
-        return self.left is not None and self.left <= 0
+        return self.bytes_left is not None and self.bytes_left <= 0
 
-    def _meet_bad(self, record: BadRecord) -> None:
+    def _record_bad(self, record: BadRecord) -> None:
         if record.fatal and not self.config.skip_bad_records:
             raise PrepareError(f"{record}\nmend it, or skip such records with skip_bad_records (--skip-bad-records)")
         self.bad_count += 1

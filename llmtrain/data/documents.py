@@ -1,4 +1,4 @@
-"""Which token ends a document of the shards, as the folders they came with record it. No torch here."""
+"""The end-of-document token of the shards, as recorded in their folders. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmtrain.schema.data import DataConfig, StreamConfig
 
 
 def check_documents(data: DataConfig) -> Iterator[Problem]:
-    """Why the documents cannot be kept apart, if that is asked for; nothing before data.prepare has run."""
+    """Problems with data.mask_documents: no recorded end-of-document token. None before data.prepare has run."""
     if data.prepare is not None and not Path(data.prepare.out).expanduser().exists():
         return
     try:
@@ -22,23 +22,23 @@ def check_documents(data: DataConfig) -> Iterator[Problem]:
 
 
 def end_of_document(data: DataConfig) -> int | None:
-    """The id of the token that closes documents, which all streams must share; None unless documents are kept apart.
+    """Id of the end-of-document token, which all streams must share; None unless data.mask_documents is set.
 
-    Raises ShardError for a stream that does not say, and for streams that differ; PrepareError or TokenizerError for
-    what cannot be read.
+    Raises ShardError for a stream without a record of it, and for streams that differ; PrepareError or TokenizerError for
+    files that cannot be read.
     """
     if not data.mask_documents:
         return None
     found: dict[int, str] = {}
     for stream in (*data.train_streams().values(), *data.validation_streams().values()):
-        found.setdefault(_recorded(stream), stream.local)
+        found.setdefault(_recorded_eod_id(stream), stream.local)
     if len(found) > 1:
         which = ", ".join(f"{id} in {local}" for id, local in found.items())
         raise ShardError(f"the streams' documents end with different tokens ({which}); use shards of one tokenizer")
     return next(iter(found))
 
 
-def _recorded(stream: StreamConfig) -> int:
+def _recorded_eod_id(stream: StreamConfig) -> int:
     local = Path(stream.local).expanduser()
     for folder in (local,) if stream.split else (local, local.parent):
         manifest = read_manifest(folder)

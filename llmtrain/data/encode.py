@@ -1,4 +1,4 @@
-"""What a worker process does with a unit: documents -> split -> token ids. Imports neither torch nor transformers."""
+"""Reading, splitting and tokenising units in worker processes. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAIN, VALIDATION = 0, 1
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What every worker knows. `tokenizer` is the text of a tokenizer.json."""
+    """Settings sent to every worker. tokenizer: the content of a tokenizer.json."""
 
     tokenizer: str
     eod_id: int
@@ -50,11 +50,11 @@ class EncodedUnit:
     held_text: list[bytes]
     bad: list[BadRecord]
     stored_bytes: int
-    """How much of the sources this unit was, for the progress bar."""
+    """Bytes of the sources in this unit, for the progress bar."""
 
 
 class UnitEncoder:
-    """Reads, splits and tokenises units, one after the other."""
+    """Callable that reads, splits and tokenises a unit."""
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
@@ -73,7 +73,7 @@ class UnitEncoder:
         held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         for piece, out in zip(pieces, held, strict=True):
             if out:
-                # Only this way of encoding tells which text a token stands for.
+                # encode_batch_fast() returns no offsets.
                 encoding = self.tokenizer.encode(piece.text, add_special_tokens=False)
                 held_bytes.append(_token_bytes(piece, encoding.offsets))
             else:
@@ -93,7 +93,7 @@ class UnitEncoder:
 
 
 def _token_bytes(piece: DocumentPiece, offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
-    """Bytes per token of a piece. What no token covers goes to the end-of-document token, or else to the last token."""
+    """Bytes per token of a piece. Text that no token covers counts for the end-of-document token, or else for the last one."""
     sizes = bytes_per_token(piece.text, offsets)
     if piece.ends:
         return sizes
@@ -107,7 +107,7 @@ _encoder: UnitEncoder | None = None
 
 def _start_worker(settings: EncodeSettings) -> None:
     global _encoder
-    # The processes are the parallelism; threads below them would only get in each other's way.
+    # There is one process per core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = UnitEncoder(settings)
 
@@ -118,7 +118,7 @@ def _encode_unit(unit: Unit) -> EncodedUnit:
 
 
 def encode_units(units: Iterator[Unit], settings: EncodeSettings, workers: int) -> Iterator[EncodedUnit]:
-    """Encode in `workers` processes; results come in the order of the units, at most a few of them in flight."""
+    """Encode units in `workers` processes. Yields results in the order of the units, with at most 2 * workers in flight."""
     if workers == 1:
         yield from map(UnitEncoder(settings), units)
         return

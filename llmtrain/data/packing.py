@@ -1,4 +1,4 @@
-"""Documents -> samples of fixed length: tokens are concatenated, each document closed by the end-of-document token."""
+"""Packing documents into samples of fixed length: tokens are concatenated, with an end-of-document token after each document."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 def pack(rest: NDArray, stream: NDArray, seq_len: int) -> tuple[NDArray, NDArray]:
     """Cut `rest` followed by `stream` into rows.
 
-    rest: [fewer than seq_len] what earlier calls left over; stream: [n].
-    Returns (samples [k, seq_len], rest [fewer than seq_len]).
+    rest: [fewer than seq_len], the remainder of earlier calls; stream: [n].
+    Returns (samples [k, seq_len], remainder [fewer than seq_len]).
     """
     joined = np.concatenate([rest, stream])
     whole = len(joined) // seq_len * seq_len
@@ -20,7 +20,7 @@ def pack(rest: NDArray, stream: NDArray, seq_len: int) -> tuple[NDArray, NDArray
 
 
 def is_held_out(name: str, seed: int, fraction: float) -> bool:
-    """Whether the document goes to validation: a hash of seed and name, uniform in [0, 1), lies below `fraction`."""
+    """Return True for documents of the validation split: a hash of seed and name, uniform in [0, 1), is below `fraction`."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
@@ -31,11 +31,11 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def bytes_per_token(text: str, offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
-    """How many UTF-8 bytes of `text` each token accounts for.
+    """UTF-8 bytes of `text` that each token stands for.
 
-    offsets: (begin, end) in characters per token, as `tokenizers` gives them. Tokens that share one character (its
-    bytes) count it once, at the first of them. Returns [len(offsets) + 1]; the last entry is what no token covers
-    (nothing, for a lossless tokenizer), so that the sum is the length of the text.
+    offsets: (begin, end) in characters per token, as `tokenizers` returns them. A character that several tokens share (byte
+    tokens) counts for the first of them. Returns [len(offsets) + 1]; the last entry is the text without a token (0 for a
+    lossless tokenizer), so that the sum is the length of the text.
     """
     ends = np.maximum.accumulate(np.array([0, *(end for _, end in offsets), len(text)], dtype=np.int64))
     if not text.isascii():

@@ -1,7 +1,7 @@
-"""Source files -> units of work -> documents. Memory is bounded: nothing larger than a unit is held.
+"""Dividing source files into units of work, and reading their documents. At most one unit is in memory.
 
-A unit is a few megabytes: several small files, a byte range of a large one, or a block of lines of a compressed one
-(which can only be read from its beginning, so the parent process decompresses and the workers do the rest). Ranges
+A unit is about a megabyte: several small files, a byte range of a large one, or a block of lines of a compressed one
+(which can only be read from its beginning: the parent process decompresses it, the workers do the rest). Ranges
 and blocks begin and end at line breaks.
 """
 
@@ -30,16 +30,16 @@ class Span:
     begin: int
     end: int
     last: bool
-    """Whether the file ends here."""
+    """True for the span at the end of the file."""
     data: bytes | None = None
     """The lines themselves, when the file is compressed."""
     first_line: int | None = None
-    """1-based number of the first line; None when not known without reading what comes before."""
+    """1-based number of the first line; None when that would need reading the text before it."""
 
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """Text of one document; a long text file comes in several pieces, of which the last one `ends` it."""
+    """Text of one document, or of a part of it: a long text file is several pieces, and the last one has `ends`."""
 
     name: str
     text: str
@@ -48,7 +48,7 @@ class DocumentPiece:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """What could not be read: `where` is file:line (or the file), `why` a phrase."""
+    """A record that could not be read. where: file:line (or the file); why: a phrase."""
 
     where: str
     why: str
@@ -63,7 +63,7 @@ Unit = list[Span]
 
 
 def read_units(files: list[SourceFile], unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
-    """Cut the files into units, in order. How they are cut does not depend on the number of workers.
+    """Divide the files into units, in order and independently of the number of workers.
 
     Raises PrepareError for a compressed file that is damaged.
     """
@@ -83,7 +83,7 @@ def read_units(files: list[SourceFile], unit_bytes: int = UNIT_BYTES) -> Iterato
 def sample_units(files: list[SourceFile], sample_bytes: int, max_bytes: int | None) -> Iterator[Unit]:
     """Units of about `sample_bytes` of text in all, spread evenly over the first `max_bytes` of the files.
 
-    A compressed file gives its beginning, because nothing else of it can be had without reading it whole.
+    Of a compressed file the beginning is taken: the rest cannot be read without decompressing everything before it.
     """
     total = sum(file.size for file in files)
     total = min(total, max_bytes or total)
@@ -126,7 +126,7 @@ def open_compressed(file: SourceFile) -> io.BufferedReader:
 class _ZstReader(io.RawIOBase):
     """Uncompressed bytes of a .zst file of one or more frames.
 
-    zstandard's own stream_reader takes a file that is cut short for one that ends; here it is an EOFError, as in gzip.
+    zstandard's own stream_reader treats a truncated file as complete; here it is an EOFError, as in gzip.
     """
 
     def __init__(self, path: str) -> None:
@@ -172,7 +172,7 @@ def _compressed_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
             try:
                 data = stream.read(unit_bytes)
                 data += stream.readline() if data else b""
-                # A look ahead tells whether this block is the file's last.
+                # Empty at the end of the file.
                 following = stream.peek(1) if data else b""
             except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
                 raise PrepareError(f"{file.path}: damaged {file.compression} file: {error}") from error
@@ -184,7 +184,7 @@ def _compressed_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
 
 
 def read_pieces(span: Span, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
-    """The documents of a span, or what is wrong with them."""
+    """Yield the documents of a span and its unreadable records."""
     try:
         data, offset = (span.data, span.begin) if span.data is not None else _read_range(span)
     except OSError as error:
@@ -210,11 +210,11 @@ def read_pieces(span: Span, text_key: str) -> Iterator[DocumentPiece | BadRecord
 
 
 def _read_range(span: Span) -> tuple[bytes, int]:
-    """The lines that begin within the range, and where the first of them begins."""
+    """Return the lines that begin within the range, and the offset of the first of them."""
     with open(span.file.path, "rb") as stream:
         begin = span.begin
         if begin:
-            # The byte before tells whether a line begins exactly here.
+            # The byte before may be the line break.
             stream.seek(begin - 1)
             begin += len(stream.readline()) - 1
         if begin >= span.end:
@@ -226,7 +226,7 @@ def _read_range(span: Span) -> tuple[bytes, int]:
 
 
 def _first_line(span: Span, offset: int) -> int:
-    """Number of the line that begins at `offset`. Reads what comes before, so only bad records ask."""
+    """Number of the line that begins at `offset`. Slow (it reads all text before it), so for bad records only."""
     if span.first_line is not None:
         return span.first_line
     line = 1
@@ -247,7 +247,7 @@ def _json_lines(span: Span, data: bytes, offset: int, text_key: str) -> Iterator
                 first_line = first_line or _first_line(span, begin)
                 yield BadRecord(f"{span.file.path}:{first_line + index}", fault)
             elif text:
-                # The byte offset names the record alike whether the file is compressed or not, and however it is cut.
+                # The byte offset is the same for a compressed file and for any division into units.
                 yield DocumentPiece(f"{_plain_name(span.file)}@{offset}", text, ends=True)
         offset += len(line) + 1
 
@@ -257,7 +257,7 @@ def _plain_name(file: SourceFile) -> str:
 
 
 def _extract_text(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """(text, what is wrong)."""
+    """Return (text, error); one of the two is empty."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What the shards' index.json say, read without torch: checks before a run, sizes, fingerprints."""
+"""The index.json of MDS shards, read without torch: checks before a run, sizes, fingerprints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.config.base import Problem
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
-"""Names under which shards may hold token ids: ours and LLM Foundry's is the first."""
+"""Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
 
 
 class ShardError(ValueError):
@@ -35,12 +35,12 @@ class Index:
 
     @property
     def hash_algorithm(self) -> str | None:
-        """One that every shard has been hashed with."""
+        """A hash algorithm that all shards have in common, or None."""
         common = set.intersection(*(set(shard["hashes"]) for shard in self.shards)) if self.shards else set()
         return min(common, default=None)
 
     def seq_lens(self) -> set[int | None]:
-        """Tokens per sample as the columns' encodings tell; None where every sample brings its own length."""
+        """Tokens per sample by the columns' encodings; None for columns with a length per sample."""
         return {_seq_len(shard) for shard in self.shards}
 
     def has_tokens(self) -> bool:
@@ -59,7 +59,7 @@ def stream_folder(stream: StreamConfig) -> Path:
 
 
 def read_index(folder: Path) -> Index | None:
-    """None if there is no index.json. Raises ShardError for one that is none."""
+    """Read a folder's index.json; None if there is none. Raises ShardError for one that is not an index."""
     file = folder / "index.json"
     try:
         shards = json.loads(file.read_text(encoding="utf-8"))["shards"]
@@ -75,36 +75,36 @@ def read_index(folder: Path) -> Index | None:
 def epoch_samples(samples: int, global_batch_size: int, num_canonical_nodes: int) -> int:
     """Samples of one epoch: the largest number of whole global batches that the canonical nodes share evenly.
 
-    StreamingDataset repeats samples where a division leaves a remainder, and does so differently on different numbers
-    of ranks; without remainders the order is the same on any. The fewer than lcm(batch, nodes) samples left out are
-    others in each epoch when shuffling.
+    StreamingDataset repeats samples to fill a remainder, differently for each number of ranks; without a remainder the
+    order is the same on any number. The samples left out, fewer than lcm(batch, nodes), differ between epochs when
+    shuffling.
     """
     return samples // (step := math.lcm(global_batch_size, num_canonical_nodes)) * step
 
 
 def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
-    """What is wrong with the shards, as far as the local disk can tell; paths begin with `data.`.
+    """Problems of the shards on the local disk; paths begin with `data.`.
 
-    A remote stream whose index is not cached yet passes, and so does data.prepare before it has run.
+    A remote stream without a cached index is not checked, nor is data.prepare before it has run.
     """
     problems: list[Problem] = []
     for split, streams in (("train", data.train_streams()), ("validation", data.validation_streams())):
         explicit = getattr(data, split) is not None
-        known: list[Index] = []
+        indexes: list[Index] = []
         for name, stream in streams.items():
             path = f"data.{split}.streams.{name}" if explicit else "data.prepare"
             index, found = _check_stream(stream, path, data.seq_len, explicit)
             problems += found
             if index:
-                known.append(index)
-        problems += _check_folders(streams, split)
-        if split == "train" and streams and len(known) == len(streams):
-            problems += _check_size(sum(index.samples for index in known), data, global_batch_size)
+                indexes.append(index)
+        problems += _check_duplicate_folders(streams, split)
+        if split == "train" and streams and len(indexes) == len(streams):
+            problems += _check_size(sum(index.samples for index in indexes), data, global_batch_size)
     return problems
 
 
 def check_vocabulary(data: DataConfig, vocab_size: int) -> list[Problem]:
-    """Whether the model has a row for every token of the shards, as far as `llmtrain prepare` has left word beside them."""
+    """Problems with model.vocab_size: smaller than the tokenizer in the manifest of `llmtrain prepare`."""
     problems = []
     folders = {stream.local for stream in [*data.train_streams().values(), *data.validation_streams().values()]}
     for folder in sorted(folders):
@@ -112,7 +112,7 @@ def check_vocabulary(data: DataConfig, vocab_size: int) -> list[Problem]:
             manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text(encoding="utf-8"))
             size = int(manifest["tokenizer"]["vocab_size"])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # not ours, or in a remote: samples are looked at while training
+            continue  # not of `llmtrain prepare`, or remote: samples are checked during training
         if size > vocab_size:
             message = f"the tokenizer of {folder} has {size} tokens; set model.vocab_size to {size} or more"
             problems.append(Problem("model.vocab_size", vocab_size, message))
@@ -163,7 +163,7 @@ def _needs_unpacking(index: Index) -> Iterator[bool]:
         yield bool(shard.get("zip_data")) and not (index.folder / shard["raw_data"]["basename"]).exists()
 
 
-def _check_folders(streams: dict[str, StreamConfig], split: str) -> Iterator[Problem]:
+def _check_duplicate_folders(streams: dict[str, StreamConfig], split: str) -> Iterator[Problem]:
     seen: dict[Path, str] = {}
     for name, stream in streams.items():
         folder = stream_folder(stream).absolute()
@@ -192,10 +192,9 @@ def _check_size(samples: int, data: DataConfig, global_batch_size: int) -> Itera
 
 
 def data_fingerprint(data: DataConfig) -> str:
-    """Identifies the training data by content: the streams in order, their proportions and their shards' hashes.
+    """Digest of the training data: the streams in order, their proportions and their shards' hashes, not their location.
 
-    Where the shards lie does not matter. Raises ShardError if an index is not there (yet): with a remote, ask after
-    build_train_loader.
+    Raises ShardError if an index is missing: with a remote, call it after build_train_loader, which downloads it.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, stream in data.train_streams().items():

@@ -1,4 +1,4 @@
-"""StreamingDataset's shared memory, kept from colliding between jobs and from outliving a crash.
+"""Protection of StreamingDataset's shared memory against collisions between jobs and remains of crashes.
 
 Streaming names its segments 000000_locals, 000001_locals, ... by the first number that is free on the machine. Two
 jobs that start together can take the same number, and segments of a killed job stay behind: the next dataset may then
@@ -23,29 +23,29 @@ from torch import distributed as dist
 _FOLDER = Path("/dev/shm")
 _NAME = re.compile(rf"\d{{6}}_(?:{'|'.join([*SHM_TO_CLEAN, BARRIER_FILELOCK, CACHE_FILELOCK])})")
 _MIN_AGE = 1.0
-"""Seconds. A segment is created first and mapped a moment later."""
+"""Seconds. A segment is mapped a moment after it is created."""
 
 
 @contextmanager
 def dataset_lock() -> Iterator[None]:
-    """Construct a dataset inside: one job on this machine at a time, after what crashed jobs left is gone.
+    """Context for constructing a dataset: one job on this machine at a time, after stale segments are removed.
 
     Every rank must enter. The process group must exist if there are several ranks.
     """
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     assert not several or dist.is_initialized(), "create the process group before any dataset"
-    leads = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    is_local_main = int(os.environ.get("LOCAL_RANK", 0)) == 0
     lock = FileLock(Path(tempfile.gettempdir()) / f"llmtrain-streaming-{os.getuid()}.lock")
-    if leads:
+    if is_local_main:
         lock.acquire()
     try:
-        if leads:
+        if is_local_main:
             remove_stale_segments()
         if several:
             dist.barrier()
         yield
     finally:
-        if leads:
+        if is_local_main:
             lock.release()
 
 
@@ -77,12 +77,12 @@ def _is_old(path: Path) -> bool:
 
 
 def _mapped_names() -> set[str]:
-    """Names of the segments that some process we may look at has mapped."""
+    """Names of the segments that a process with readable /proc/PID/maps has mapped."""
     names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text(errors="replace")
         except (OSError, ProcessLookupError):
-            continue  # it has ended, or is another user's and so cannot have opened our segments
+            continue  # ended, or of another user, who cannot open our segments
         names.update(re.findall(r"/dev/shm/(\S+)", text))
     return names

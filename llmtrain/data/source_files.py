@@ -1,4 +1,4 @@
-"""Which files a corpus consists of: `stdlib`, files, folders; told apart by extension. Nothing is read here.
+"""Listing the files of a corpus: `stdlib`, files and folders, classified by extension. No file is read here.
 
 Every name is relative to its source, so that the split into training and validation, which hashes names, is the
 same wherever the corpus lies.
@@ -15,7 +15,7 @@ from typing import Literal
 
 
 class PrepareError(ValueError):
-    """Something about the sources or the output folder that the user must change."""
+    """An error in the sources or the output folder that the user must correct."""
 
 
 _EXTENSIONS = """
@@ -29,14 +29,14 @@ _NAMES = """
     Makefile Dockerfile README LICENSE COPYING NOTICE AUTHORS CHANGELOG NEWS INSTALL TODO BUILD WORKSPACE
 """
 TEXT_EXTENSIONS = frozenset(_EXTENSIONS.split())
-"""What counts as text inside a folder. A file named as a source is read whatever its extension."""
+"""Extensions of text files inside a folder. A file that is a source itself is read whatever its extension."""
 TEXT_NAMES = frozenset(_NAMES.split())
 JSONL_EXTENSIONS = frozenset({".jsonl", ".ndjson"})
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "pydoc_data", "encodings"})
-"""Left out of `stdlib`: tests (not every build of Python ships them) and generated tables. About 10 MB stay."""
+"""Folders left out of `stdlib`: tests (not every build of Python has them) and generated tables. About 10 MB remain."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,34 @@ class SourceFile:
     size: int
     mtime_ns: int
     from_folder: bool
-    """Found in a folder rather than named: if it turns out not to be text, it is skipped and named."""
+    """True for a file found in a folder: if it is not text, it is skipped and reported."""
 
 
 def list_files(sources: list[str]) -> list[SourceFile]:
-    """Every file of every source, in the order of `sources` and by name within each.
+    """List the files of all sources, in the order of `sources` and by name within each.
 
     Raises PrepareError that lists every missing or empty source.
     """
     files: list[SourceFile] = []
-    troubles: list[str] = []
+    errors: list[str] = []
     for source in sources:
         try:
-            found = list(_files_of(source))
+            found = list(_list_source(source))
         except OSError as error:
-            troubles.append(f"{source}: {error.strerror or error}")
+            errors.append(f"{source}: {error.strerror or error}")
             continue
         if found:
             files += found
         else:
-            troubles.append(
+            errors.append(
                 f"{source}: holds no text (known extensions: .txt, .md, .py, .jsonl, ... and .gz, .zst of them)"
             )
-    if troubles:
-        raise PrepareError("cannot read every source:\n  " + "\n  ".join(troubles))
+    if errors:
+        raise PrepareError("cannot read every source:\n  " + "\n  ".join(errors))
     return files
 
 
-def _files_of(source: str) -> Iterator[SourceFile]:
+def _list_source(source: str) -> Iterator[SourceFile]:
     if source == "stdlib":
         yield from _stdlib()
         return
@@ -94,7 +94,7 @@ def _files_of(source: str) -> Iterator[SourceFile]:
 
 
 def classify(name: str) -> tuple[Literal["text", "jsonl"], Literal["gz", "zst"] | None, bool]:
-    """(kind, compression, whether a folder's file of this name counts as text)."""
+    """Return (kind, compression, is_text); is_text: a file of this name in a folder is read."""
     stem, extension = os.path.splitext(name)
     compression = COMPRESSIONS.get(extension.lower())
     if compression:
@@ -106,7 +106,7 @@ def classify(name: str) -> tuple[Literal["text", "jsonl"], Literal["gz", "zst"] 
 
 
 def _folder(root: Path, skipped: frozenset[str] = SKIPPED_FOLDERS, only: str | None = None) -> Iterator[SourceFile]:
-    """Text below `root` by name; hidden files and folders are left out, links to folders are not followed."""
+    """Text files below `root` by name, without hidden files and folders. Links to folders are not followed."""
 
     def fail(error: OSError) -> None:
         raise error

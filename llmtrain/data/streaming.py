@@ -26,9 +26,9 @@ from llmtrain.schema.data import DataConfig, StreamConfig
 
 
 class TokenDataset(StreamingDataset):
-    """A StreamingDataset of token samples that knows which sample is which.
+    """A StreamingDataset of token samples with their ids.
 
-    Samples are {tokens: int [seq_len], sample_id: int, text_bytes: int}. sample_id counts through all streams in the
+    Samples are {tokens: int [seq_len], sample_id: int, text_bytes: int}. sample_id numbers the samples of all streams in the
     order of the config; it is the same in every epoch and on every rank.
     """
 
@@ -38,12 +38,12 @@ class TokenDataset(StreamingDataset):
         self.vocab_size = vocab_size
         self._failure: BaseException | None = None
         self.epoch_finished = False
-        """Set by TrainLoader once it has handed out an epoch's last batch."""
+        """Set by TrainLoader after an epoch's last batch."""
 
     def set_epoch_size(self, size: int) -> None:
         """Draw `size` samples per epoch, from each stream by its proportion (largest remainders rounded up).
 
-        StreamingDataset takes an epoch_size too, but before it has read (or downloaded) how much there is.
+        StreamingDataset has an epoch_size too, but needs it before it has read (or downloaded) the number of samples.
         """
         exact = np.array([stream.proportion for stream in self.streams]) * size
         choose = np.floor(exact).astype(np.int64)
@@ -54,7 +54,7 @@ class TokenDataset(StreamingDataset):
         self.length = size // self._parallel_rank_world.num_ranks
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """This worker's samples of the next epoch. Raises ShardError if a shard cannot be had.
+        """This worker's samples of the next epoch. Raises ShardError if a shard cannot be read or downloaded.
 
         StreamingDataset prepares shards in threads; when one fails it only logs that and ends the epoch early.
         """
@@ -63,7 +63,7 @@ class TokenDataset(StreamingDataset):
             raise ShardError(str(self._failure)) from self._failure
 
     def on_exception(self, future: Future) -> None:
-        """Called when a thread of __iter__ ends."""
+        """Callback for the end of a thread of __iter__."""
         error = future.exception()
         if error:
             self._failure = self._failure or error
@@ -117,7 +117,7 @@ class TokenDataset(StreamingDataset):
 
 
 class TrainLoader(DataLoader):
-    """Each `iter` is the next epoch, or what a resume left of it: `len(loader)` whole global batches."""
+    """Loader of the next epoch, or of its rest after a resume, at each `iter`: `len(loader)` whole global batches."""
 
     dataset: TokenDataset
 
@@ -198,11 +198,11 @@ def build_train_loader(data: DataConfig, *, global_batch_size: int, vocab_size: 
 
 
 class ValidationDataset(IterableDataset):
-    """Every chosen sample once over all ranks, in order, the last batches filled up with fillers.
+    """Each chosen sample once over all ranks, in order; the last batches are completed with fillers.
 
     Global batch b holds the chosen samples b * G ... (b + 1) * G - 1 on any number of ranks; each rank takes a
-    contiguous part of it, and all ranks have equally many batches. Iterable because Composer demands its own kind of
-    sampler of map-style datasets.
+    contiguous part of it, and all ranks have equally many batches. Iterable, because Composer requires a sampler of its own
+    for map-style datasets.
     """
 
     def __init__(self, data: TokenDataset, global_batch_size: int, max_samples: int | None) -> None:
@@ -211,7 +211,7 @@ class ValidationDataset(IterableDataset):
         self.batch_size = global_batch_size // world_size
         self.global_batch_size = global_batch_size
         count = min(data.num_samples, max_samples or data.num_samples)
-        # Evenly spaced, so that a part stands for the whole.
+        # Evenly spaced: representative of all samples.
         self.sample_ids = np.arange(count) * data.num_samples // count
         self.batches = -(-count // global_batch_size)
 
@@ -233,10 +233,10 @@ class ValidationDataset(IterableDataset):
 def build_validation_loader(
     data: DataConfig, *, global_batch_size: int, max_samples: int | None = None, vocab_size: int | None = None
 ) -> DataLoader | None:
-    """This rank's part of the validation data, or None if the config names none.
+    """This rank's part of the validation data, not shuffled, or None if the config names none.
 
-    Not shuffled. Fillers have sample_id -1 and only ignored labels, so a mean over batches must weigh by labels, and
-    a rank's batch may hold no label at all. max_samples takes that many, evenly spaced.
+    Fillers have sample_id -1 and only ignored labels, so a mean over batches must be weighted by labels, and a rank's
+    batch may have none. max_samples: number of samples to take, evenly spaced.
     Raises ValueError if the ranks do not divide the batch.
     """
     streams = list(data.validation_streams().values())

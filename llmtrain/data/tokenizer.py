@@ -1,4 +1,4 @@
-"""Load or train a tokenizer. Needs only `tokenizers`; transformers is a fallback for old, slow formats."""
+"""Loading and training tokenizers. Needs only `tokenizers`; transformers is a fallback for old, slow formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be had, or that cannot serve."""
+    """A tokenizer that cannot be found or loaded, or that lacks a token."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TextTokenizer:
     eod_token: str
     eod_id: int
     config: dict[str, Any]
-    """What goes into tokenizer_config.json."""
+    """Content of tokenizer_config.json."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +54,7 @@ class TextTokenizer:
 
 
 def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -> TextTokenizer:
-    """Raises TokenizerError when `eod_token` is not in the vocabulary."""
+    """Configure `backend` for documents. Raises TokenizerError when `eod_token` is not in its vocabulary."""
     eod_id = backend.token_to_id(eod_token)
     if eod_id is None:
         raise TokenizerError(f"the end-of-document token {eod_token!r} is not in the tokenizer's vocabulary")
@@ -66,10 +66,10 @@ def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) -> TextTokenizer:
-    """A byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
+    """Train a byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
 
-    Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text is too small for it, unless
-    it may have fewer.
+    Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text yields fewer entries, unless
+    or_fewer.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -81,10 +81,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) 
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    made = backend.get_vocab_size()
-    if made < vocab_size and not or_fewer:
+    size = backend.get_vocab_size()
+    if size < vocab_size and not or_fewer:
         raise TokenizerError(
-            f"the training text yields only {made} of the {vocab_size} tokens asked for; lower vocab_size or add text"
+            f"the training text yields only {size} of the {vocab_size} tokens asked for; lower vocab_size or add text"
         )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -96,9 +96,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) 
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
-    """A tokenizer from a folder, a tokenizer.json, or the Hugging Face hub.
+    """Load a tokenizer from a folder, a tokenizer.json, or the Hugging Face hub.
 
-    Raises TokenizerError that says what is missing, and for the hub what to do without it.
+    Raises TokenizerError with what is missing, and for the hub what to do without it.
     """
     text = os.fspath(name)
     path = Path(text).expanduser()
@@ -171,7 +171,7 @@ def _load_hub(name: str) -> TextTokenizer:
 
 
 def _load_slow(folder: str) -> TextTokenizer:
-    """Formats older than tokenizer.json, which transformers can convert."""
+    """Load a format older than tokenizer.json, which transformers converts."""
     from transformers import AutoTokenizer
 
     try:

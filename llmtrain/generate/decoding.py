@@ -1,4 +1,4 @@
-"""Token ids in, token ids out, one at a time, from a cache."""
+"""Autoregressive decoding of token ids with a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.models.cache import Cache
 from llmtrain.models.hybrid import HybridLM
 
 PREFILL_TOKENS = 32_768
-"""Prompts are read in groups of rows of about this many tokens, which bounds the memory of activations."""
+"""About the number of prompt tokens per forward pass in prefill, which bounds the memory of activations."""
 
 
 def decode(
@@ -25,9 +25,9 @@ def decode(
     stop: Callable[[int, int], bool] = lambda row, token: False,
     row_numbers: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yields, per step, the next token of every row; None for rows that have ended.
+    """Yield, per step, the next token of every row; None for rows that have ended.
 
-    stop: (row, token) -> whether this token ends its row. Called in order for every token yielded.
+    stop: (row, token) -> True if the token ends its row; called in order for every token yielded.
     row_numbers: the seeds' row row_numbers; default 0, 1, ...
     Raises ValueError for an empty prompt, or one too long for the model's learned positions.
     """
@@ -49,9 +49,9 @@ def decode(
     step = DecodeStep(model, cache, max_new_tokens)
     live = set(range(len(prompts)))
     for draw in range(1, max_new_tokens + 1):
-        found = [token if row in live else None for row, token in enumerate(tokens.tolist())]
-        live -= {row for row, token in enumerate(found) if token is not None and stop(row, token)}
-        yield found
+        next_tokens = [token if row in live else None for row, token in enumerate(tokens.tolist())]
+        live -= {row for row, token in enumerate(next_tokens) if token is not None and stop(row, token)}
+        yield next_tokens
         if not live or draw == max_new_tokens:
             return
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -59,50 +59,50 @@ def decode(
 
 
 def prefill(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Fills the cache; the logits after every prompt, [batch, vocab_size]."""
+    """Fill the cache from the prompts. Returns the logits after every prompt, [batch, vocab_size]."""
     device = cache.next.device
     longest = max(map(len, prompts))
     padding = [longest - len(ids) for ids in prompts]
     ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(padding, prompts, strict=True)], device=device)
     shift = torch.tensor(padding, device=device) if any(padding) else None
     size = max(PREFILL_TOKENS // longest, 1)
-    found = []
+    logits = []
     for start in range(0, len(prompts), size):
         part = slice(start, start + size)
         rows = cache.rows(part)
-        found.append(model(ids[part], cache=rows, padding=None if shift is None else shift[part]))
+        logits.append(model(ids[part], cache=rows, padding=None if shift is None else shift[part]))
     cache.advance(longest)
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
 class DecodeStep:
-    """Reads one token per row: tokens [batch] -> logits [batch, vocab_size].
+    """Forward pass over one token per row: tokens [batch] -> logits [batch, vocab_size].
 
-    On a GPU the second call records a CUDA graph and later ones replay it: a token costs hundreds of small kernels,
-    and launching them one by one would take longer than running them.
+    On a GPU the second call captures a CUDA graph and later ones replay it: a token takes hundreds of small kernels,
+    whose launches would take longer than their execution.
     """
 
     def __init__(self, model: HybridLM, cache: Cache, steps: int):
         self.model, self.cache = model, cache
-        # A sharded model's collectives do not belong in a graph.
+        # Collectives of a sharded model are not captured.
         self.record = model.embed.weight.is_cuda and not isinstance(model, FSDPModule) and steps > 4
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self.calls += 1
-        if not self.record or self.calls == 1:  # the first compiles kernels and sets up libraries
-            return self._read(tokens[:, None])
+        if not self.record or self.calls == 1:  # the first compiles kernels and initialises libraries
+            return self._forward(tokens[:, None])
         if self.graph is None:
             self.ids = tokens[:, None].clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.logits = self._read(self.ids)
+                self.logits = self._forward(self.ids)
         else:
             self.ids.copy_(tokens[:, None])
             self.cache.length += 1
         self.graph.replay()
         return self.logits
 
-    def _read(self, ids: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor) -> Tensor:
         return self.model(ids, cache=self.cache)

@@ -1,4 +1,4 @@
-"""A model ready to generate: of a run, of one checkpoint, or published in Hugging Face format."""
+"""Loading a model for generation from a run, a checkpoint, or a folder in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def load_model(
     source: str, dtype: torch.dtype | None = None, tokenizer: TextTokenizer | None = None
 ) -> tuple[HybridLM, TextTokenizer]:
-    """The model and its tokenizer, on this process's GPU or else its CPU.
+    """Load a model and its tokenizer on this process's GPU, or else its CPU.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a
         folder or hub name in Hugging Face format.
@@ -56,14 +56,14 @@ def load_model(
 
 
 def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:
-    """Where a checkpoint's tokenizer is: in its own folder, or beside its run's shards. Raises ValueError if nowhere."""
+    """Path of a checkpoint's tokenizer: in its own folder, or beside its run's shards. Raises ValueError if there is none."""
     if (folder / "tokenizer").is_dir():
         return str(folder / "tokenizer")
     return run_tokenizer_path(manifest.config["data"])
 
 
 def run_tokenizer_path(data: dict) -> str:
-    """Where the shards of a run (its config's `data` section) keep their tokenizer. Raises ValueError if nowhere."""
+    """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises ValueError if there is none."""
     prepare, train = data["prepare"], data["train"]
     candidates = [prepare["out"]] if prepare else []
     candidates += [stream["local"] for stream in train["streams"].values()] if train else []

@@ -1,4 +1,4 @@
-"""From logits to the next token: repetition penalty, temperature, top-k, top-p, in that order (as in transformers)."""
+"""Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, in that order (as in transformers)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 takes the likeliest token. top_k: keep the k likeliest. top_p: keep the likeliest whose
+    """Sampling options. temperature: 0 takes the likeliest token. top_k: keep the k likeliest. top_p: keep the likeliest whose
     probabilities first add up to top_p (Holtzman et al., arXiv:1904.09751). repetition_penalty: divide the positive and
     multiply the negative logits of tokens seen before (Keskar et al., arXiv:1909.05858).
 
@@ -37,9 +37,9 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens for a batch. What a row draws depends on its seed and number alone, not on the rows beside it.
+    """Sampler for a batch. The draws of a row depend on the seed and its number alone, not on the other rows.
 
-    prompts: token ids of every row; row_numbers: which row of the whole request each is.
+    prompts: token ids of every row; row_numbers: its number in the whole request.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Sampler:
             self.uniform = torch.stack(rows, dim=1).to(device)  # [draws, batch]
 
     def __call__(self, logits: Tensor, draw: int) -> Tensor:
-        """logits: [batch, vocab_size]; draw: how many tokens were drawn before -> token ids [batch]."""
+        """Draw token ids [batch] from logits [batch, vocab_size]. draw: number of tokens drawn before."""
         logits = logits.float()
         if self.seen is not None:
             logits = apply_repetition_penalty(logits, self.seen, self.options.repetition_penalty)
@@ -85,7 +85,7 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 
 
 def probabilities(logits: Tensor, options: Sampling) -> Tensor:
-    """The distribution to draw from, [batch, vocab_size] in fp32; zero for tokens that are cut off."""
+    """Distribution to draw from, [batch, vocab_size] in fp32; zero for tokens outside top-k or top-p."""
     logits = logits / options.temperature
     if options.top_k is not None and options.top_k < logits.shape[-1]:
         least = logits.topk(options.top_k, dim=-1).values[:, -1:]

@@ -1,4 +1,4 @@
-"""Prompts in, text out, as it is decoded."""
+"""Continuation of text prompts, streamed as it is decoded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTEXT = 6
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Some more text of one row; `end` says why it is the row's last: a stop string, the end-of-document token, or length."""
+    """Further text of one row. end: for the row's last chunk, the reason: a stop string, the end-of-document token, or length."""
 
     row: int
     text: str
@@ -26,7 +26,7 @@ class TextChunk:
 
 @dataclass
 class TextStream:
-    """Tokens to text, chunk by chunk. What may yet become part of a character or of a stop string is held back."""
+    """Incremental detokenizer. Text that may still become part of a character or of a stop string is withheld."""
 
     tokenizer: TextTokenizer
     context: list[int]
@@ -42,7 +42,7 @@ class TextStream:
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
-        """The text that is now certain. After a stop string nothing follows; `stopped` is then set."""
+        """Add a token and return the text that is now certain. After a stop string `stopped` is set and no text follows."""
         self._ids.append(token)
         before = self.tokenizer.decode(self._ids[self._start : self._read])
         now = self.tokenizer.decode(self._ids[self._start :])
@@ -52,7 +52,7 @@ class TextStream:
         return self._release(now[len(before) :])
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the withheld text."""
         if self.stopped:
             return ""
         before = self.tokenizer.decode(self._ids[self._start : self._read])
@@ -85,7 +85,7 @@ def complete(
     stops: Sequence[str] = (),
     row_numbers: Sequence[int] | None = None,
 ) -> Iterator[TextChunk]:
-    """Continues a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
+    """Continue a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
 
     Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
     """

@@ -1,6 +1,7 @@
-"""What a Hugging Face model family is to us: a config in both directions, and which tensors make which.
+"""Hugging Face model families: conversion of configs in both directions, and the correspondence of tensors.
 
-No model of transformers is built here. A weight's correspondence is stated once and used for import and export.
+No model of transformers is built here. The correspondence of a weight is declared once, for import and export. "Published"
+is the side of Hugging Face: config.json and the tensors of a published checkpoint.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from llmtrain.models.config import ModelConfig
 
-# model_type in config.json -> the module of this folder that knows it.
+# model_type in config.json -> the module of this folder for it.
 _FAMILIES = {name: f"llmtrain.models.hf.{name}" for name in ("mpt", "llama", "mamba2", "zamba2")}
 
 
 class UnsupportedModelError(ValueError):
-    """Features that the other side cannot express. Each reason names one, the value found, and what would do."""
+    """Features that the other side cannot express. Each reason names one, the value found, and what to set instead."""
 
     def __init__(self, *reasons: str):
         super().__init__("\n".join(reasons))
@@ -29,11 +30,11 @@ class UnsupportedModelError(ValueError):
 
 
 class OtherLayersError(UnsupportedModelError):
-    """The layers are of another kind altogether, so that no further reason was looked for."""
+    """Layers of another type than the family has; no further reason is looked for."""
 
 
 class NoFamilyError(UnsupportedModelError):
-    """No family at all expresses a model; the reasons say what each lacks."""
+    """A model that no family expresses; the reasons are the missing features of each."""
 
     def __str__(self) -> str:
         return "no published class expresses this model:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
@@ -41,10 +42,10 @@ class NoFamilyError(UnsupportedModelError):
 
 @dataclass(frozen=True)
 class Part:
-    """A published tensor that is one of ours, or some rows of one.
+    """A published tensor that corresponds to one of our parameters, or to some rows of one.
 
-    copies: further names under which checkpoints hold the same tensor: what is tied to it, and older spellings.
-        Read when `name` is absent, compared with it when both are there, never written.
+    copies: further names of the same tensor in checkpoints: tied tensors, and older spellings.
+        Read when `name` is absent, compared with it when both are present, never written.
     """
 
     name: str
@@ -62,9 +63,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of ours and the published tensors it is made of: laid out flat one after another, then viewed as ours.
+    """One of our parameters and its published tensors: the parameter is their flat concatenation, viewed in its own shape.
 
-    So wqkv [3 d, d] is q, k, v [d, d] each, and conv.weight [channels, K] is conv1d.weight [channels, 1, K].
+    For example wqkv [3 d, d] is q, k, v [d, d] each, and conv.weight [channels, K] is conv1d.weight [channels, 1, K].
     """
 
     ours: str
@@ -75,13 +76,13 @@ class Weight:
         assert sum(part.size for part in self.parts) == math.prod(self.shape), self
 
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
-        """Published tensors, by name -> ours. Raises ValueError for one that is absent or has another shape, and for
-        copies that differ."""
+        """Concatenate published tensors, given by name. Raises ValueError for one that is absent or has another shape, and
+        for copies that differ."""
         found = [_read(part, published, self.ours).reshape(-1) for part in self.parts]
         return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
 
     def split(self, ours: Tensor) -> dict[str, Tensor]:
-        """Ours -> published tensors by name, as views where the layout allows."""
+        """Split our parameter into published tensors by name, as views where the layout allows."""
         flat = ours.reshape(-1).split([part.size for part in self.parts])
         return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, flat, strict=True)}
 
@@ -109,35 +110,35 @@ class Family(Protocol):
     model_type: str
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json -> our `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
+        """Convert config.json to a `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
         ...
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """Our model -> config.json, loadable without remote code; dtype and token ids are the caller's to add.
+        """Convert our config to config.json, loadable without remote code; the caller adds dtype and token ids.
 
         Raises UnsupportedModelError with every reason.
         """
         ...
 
     def weights(self, config: ModelConfig) -> list[Weight]:
-        """Every parameter of HybridLM(config), in its order. config: one that write_config takes, or from read_config."""
+        """Weights for all parameters of HybridLM(config), in its order. config: from read_config, or valid for write_config."""
         ...
 
 
 def family_of_hf_config(published: Mapping[str, Any]) -> Family:
-    """The family that reads this config.json. Raises UnsupportedModelError, naming the four that there are."""
+    """The family for a config.json. Raises UnsupportedModelError, naming all families."""
     found = published.get("model_type")
     if found in _FAMILIES:
         return _load(found)
-    if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, which knows no model_type
+    if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
     raise UnsupportedModelError(f"config.json has model_type {found!r}; there is {', '.join(sorted(_FAMILIES))}")
 
 
 def family_for_model(config: ModelConfig) -> Family:
-    """The family that can express a model of ours.
+    """The family that can express a model of llmtrain.
 
-    Raises UnsupportedModelError with what each family lacks, those of other layers altogether last.
+    Raises NoFamilyError with the missing features of each family, those with other types of layers last.
     """
     lacks: list[tuple[str, UnsupportedModelError]] = []
     for family in families():
@@ -157,7 +158,7 @@ def families() -> list[Family]:
 
 
 def unused_tensors(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
-    """Published tensors that no weight of ours takes: each is something that would be lost."""
+    """Published tensors that belong to no weight, and would be lost."""
     taken = {name for weight in weights for part in weight.parts for name in part.names}
     return sorted(set(names) - taken)
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder as published: config.json, and tensors that are read one at a time."""
+"""A checkpoint in Hugging Face format: config.json, and tensors that are read one at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Shard(Protocol):
 class HFCheckpoint(Mapping[str, Tensor]):
     """The tensors of a folder by name, each read from its file when asked for, in the dtype it is stored in.
 
-    config: the content of config.json. Make one with open_hf_checkpoint.
+    config: the content of config.json. Opened by open_hf_checkpoint.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], shards: dict[Path, _Shard]):
@@ -68,7 +68,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._shards[self._file_of[name]].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ValueError for one that torch does not have."""
+        """Stored dtype of a tensor. Raises ValueError for one that torch does not have."""
         return self._shards[self._file_of[name]].dtype(name)
 
     def read(self, name: str) -> Tensor:
@@ -89,7 +89,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
 
 def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
-    """Reads config.json and the headers of model*.safetensors, or of pytorch_model*.bin where there are none.
+    """Open config.json and the headers of model*.safetensors, or of pytorch_model*.bin where there are none.
 
     Raises ValueError that names the file that is missing or damaged, or the tensor that a shard should hold.
     """
@@ -185,9 +185,9 @@ class _Pickle:
 
 
 def find_hf_folder(name: str | os.PathLike[str]) -> Path:
-    """A folder with config.json and weights: a local one, or a name on the Hugging Face hub, downloaded.
+    """Find a folder with config.json and weights: a local one, or a download from the Hugging Face hub.
 
-    Raises ValueError that says what is wrong, and for the hub what to do without it.
+    Raises ValueError with the reason, and for the hub what to do without it.
     """
     text = os.fspath(name)
     folder = Path(text).expanduser()
@@ -209,7 +209,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*others, *weights]))
 
     try:
-        # Two calls, so that a repository with both formats gives the pickled one only when there is no other.
+        # Two calls: pickled weights are downloaded only from a repository without safetensors.
         folder = fetch("model*.safetensors", f"{_SAFETENSORS}.index.json")
         if not any(folder.glob("model*.safetensors")):
             folder = fetch("pytorch_model*.bin", f"{_PICKLE}.index.json")

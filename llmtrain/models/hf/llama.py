@@ -16,7 +16,7 @@ from llmtrain.models.specs import attention_spec
 
 
 class Llama:
-    """Not read, as it changes no function: attention_dropout (of training), pretraining_tp (how a matrix product is
+    """The Llama family. Not read, because without effect on the outputs: attention_dropout (of training), pretraining_tp (how a matrix product is
     split), use_cache. Not written: model.dropout, for which the class has no place.
     """
 

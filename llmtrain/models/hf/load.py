@@ -1,4 +1,4 @@
-"""A published checkpoint as a HybridLM, one tensor in memory at a time beside the model."""
+"""Loading a published checkpoint as a HybridLM, with one tensor in memory at a time beside the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_hf(
 
     dtype: of the parameters and of activations in the kernels; default fp32. The recurrence's own parameters (A_log,
     D, dt_bias) stay in fp32 at least. platform: as for HybridLM.
-    Raises UnsupportedModelError for a model that ours cannot express, ValueError for weights that do not fit it.
+    Raises UnsupportedModelError for a model that llmtrain cannot express, ValueError for weights that do not fit it.
     """
     published = open_hf_checkpoint(folder)
     return model_from_tensors(published.config, published, platform, dtype)
@@ -41,7 +41,7 @@ def model_from_tensors(
     platform: Platform | None = None,
     dtype: torch.dtype | None = None,
 ) -> HybridLM:
-    """Like load_hf, from the content of config.json and the tensors by name."""
+    """Build a model like load_hf, from the content of config.json and the tensors by name."""
     dtype = dtype or torch.float32
     family = family_of_hf_config(config)
     model_config = ModelConfig.model_validate(family.read_config(config))
@@ -59,8 +59,8 @@ def model_from_tensors(
 
 
 def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-    """Every parameter of ours with its value, one after another. Raises ValueError for copies that differ; run `check_tensors`
-    first for all that can be known without reading."""
+    """Yield every weight with its value, one after another. Raises ValueError for copies that differ; run `check_tensors`
+    first for all errors that need no reading."""
     for weight in weights:
         try:
             joined = weight.join(tensors)
@@ -72,10 +72,10 @@ def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> It
 
 
 def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
-    """Whether tensors and weights fit, from the headers alone when `tensors` is a HFCheckpoint.
+    """Check that tensors and weights correspond, from the headers alone when `tensors` is an HFCheckpoint.
 
-    Raises ValueError with everything that is wrong, by file and tensor: missing, of another shape, quantised, or left
-    over (each of those would be lost).
+    Raises ValueError with all errors, by file and tensor: missing, of another shape, quantised, or superfluous (it would be
+    lost).
     """
     wrong = []
     for weight in weights:

@@ -16,8 +16,8 @@ from llmtrain.models.specs import ssd_spec
 
 
 class Mamba2:
-    """Not read, as it changes no function: residual_in_fp32 (a precision), norm_before_gate (the class passes it over
-    and gates first; Mamba-Codestral's file has `true` there, and its weights want `false`), chunk sizes aside.
+    """The Mamba-2 family. Not read, because without effect on the outputs: residual_in_fp32 (a precision), norm_before_gate
+    (the class ignores it and gates first; Mamba-Codestral's file has `true` there, and its weights need `false`).
     Not written: model.max_seq_len, model.dropout and a_init_range, for which the class has no place.
     """
 
@@ -145,7 +145,7 @@ _SSM_DEFAULTS: dict[str, Any] = {
     "conv_bias": True,
     "bias": False,
 }
-# Of training or of the kernels only.
+# Settings of training or of the kernels only.
 _SSM_HARMLESS = ("dt_init_floor", "use_mem_eff_path", "conv_init")
 
 

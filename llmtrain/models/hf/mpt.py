@@ -15,9 +15,9 @@ from llmtrain.models.specs import attention_spec
 
 _MAX_BIAS = 8
 
-# Features of LLM Foundry's MPT that the class in transformers passes over: what it then computes is not the model that
-# was trained, so they are refused. Key -> the values without effect, and what there is instead.
-_PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+# Features of LLM Foundry's MPT that the class in transformers ignores: it would not compute the model that was trained, so
+# they are refused. Key -> the values without effect, and what the class has instead.
+_IGNORED_BY_CLASS: dict[str, tuple[tuple[Any, ...], str]] = {
     "expansion_ratio": ((4,), "MptForCausalLM has 4"),
     "no_bias": ((True,), "MptForCausalLM has no biases"),
     "logit_scale": ((None,), "MptForCausalLM does not scale its logits"),
@@ -26,7 +26,7 @@ _PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "final_logit_softcapping": ((None,), "MptForCausalLM has none"),
     "block_overrides": ((None,), "MptForCausalLM has one kind of layer"),
 }
-_ATTENTION_PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+_IGNORED_BY_ATTENTION: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_type": (("multihead_attention",), "MptForCausalLM has as many key and value heads as query heads"),
     "alibi": ((True,), "MptForCausalLM always has ALiBi"),
     "prefix_lm": ((False,), "MptForCausalLM is causal throughout"),
@@ -41,11 +41,11 @@ _ATTENTION_PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Mpt:
-    """Not read, as it changes no function: attn_impl, attn_uses_sequence_id (packed sequences, which the class takes no
+    """The MPT family. Not read, because without effect on the outputs: attn_impl, attn_uses_sequence_id (packed sequences, which the class takes no
     ids for), learned_pos_emb (without effect beside ALiBi), embedding_fraction (of a gradient), attn_pdrop.
     model.dropout is resid_pdrop and emb_pdrop; when those differ it is read as 0.
 
-    alibi_bias_max: the class passes it over and has 8 (5.23 does not hand it to build_mpt_alibi_tensor). Files with
+    alibi_bias_max: the class ignores it and has 8 (5.23 does not hand it to build_mpt_alibi_tensor). Files with
     another value, such as mpt-7b-storywriter's, are read as they were trained; only 8 is written.
     """
 
@@ -56,8 +56,8 @@ class Mpt:
         refusals = Refusals()
         attention = dict(published.get("attn_config") or {})
         for section, prefix, features in (
-            (published, "", _PASSED_OVER),
-            (attention, "attn_config.", _ATTENTION_PASSED_OVER),
+            (published, "", _IGNORED_BY_CLASS),
+            (attention, "attn_config.", _IGNORED_BY_ATTENTION),
         ):
             for key, (harmless, instead) in features.items():
                 found = section.get(key, harmless[0])

@@ -1,4 +1,4 @@
-"""Reading and writing config.json: what the families share. No model of transformers is built here."""
+"""Reading and writing config.json: functions that the families share. No model of transformers is built here."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 
-# What the caller adds: the dtype depends on the export, the token ids on the tokenizer.
+# Keys that the caller adds: the dtype depends on the export, the token ids on the tokenizer.
 _CALLERS_KEYS = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 # Fields of blocks by which two blocks may differ and still compute the same function.
 _NO_FUNCTION = ("backend", "chunk_size", "dt_min", "dt_max", "a_init_range")
 
 
 class Refusals:
-    """Collects whatever one side cannot express, so that a user reads all of it at once."""
+    """Collector of all features that one side cannot express, so that the user sees all of them at once."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -43,7 +43,7 @@ class Refusals:
             self.reasons.append(f"{key} = {_as_yaml(found)}: {what_to_do}")
 
     def check(self, error: type[UnsupportedModelError] = UnsupportedModelError) -> None:
-        """Raises the error when there is any reason."""
+        """Raise the error if there is any reason."""
         if self.reasons:
             raise error(*self.reasons)
 
@@ -56,7 +56,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
-    """config.json as the class reads it, old spellings renamed and defaults filled in.
+    """Parse config.json by a class of transformers, which renames old spellings and fills in defaults.
 
     Raises UnsupportedModelError for what the class itself does not accept, and for quantised weights.
     """
@@ -74,7 +74,7 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
 
 
 def _decode_floats(value: Any) -> Any:
-    """transformers 5 writes infinity as {"__float__": "Infinity"}; older files have the bare word."""
+    """Replace {"__float__": "Infinity"}, which transformers 5 writes, by the float; older files have the bare word."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -83,7 +83,7 @@ def _decode_floats(value: Any) -> Any:
 
 
 def validate_section(section: dict[str, Any]) -> dict[str, Any]:
-    """The section as it is, if it is a valid `model` section. Raises UnsupportedModelError otherwise."""
+    """Return `section` if it is a valid `model` section. Raises UnsupportedModelError otherwise."""
     try:
         ModelConfig.model_validate(section)
     except ValidationError as error:
@@ -93,18 +93,18 @@ def validate_section(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_init(initializer_range: float) -> dict[str, Any]:
-    """Init is for fresh weights; a class may hold 0 there, which ours has no use for."""
+    """The `init` setting, for fresh weights; none for the 0 that some configs have."""
     return {"init": {"std": float(initializer_range)}} if initializer_range > 0 else {}
 
 
 def read_dt_range(config: Any) -> dict[str, float]:
-    """The time steps that fresh weights start from: log-uniform between two ends, raised to the floor."""
+    """Range of the initial time steps, log-uniform between two limits, which are raised to the floor."""
     low, high = sorted(max(t, config.time_step_floor) for t in (config.time_step_min, config.time_step_max))
     return {"dt_min": float(low), "dt_max": float(high)} if low > 0 else {}
 
 
 def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
-    """rope_parameters (or rope_theta and rope_scaling, as before transformers 5) -> our `position`."""
+    """Convert rope_parameters (or rope_theta and rope_scaling, as before transformers 5) to our `position`."""
     rope = config.rope_parameters
     kind, fraction = rope["rope_type"], rope.get("partial_rotary_factor")
     refusals.unless(fraction in (None, 1), "partial_rotary_factor", fraction, "rotary positions turn whole heads here")
@@ -128,7 +128,7 @@ def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
 
 
 def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json: everything the class holds, and `fields` that it folds into others.
+    """The content of config.json: all attributes of the class, and those of `fields` that it merges into others.
 
     Raises UnsupportedModelError for what the class itself does not accept.
     """
@@ -137,9 +137,9 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
 
 
 def write_rotary(position: RotaryPosition) -> dict[str, Any]:
-    """Both spellings: rope_parameters, and rope_theta with rope_scaling, which transformers 4 and others read.
+    """Write both spellings: rope_parameters, and rope_theta with rope_scaling for transformers 4 and others.
 
-    Without the latter those would take the default theta, silently.
+    Those would silently use the default theta without them.
     """
     match position.scaling:
         case None:
@@ -162,7 +162,7 @@ def write_rotary(position: RotaryPosition) -> dict[str, Any]:
 
 
 def used_blocks(config: ModelConfig) -> Iterator[tuple[str, Block]]:
-    """The named blocks that layers are made of, each once; not the shared ones that feed them."""
+    """Named blocks of the layers, each once, without the shared blocks."""
     for name in dict.fromkeys(layer.block for layer in config.layer_list()):
         yield name, config.blocks[name]
 
@@ -170,9 +170,9 @@ def used_blocks(config: ModelConfig) -> Iterator[tuple[str, Block]]:
 def only_block(
     config: ModelConfig, kind: type[AnyBlock], architecture: str, refusals: Refusals
 ) -> tuple[str, AnyBlock]:
-    """The one block that all layers are made of, and its dotted key.
+    """The single block of all layers, and its dotted key.
 
-    Raises OtherLayersError when it is of another kind; collects a reason when blocks differ.
+    Raises OtherLayersError for a block of another type; collects a reason when blocks differ.
     """
     found = list(used_blocks(config))
     type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
@@ -203,9 +203,9 @@ def _resolved(block: Block, field: str, config: ModelConfig) -> Any:
 
 
 def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
-    """What no published class has, and a final norm of another type than `norm` without bias.
+    """Refuse features that no published class has, and a final norm that is not `norm` without bias.
 
-    Learned positions are the caller's, who can say what to set instead.
+    Learned positions are refused by the caller, with what to set instead.
     """
     refusals.unless(
         config.logit_softcap is None,
@@ -223,7 +223,7 @@ def refuse_own_norm(
     architecture: str,
     refusals: Refusals,
 ) -> None:
-    """A block whose norm is not the model's: the published classes have one norm setting."""
+    """Refuse a block with a norm of its own: the published classes have one norm setting."""
     same = _resolved(block, "norm", config) == config.norm.function
     found = "another than model.norm"
     refusals.unless(same, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
@@ -232,7 +232,7 @@ def refuse_own_norm(
 def refuse_attention_features(
     key: str, block: AttentionBlock | SharedAttentionBlock, architecture: str, refusals: Refusals
 ) -> None:
-    """What none of the published attention layers has."""
+    """Refuse features that no published attention layer has."""
     for field, plain in (("qk_norm", "none"), ("sliding_window", None), ("softcap", None)):
         found = getattr(block, field)
         refusals.unless(
@@ -248,7 +248,7 @@ def _refuse_norm(key: str, found: NormConfig, architecture: str, norm: str, refu
 def refuse_mamba2_features(
     config: ModelConfig, key: str, block: Mamba2Block, architecture: str, refusals: Refusals
 ) -> None:
-    """What neither published Mamba-2 layer has."""
+    """Refuse features that no published Mamba-2 layer has."""
     unless = refusals.unless
     positions = config.positions
     unless(positions == "none", "model.positions", positions, f"{architecture} has none; set positions: none")

@@ -1,4 +1,4 @@
-"""Stating which published tensors make which parameters: the shapes that families share."""
+"""Correspondence of parameters and published tensors: constructors that the families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.models.specs import ssd_spec
 
 
 def same(ours: str, theirs: str, *shape: int, copies: tuple[str, ...] = ()) -> Weight:
-    """One tensor on both sides."""
+    """A parameter that is one published tensor."""
     return Weight(ours, shape, (Part(theirs, shape, copies),))
 
 
@@ -37,7 +37,7 @@ def head(config: ModelConfig, theirs: str) -> list[Weight]:
 
 
 def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig) -> list[Weight]:
-    """transformers' Mamba2Mixer and Zamba2MambaMixer, which name and lay out their tensors alike."""
+    """Weights of a Mamba-2 mixer; names and layout are the same in transformers' Mamba2Mixer and Zamba2MambaMixer."""
     spec = ssd_spec(block, config.d_model)
     d_inner = block.expand * config.d_model
     channels = d_inner + 2 * block.n_groups * block.d_state
@@ -55,7 +55,7 @@ def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig
 
 
 def also_under(weights: Iterable[Weight], prefix: str, others: Iterable[str]) -> list[Weight]:
-    """The same weights; a module that stands in several places is stored under each prefix."""
+    """Add copies of the weights under other prefixes: a shared module is stored once per use."""
     others = list(others)
 
     def with_copies(part: Part) -> Part:

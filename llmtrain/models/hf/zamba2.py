@@ -22,14 +22,14 @@ from llmtrain.models.specs import attention_spec, ssd_spec
 
 _GATED_NORM_EPS = 1e-5  # Zamba2MambaMixer's own, whatever rms_norm_eps
 _ACTIVATIONS = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu"}
-# For no lower limit of the time step: the class takes the logarithm of time_step_min, so 0 will not do. fp32's
-# smallest normal number is less than any softplus that could matter.
+# time_step_min for "no lower limit": the class takes its logarithm, so it cannot be 0. fp32's smallest normal number is
+# below any relevant value of softplus.
 _NO_LIMIT = 2.0**-126
 
 
 class Zamba2:
-    """time_step_min is both the lower limit of time steps and the start of their initial range; the latter is not
-    written. Not read, as it changes no function: attention_dropout, num_logits_to_keep, use_mamba_kernels,
+    """The Zamba2 family. time_step_min is both the lower limit of time steps and the start of their initial range; the latter is not
+    written. Not read, because without effect on the outputs: attention_dropout, num_logits_to_keep, use_mamba_kernels,
     use_mem_eff_path. Not written: model.dropout and a_init_range, for which the class has no place.
     """
 
@@ -213,7 +213,7 @@ def _shared_weights(ours: str, theirs: str, block: SharedAttentionBlock, config:
 def _use_weights(
     ours: str, hybrid: Sequence[int], use: int, block: SharedAttentionBlock, config: ModelConfig
 ) -> list[Weight]:
-    """Use number `use` of all: its adapters lie in the shared block, which every user of the same copy repeats."""
+    """Weights of use number `use`. Its adapters are stored in the shared block, and again at every use of the same copy."""
     d, d_ff = config.d_model, block.mlp.d_ff
     first, *others = (f"model.layers.{i}.shared_transformer." for i in hybrid[use % block.n_shared :: block.n_shared])
     made: list[Weight] = []
