@@ -28,7 +28,7 @@ def decode(
     """Yield, per step, the next token of every row; None for rows that have ended.
 
     stop: (row, token) -> True if the token ends its row; called in order for every token yielded.
-    row_numbers: the seeds' row row_numbers; default 0, 1, ...
+    row_numbers: numbers of the rows in the whole request, which seed their draws; default 0, 1, ...
     Raises ValueError for an empty prompt, or one too long for the model's learned positions.
     """
     if any(not ids for ids in prompts):

@@ -16,8 +16,10 @@ from llmtrain.models.specs import attention_spec
 
 
 class Llama:
-    """The Llama family. Not read, because without effect on the outputs: attention_dropout (of training), pretraining_tp (how a matrix product is
-    split), use_cache. Not written: model.dropout, for which the class has no place.
+    """The Llama family.
+
+    Not read, because without effect on the outputs: attention_dropout (of training), pretraining_tp (a split of matrix
+    products), use_cache. Not written: model.dropout, for which the class has no place.
     """
 
     architecture = "LlamaForCausalLM"

@@ -16,8 +16,10 @@ from llmtrain.models.specs import ssd_spec
 
 
 class Mamba2:
-    """The Mamba-2 family. Not read, because without effect on the outputs: residual_in_fp32 (a precision), norm_before_gate
-    (the class ignores it and gates first; Mamba-Codestral's file has `true` there, and its weights need `false`).
+    """The Mamba-2 family.
+
+    Not read, because without effect on the outputs: residual_in_fp32 (a precision), norm_before_gate (the class ignores it
+    and gates first; Mamba-Codestral's file has `true` there, and its weights need `false`), chunk sizes aside.
     Not written: model.max_seq_len, model.dropout and a_init_range, for which the class has no place.
     """
 

@@ -41,8 +41,10 @@ _IGNORED_BY_ATTENTION: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Mpt:
-    """The MPT family. Not read, because without effect on the outputs: attn_impl, attn_uses_sequence_id (packed sequences, which the class takes no
-    ids for), learned_pos_emb (without effect beside ALiBi), embedding_fraction (of a gradient), attn_pdrop.
+    """The MPT family.
+
+    Not read, because without effect on the outputs: attn_impl, attn_uses_sequence_id (packed sequences, for which the class
+    takes no ids), learned_pos_emb (without effect beside ALiBi), embedding_fraction (of a gradient), attn_pdrop.
     model.dropout is resid_pdrop and emb_pdrop; when those differ it is read as 0.
 
     alibi_bias_max: the class ignores it and has 8 (5.23 does not hand it to build_mpt_alibi_tensor). Files with

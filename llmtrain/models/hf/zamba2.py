@@ -28,8 +28,10 @@ _NO_LIMIT = 2.0**-126
 
 
 class Zamba2:
-    """The Zamba2 family. time_step_min is both the lower limit of time steps and the start of their initial range; the latter is not
-    written. Not read, because without effect on the outputs: attention_dropout, num_logits_to_keep, use_mamba_kernels,
+    """The Zamba2 family. time_step_min is both the lower limit of time steps and the start of their initial range, of which
+    the latter is not written.
+
+    Not read, because without effect on the outputs: attention_dropout, num_logits_to_keep, use_mamba_kernels,
     use_mem_eff_path. Not written: model.dropout and a_init_range, for which the class has no place.
     """
 
