@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections import defaultdict
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from benchmarks.steps import KERNELS, with_kernels
 from llmtrain.bench.entry import end_with
-from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from llmtrain.models.hybrid import HybridLM
 
 LABEL = 45  # columns
 
@@ -31,9 +34,11 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public"])
     parser.add_argument("--exact", choices=list(KERNELS), default="reference")
     args = parser.parse_intermixed_args()
+    import torch
+
     configs = {name: with_kernels(args.file, args.overrides, name) for name in (args.exact, *args.kernels)}
     for config in configs.values():
-        _without_weights(config)  # kernels that cannot serve here say so before anything is computed
+        _without_weights(config)  # refuses kernels that cannot run here before anything is computed
     right, exact = gradients(configs[args.exact], torch.float32)
     print(f"{args.exact} in fp32: loss {right:.4f}", flush=True)
     found = {}
@@ -44,12 +49,14 @@ def main() -> int:
         del gradient
     print(f"\n{'relative error of':{LABEL}}" + "".join(f"{name:>11}" for name in found))
     for kind in next(iter(found.values())):
-        print(f"{kind:{LABEL}}" + "".join(f"{one[kind]:11.2e}" for one in found.values()))
+        print(f"{kind:{LABEL}}" + "".join(f"{errors_[kind]:11.2e}" for errors_ in found.values()))
     return 0
 
 
 def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     """The loss of one batch, and the gradient of every parameter in fp32, summed over microbatches."""
+    import torch
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _without_weights(config).to_empty(device=device)
     model.init_weights(config.seed)
@@ -72,12 +79,18 @@ def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tens
 
 
 def _without_weights(config: Config) -> HybridLM:
+    import torch
+
+    from llmtrain.models.hybrid import HybridLM
+
     with torch.device("meta"):
         return HybridLM(config.model, config.train.loss)
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of all parameters together, and of each kind: all whose names differ in a number alone."""
+    """Relative error of all parameters together, and of each kind: parameters whose names differ only in a number."""
+    import torch
+
     wrong: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     for name, right in exact.items():

@@ -1,4 +1,4 @@
-"""What Composer, FSDP2 and the loader cost: `llmtrain train` beside a plain PyTorch loop over the same model.
+"""Cost of Composer, FSDP2 and the loader: `llmtrain train` beside a plain PyTorch loop over the same model.
 
     python -m benchmarks.overhead FILE [a.b=c …]
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from llmtrain.bench.entry import end_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
-from llmtrain.train.loggers import read_metrics
 
 WARMUP = 3
 
@@ -54,6 +53,8 @@ def _plain(args: argparse.Namespace) -> float:
 
 
 def _llmtrain(args: argparse.Namespace, config: Config) -> float:
+    from llmtrain.train.loggers import read_metrics
+
     command = [sys.executable, "-m", "llmtrain.cli", "train", "--nproc", "1", "--fresh", args.file, *args.overrides]
     subprocess.run(command, check=True)
     _, seconds = read_metrics(Path(config.run_dir) / "metrics.jsonl", "throughput/step_seconds")
@@ -61,7 +62,7 @@ def _llmtrain(args: argparse.Namespace, config: Config) -> float:
 
 
 def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | None = None) -> list[float]:
-    """Seconds of every step after the warmup. fullgraph: whether layers may not be cut. losses: takes those of all steps."""
+    """Seconds of every step after the warmup. fullgraph: compile layers without graph breaks. losses: list to append to."""
     import torch
 
     from llmtrain.models.hybrid import HybridLM
@@ -106,7 +107,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
             reached = [
                 (sum_, p.grad) for sum_, p in zip(gradients, model.parameters(), strict=True) if p.grad is not None
             ]
-            torch._foreach_add_(*(list(ones) for ones in zip(*reached, strict=True)))
+            torch._foreach_add_(*(list(tensors) for tensors in zip(*reached, strict=True)))
             model.zero_grad(set_to_none=True)
         torch.nn.utils.clip_grad_norm_(masters, config.train.clip_grad_norm or float("inf"))
         for group in optimizer.param_groups:

@@ -1,27 +1,27 @@
-"""How fast the kernels of cached decoding read their memory: attention_step and ssd_step on one GPU.
+"""Memory bandwidth of the kernels of cached decoding: attention_step and ssd_step on one GPU.
 
-    python3 -m benchmarks.step_kernels
+    python -m benchmarks.step_kernels
 
 Every call runs from a CUDA graph, as in decoding, which holds one call on each of several copies of the inputs: together
-they are larger than the L2 cache, so that each call finds its own in HBM. GB/s counts what a perfect kernel would move:
+they are larger than the L2 cache, so that each call finds its own in HBM. GB/s counts the least bytes that a kernel must move:
 keys and values once, or the state once in and once out. The fill of the caches is full.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.bench.entry import end_with
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORKING_SET = 512 << 20  # bytes; eight times the L2 of an H200, twice the Infinity Cache of an MI300X
 HEAD_DIM = 128
@@ -30,6 +30,10 @@ SLOTS, BATCHES = (1920, 16384), (1, 64)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    import torch
+
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 1
@@ -46,6 +50,9 @@ def main() -> int:
 
 
 def _attention(title: str, spec: AttentionSpec, slots: int, batch: int) -> None:
+    import torch
+    import torch.nn.functional as F
+
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
@@ -66,6 +73,8 @@ def _attention(title: str, spec: AttentionSpec, slots: int, batch: int) -> None:
 
 
 def _ssd(title: str, spec: SSDSpec, batch: int) -> None:
+    import torch
+
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda")
 
@@ -99,7 +108,9 @@ def _compare(
 
 
 def _seconds(step: Callable[..., Tensor], inputs: Sequence[tuple[Any, ...]]) -> float:
-    """Of one call, the median over replays of a graph."""
+    """Seconds of one call, the median over replays of a graph."""
+    import torch
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(side):
@@ -107,8 +118,8 @@ def _seconds(step: Callable[..., Tensor], inputs: Sequence[tuple[Any, ...]]) -> 
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        for one in inputs:
-            step(*one)
+        for arguments in inputs:
+            step(*arguments)
     times: list[float] = []
     graph.replay()
     while len(times) < 5 or (sum(times) < 0.1 and len(times) < 50):

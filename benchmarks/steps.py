@@ -3,9 +3,9 @@
     python -m benchmarks.steps FILE [a.b=c …] [--kernels ours public auto] [--out FILE.json]
 
 ours: our Triton kernels in every block. public: PyTorch's FlashAttention-2, and state-spaces/mamba's Triton scan with
-causal_conv1d if that is installed; what neither offers is compiled PyTorch, as the rest of the model. auto: what
-`llmtrain train` takes by itself. Each trains in a process of its own by the plain loop of `benchmarks.overhead`
-(bf16, random tokens, no trainer), the first once more at the end: what lies between its two figures is noise. The
+causal_conv1d if that is installed; what neither offers is compiled PyTorch, as the rest of the model. auto: the default of
+`llmtrain train`. Each trains in a process of its own by the plain loop of `benchmarks.overhead`
+(bf16, random tokens, no trainer), the first once more at the end: the difference between its two figures is noise. The
 public scan does not trace, so that its layers are compiled around it.
 """
 
@@ -39,30 +39,37 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public", "auto"])
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse_intermixed_args()
     configs = {name: with_kernels(args.file, args.overrides, name) for name in args.kernels}
-    if args.one:
-        print(json.dumps(one(configs[args.kernels[0]])))
+    if args.in_process:
+        print(json.dumps(measure(configs[args.kernels[0]])))
         return 0
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     names = [*args.kernels, args.kernels[0]] if len(args.kernels) > 1 else args.kernels
     print(f"{'kernels':10} {'ms/step':>9} {'tokens/s':>10} {'MFU %':>6} {'GB':>6} {'x first':>8}", flush=True)
     for name in names:
-        command = [sys.executable, "-m", "benchmarks.steps", "--one", args.file, *args.overrides, "--kernels", name]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.steps",
+            "--in-process",
+            args.file,
+            *args.overrides,
+            "--kernels",
+            name,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(f"{name:10} failed: status {done.returncode}", flush=True)
-            found.append({"kernels": name, "failed": done.returncode})
+            rows.append({"kernels": name, "failed": done.returncode})
         else:
-            found.append({"kernels": name, **json.loads(done.stdout.splitlines()[-1])})
-            print(line(found[-1], found[0], configs[name]), flush=True)
+            rows.append({"kernels": name, **json.loads(done.stdout.splitlines()[-1])})
+            print(format_row(rows[-1], rows[0], configs[name]), flush=True)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(
-                json.dumps({"config": args.file, "overrides": args.overrides, "steps": found}, indent=1)
-            )
-    return int(any("failed" in one for one in found))
+            args.out.write_text(json.dumps({"config": args.file, "overrides": args.overrides, "steps": rows}, indent=1))
+    return int(any("failed" in row for row in rows))
 
 
 def with_kernels(file: str, overrides: list[str], name: str) -> Config:
@@ -78,7 +85,7 @@ def with_kernels(file: str, overrides: list[str], name: str) -> Config:
     return load_config(file, [*overrides, *chosen])
 
 
-def one(config: Config) -> dict[str, Any]:
+def measure(config: Config) -> dict[str, Any]:
     """seconds: of a step, the median; losses: of all steps; memory: bytes at the peak."""
     import torch
 
@@ -89,12 +96,12 @@ def one(config: Config) -> dict[str, Any]:
     return {"seconds": statistics.median(seconds), "losses": losses, "memory": memory}
 
 
-def line(found: dict[str, Any], first: dict[str, Any], config: Config) -> str:
-    rate = config.tokens_per_step / found["seconds"]
-    ratio = f"{first['seconds'] / found['seconds']:8.3f}" if "seconds" in first else f"{'':8}"
+def format_row(row: dict[str, Any], first: dict[str, Any], config: Config) -> str:
+    rate = config.tokens_per_step / row["seconds"]
+    ratio = f"{first['seconds'] / row['seconds']:8.3f}" if "seconds" in first else f"{'':8}"
     return (
-        f"{found['kernels']:10} {1000 * found['seconds']:9.1f} {rate:10,.0f} {100 * mfu(config, rate):6.2f} "
-        f"{found['memory'] / 1e9:6.1f} {ratio}  loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}"
+        f"{row['kernels']:10} {1000 * row['seconds']:9.1f} {rate:10,.0f} {100 * mfu(config, rate):6.2f} "
+        f"{row['memory'] / 1e9:6.1f} {ratio}  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
     )
 
 
