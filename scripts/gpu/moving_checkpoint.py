@@ -36,7 +36,7 @@ FILE = Path(__file__).parents[2] / "yamls" / "bench" / "moving-25m.yaml"
 PARTS = ("prepare", "whole", "moving", "report")
 REFERENCE = {"attention": "reference", "ssd": "reference"}
 BLOCKS = {"attention": "a", "ssd": "m"}
-"""Which block of the YAML has the backend of an operation."""
+"""Block of the YAML with the backend of each operation."""
 
 
 class Ended(Exception):
@@ -144,7 +144,7 @@ def _train(
 
 
 def _step(run_dir: Path) -> int:
-    """Of the newest complete checkpoint; 0 when there is none."""
+    """Step of the newest complete checkpoint; 0 when there is none."""
     found = manifests.latest(run_dir / "checkpoints", warn=print)
     return found[1].step if found else 0
 
@@ -165,7 +165,7 @@ def _rank(args: argparse.Namespace) -> int:
         pass
 
     class Recorder(LoggerDestination):
-        """Writes which samples each step sees, over all ranks; ends the leg."""
+        """Logger of the samples that each step sees, over all ranks; ends the leg."""
 
         def batch_start(self, state: State, logger: Logger) -> None:
             step = state.timestamp.batch.value
@@ -191,7 +191,7 @@ def _rank(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, config: Config) -> int:
-    """Of the steps that both runs have taken. 0 when those are all, and saw the same samples."""
+    """Report the steps that both runs have taken. Returns 0 when those are all, and saw the same samples."""
     import matplotlib
 
     from llmtrain.train.loggers import read_metrics

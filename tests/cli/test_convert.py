@@ -250,7 +250,7 @@ def test_transformers_alone_loads_the_export_and_generates_the_same(exported, fi
 
 @pytest.mark.slow
 def test_a_fresh_environment_loads_the_export(exported, finished, tmp_path, capsys):
-    """Of nothing but transformers and torch, from uv's cache where it has them."""
+    """An environment with nothing but transformers and torch, from uv's cache where it has them."""
     import importlib.metadata
 
     versions = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "transformers")]

@@ -1,4 +1,4 @@
-"""What `llmtrain export` and `llmtrain import` refuse, with what word, and that nothing is left under the name."""
+"""Refusals of `llmtrain export` and `llmtrain import`: their message, and that nothing is left under the name."""
 
 from __future__ import annotations
 

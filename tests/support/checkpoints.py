@@ -58,13 +58,13 @@ def tokenizer() -> TextTokenizer:
 
 
 def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor] = torch.randn) -> Path:
-    """With tensors made by `make`."""
+    """Write a checkpoint with tensors made by `make`."""
     torch.manual_seed(0)
     return write(folder, config, [bind(make, weight.shape) for weight in family_for_model(config).weights(config)])
 
 
 def save_lazily(folder: Path, config: ModelConfig) -> Path:
-    """Every tensor filled with a number of its own."""
+    """Write a checkpoint with every tensor filled with a number of its own."""
     weights = family_for_model(config).weights(config)
     return write(folder, config, [bind(torch.full, weight.shape, float(i)) for i, weight in enumerate(weights)])
 
@@ -78,7 +78,7 @@ def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor
 
 
 def write_tensors(folder: Path, config: ModelConfig, lazy: Sequence[LazyTensor]) -> Path:
-    """With a tokenizer."""
+    """Write a checkpoint with a tokenizer."""
     folder.mkdir(parents=True)
     files = write_parameters(folder, lazy, progress=lambda size: None, save_id=SAVE_ID)
     tokenizer().save(folder / "tokenizer")

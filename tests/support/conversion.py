@@ -13,13 +13,13 @@ from tests.support import checkpoints
 
 
 def convert(capsys, *arguments: object) -> str:
-    """Runs a command that must succeed; what it printed."""
+    """Run a command that must succeed; return its output."""
     assert main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 def refused(capsys, *arguments: object) -> str:
-    """Runs a command that must be refused; what it said."""
+    """Run a command that must be refused; return its error."""
     capsys.readouterr()  # transformers shows its progress
     assert main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()

@@ -77,7 +77,7 @@ class FaultyProxy:
             return True
 
     def allowance(self, size: int) -> int:
-        """How much of an answer's body to let through."""
+        """Number of bytes of an answer's body to let through."""
         with self._lock:
             at, left = self.cut_answers
             if left and size > at:
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _carry
 
     def _body(self) -> bytes | None:
-        """None when the connection is to be cut before its end."""
+        """Read the body; None when the connection is to be cut before its end."""
         left = int(self.headers.get("Content-Length") or 0)
         chunks = []
         while left:

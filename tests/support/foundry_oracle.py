@@ -49,7 +49,7 @@ def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[i
 
 
 def begin(tokenizer: Any, text: str) -> list[int]:
-    """What comes before the document, with special tokens, but without an EOS at its end."""
+    """Tokens before the document, with special tokens, but without an EOS at its end."""
     ids = tokenizer(text)["input_ids"]
     if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]

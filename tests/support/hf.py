@@ -70,12 +70,12 @@ def cases(name: str, draw: Callable[[random.Random, int], dict[str, Any]], confi
 
 
 def published_config(config: Any) -> dict[str, Any]:
-    """What save_pretrained writes as config.json."""
+    """Content of config.json as save_pretrained writes it."""
     return json.loads(config.to_json_string())
 
 
 def random_peer(case: Case, model_class: Any, tie: Callable[[Any], None] | None = None) -> Any:
-    """Every weight away from its initial value, so that none can be swapped or dropped unseen. tie: done before."""
+    """A model with every weight away from its initial value, so that none can be swapped or dropped unseen. tie: done before."""
     torch.manual_seed(case.seed)
     peer = model_class._from_config(case.config, attn_implementation="eager").float().eval()
     if tie is not None:
@@ -92,7 +92,7 @@ def random_peer(case: Case, model_class: Any, tie: Callable[[Any], None] | None 
 
 
 def tokens_of(case: Case, length: int | None = None, batch: int | None = None) -> Tensor:
-    """Not 0, which Zamba2 takes for padding and learns nothing about."""
+    """Random tokens, not 0, which Zamba2 takes for padding and learns nothing about."""
     generator = torch.Generator().manual_seed(case.seed)
     return torch.randint(1, VOCAB, (batch or case.batch, length or case.seq_len), generator=generator)
 
@@ -219,7 +219,7 @@ def _compared(config: Any, other: frozenset[str]) -> dict[str, Any]:
 
 
 def names_of(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Every parameter of HybridLM(config) and its shape, in order; nothing is allocated."""
+    """Parameters of HybridLM(config) and their shapes, in order; nothing is allocated."""
     with torch.device("meta"):
         model = HybridLM(config, platform=platform.cpu())
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]

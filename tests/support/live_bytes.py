@@ -1,4 +1,4 @@
-"""What an operation launches, and how much memory it takes at its peak, without a GPU.
+"""Launches of an operation, and its peak of memory, without a GPU.
 
 Tensors are on the device `meta`, and Triton's kernels are not launched.
 """
@@ -59,7 +59,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """What was launched inside, in order: Triton's kernels as folder.name, which do not run, and PyTorch's operators."""
+    """Launches inside the context, in order: Triton's kernels as folder.name, which do not run, and PyTorch's operators."""
     launch, found = JITFunction.run, []
 
     def run(self: Any, *args: Any, **options: Any) -> None:
@@ -75,7 +75,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def peak_mib(run: Callable[[], Any]) -> float:
-    """Of all that `run` makes, until it returns; what it is given does not count."""
+    """Peak of all tensors that `run` makes, until it returns; what it is given does not count."""
     with launches(), LiveBytes() as live:
         run()
     return live.peak / 2**20

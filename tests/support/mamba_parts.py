@@ -39,7 +39,7 @@ def outcome(function: Callable[..., Tensor], tensors: Sequence[Any], dtype: torc
 
 
 def peak_bytes(function: Callable[..., Tensor], tensors: Sequence[Any]) -> int:
-    """Of a GPU's memory, above the inputs and the gradient of the output, while it runs forward and backward."""
+    """Peak of a GPU's memory, above the inputs and the gradient of the output, while it runs forward and backward."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
     wanted = [t for t in leaves if t is not None]
     up = torch.ones_like(function(*leaves))

@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 PACKABLE = [name for name in MODELS if "window" not in name]
-"""Without windows: read packed texts that begin alike."""
+"""Models without windows, which score requests that share a prefix."""
 
 
 def build(

@@ -101,7 +101,7 @@ def _environments(arch: str, both: bool) -> list[tuple[str, dict[str, str]]]:
 
 
 def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """What a row must be able to do: its own shape, the other shapes that come to it, and every option.
+    """Cases that a row must serve: its own shape, the other shapes that come to it, and every option.
 
     In float32, its own shape alone; and of attention one in parts, the last of which is narrow.
     """
@@ -240,7 +240,7 @@ def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
 
 
 def faults(check: Check, found: dict[str, Any]) -> list[str]:
-    """What is wrong with an entry, in words."""
+    """Describe the faults of an entry."""
     if found["failed"]:
         return [f"{check.key}: {found['failed']}"]
     limit = shared_limit(check.task.arch)
@@ -265,7 +265,7 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
 
 
 def may_spill(check: Check) -> bool:
-    """Where no launch was found that does not.
+    """Cases for which no launch without spills was found.
 
     float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves comparisons. And
     dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
@@ -285,7 +285,7 @@ def may_spill(check: Check) -> bool:
 
 
 def may_serialize(check: Check) -> bool:
-    """Where it was the fastest nevertheless; and in float32, as in may_spill."""
+    """Cases in which it was the fastest nevertheless; and in float32, as in may_spill."""
     return check.row is not None and (check.row.dtype == "float32" or not isinstance(check.row.provenance, str))
 
 
@@ -301,7 +301,7 @@ def reviewed() -> dict[str, Any]:
 
 
 def stale(wanted: Iterable[Check]) -> list[Check]:
-    """Those that the reviewed table does not hold as they are now, or that did not compile."""
+    """Entries that differ from the reviewed table, or that did not compile."""
     known = {key: found["hash"] for key, found in reviewed().items() if not found["failed"]}
     return [check for check in wanted if known.get(check.key) != check.hash]
 
@@ -346,7 +346,7 @@ def main() -> int:
 
 
 def _update_shared(everything: list[Check], entries: dict[str, Any]) -> None:
-    """What each row takes at its own shape, into the tables."""
+    """Write the shared memory of each row at its own shape into the tables."""
     taken: dict[tuple[str, Any], int] = {}
     for check in everything:
         if check.row and check.own and check.key in entries:

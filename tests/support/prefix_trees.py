@@ -77,7 +77,7 @@ def scan_inputs(spec: SSDSpec, tokens: int, dtype: torch.dtype, device: str = "c
 
 
 def expected_scan(spec: SSDSpec, shape: Shape, inputs: dict[str, Tensor]) -> Tensor:
-    """In fp64. [T, heads, head_dim]."""
+    """The scan in fp64, [T, heads, head_dim]."""
     wide = {name: t.double().cpu() for name, t in inputs.items()}
     scan = ReferenceSSD(spec)
 

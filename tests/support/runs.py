@@ -23,7 +23,7 @@ from llmtrain.train.loggers import build_loggers, read_metrics
 
 
 class Interrupted(Exception):
-    """Stands for a kill: raised on every rank before a step, after which nothing is saved."""
+    """Replacement of a kill: raised on every rank before a step, after which nothing is saved."""
 
 
 class Recorder(LoggerDestination):
@@ -52,7 +52,7 @@ class Run:
 
 @contextlib.contextmanager
 def observed_by(*observers: LoggerDestination) -> Iterator[None]:
-    """Inside, every run has these callbacks too. Composer runs them (as loggers) after the others at the end of events."""
+    """Add these callbacks to every run in the context. Composer runs them (as loggers) after the others at the end of events."""
     with patch.object(run, "build_loggers", lambda *args: [*build_loggers(*args), *observers]):
         yield
 

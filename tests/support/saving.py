@@ -41,7 +41,7 @@ def victim(root: Path, pipe: Connection) -> None:
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Every number of a state is that of its step."""
+    """Fill every number of a state with that of its step."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 @contextmanager
 def released_segments() -> Iterator[None]:
-    """What datasets made inside hold is released at the end, not when the process ends.
+    """Release the shared memory of datasets made in the context at its end, not when the process ends.
 
     Segments would stay until then, and each later dataset of the process opens every one of them.
     """
@@ -20,7 +20,7 @@ def released_segments() -> Iterator[None]:
 
 
 class _Exits:
-    """In place of `atexit`, where streaming registers the release."""
+    """Replacement of `atexit`, where streaming registers the release."""
 
     def __init__(self) -> None:
         self.registered: list[Callable[[], None]] = []

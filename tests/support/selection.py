@@ -1,4 +1,4 @@
-"""Which cases of a long list run by default: the rest is marked slow."""
+"""Selection of the cases of a long list that run by default: the rest is marked slow."""
 
 from __future__ import annotations
 

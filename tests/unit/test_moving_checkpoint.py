@@ -1,4 +1,4 @@
-"""What scripts/gpu/moving_checkpoint.py reports: of whole runs, and of what there is when a time limit ends them."""
+"""The report of scripts/gpu/moving_checkpoint.py, of whole runs and of runs that a time limit ended."""
 
 import argparse
 import importlib.util

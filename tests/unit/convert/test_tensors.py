@@ -36,7 +36,7 @@ def finish(folder: Path, files: dict[str, FileRecord]) -> Manifest:
 
 
 def save(folder: Path, state: dict[str, object], file_bytes: int = 500) -> Manifest:
-    """As a rank saves it, in several files."""
+    """Save tensors as a rank does, in several files."""
     folder.mkdir()
     writer = ShardWriter(folder, SAVE_ID, file_bytes=file_bytes)
     data = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

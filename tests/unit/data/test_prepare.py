@@ -30,7 +30,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def stored_samples(out: Path, split: str) -> list[dict]:
-    """Every sample of a split, read by streaming's own reader."""
+    """All samples of a split, read by streaming's own reader."""
     samples = []
     for shard in json.loads((out / split / "index.json").read_text())["shards"]:
         raw = out.parent / "raw" / split / shard["raw_data"]["basename"]

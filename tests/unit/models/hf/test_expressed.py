@@ -1,4 +1,4 @@
-"""Every field of a model of ours that changes its function is written and read back the same, or refused by name.
+"""Fields that change the function of a model: each is written and read back the same, or refused by name.
 
 One field is changed at a time, on a model that the class does express. A field that is added to the config fails
 here until someone says what other value it may have.
@@ -202,7 +202,7 @@ def changed(base: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str
 
 
 def function(config: ModelConfig) -> dict[str, Any]:
-    """What a model computes, whatever its blocks are called and whichever defaults are spelt out."""
+    """Canonical form of a model's function, whatever its blocks are called and whichever defaults are spelt out."""
 
     def of(block: Block | None) -> dict[str, Any] | None:
         if block is None:
