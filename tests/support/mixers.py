@@ -13,7 +13,7 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support.mamba_parts import draw
 
 NAMES = ("zxbcdt", "conv_weight", "conv_bias", "A", "D", "dt_bias", "norm_weight", "initial_state")
-"""Of the inputs."""
+"""Names of the inputs."""
 
 
 def spec(

@@ -46,7 +46,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
-        """Run job(*args) on every rank; return the results by rank. Raises RankFailed if it raised on any, or a rank hung or died."""
+        """Run job(*args) on every rank; return the results. Raises RankFailed if it raised on any, or a rank hung or died."""
         self.jobs += 1
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((job, args)))
