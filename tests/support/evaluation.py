@@ -13,6 +13,7 @@ from llmtrain.data.tokenizer import train_bpe
 from llmtrain.eval.run_config import EvalRun, load_eval_run
 from llmtrain.models.config import ModelConfig
 from tests.support import checkpoints
+from tests.support.tiny import BLOCKS
 
 _SENTENCE = (
     "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens and nine judges"
@@ -23,16 +24,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 32,
     "max_seq_len": 256,
-    "blocks": {
-        "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
-        "s": {
-            "type": "shared_attention",
-            "n_heads": 2,
-            "position": {"type": "rotary"},
-            "mlp": {"type": "geglu", "d_ff": 48},
-            "adapter_rank": 4,
-        },
-    },
+    "blocks": BLOCKS,
     "layers": "m (s+m)*2",
 }
 TASKS = ("choice", "schema", "cloze", "text", "answer")

@@ -13,6 +13,17 @@ SEQ_LEN = 32
 STEPS_PER_EPOCH = 16
 GLOBAL_BATCH = 8
 
+BLOCKS: dict[str, Any] = {
+    "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
+    "s": {
+        "type": "shared_attention",
+        "n_heads": 2,
+        "position": {"type": "rotary"},
+        "mlp": {"type": "geglu", "d_ff": 48},
+        "adapter_rank": 4,
+    },
+}
+"""A Mamba-2 and a shared attention block for d_model 32."""
 _TINY = {
     "name": "tiny",
     "seed": 3,
@@ -20,16 +31,7 @@ _TINY = {
         "vocab_size": 300,
         "d_model": 32,
         "max_seq_len": SEQ_LEN,
-        "blocks": {
-            "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
-            "s": {
-                "type": "shared_attention",
-                "n_heads": 2,
-                "position": {"type": "rotary"},
-                "mlp": {"type": "geglu", "d_ff": 48},
-                "adapter_rank": 4,
-            },
-        },
+        "blocks": BLOCKS,
         "layers": "m (s+m)*2",
     },
     "data": {"seq_len": SEQ_LEN, "num_workers": 0},
