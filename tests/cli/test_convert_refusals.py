@@ -138,7 +138,7 @@ def test_damaged_sources_are_told_and_leave_nothing_under_the_name(tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_import_leaves_only_the_partial_folder(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_import_leaves_nothing(tmp_path, capsys, monkeypatch):
     source = publish(tmp_path / "source", "llama")
 
     def interrupt(*_: Any) -> None:
@@ -146,7 +146,7 @@ def test_an_interrupted_import_leaves_only_the_partial_folder(tmp_path, capsys, 
 
     monkeypatch.setattr("llmtrain.convert.import_hf._read", interrupt)
     assert main(["import", str(source), str(tmp_path / "out")]) == 130
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     monkeypatch.undo()
     convert(capsys, "import", source, tmp_path / "out")
 
