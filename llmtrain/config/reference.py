@@ -13,7 +13,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from llmtrain.config.base import Section
-from llmtrain.config.schema_tree import by_type, default, describe, is_free, is_section, members, typed
+from llmtrain.config.schema_tree import (
+    alternatives_of,
+    constrained_type,
+    default_value,
+    describe,
+    is_free,
+    is_section,
+    sections_by_type,
+)
 
 NOTE = "<!-- Generated from the schema: llmtrain schema --docs docs/reference -->\n"
 
@@ -119,7 +127,7 @@ def _value(place: Place, name: str, field: FieldInfo, page: Page, pages: list[Pa
     """Allowed values in words, with links to the sections that stand there."""
     if name == "type" and place.tag is not None:
         return f"`{place.tag}`"
-    words = describe(typed(field)).strip()
+    words = describe(constrained_type(field)).strip()
     words += " or null" if type(None) in get_args(field.annotation) and "null" not in words else ""
     words += "".join(f" that matches `{pattern}`" for pattern in _patterns(field))
     prefix = f"{place.path}.{name}" if place.path else name
@@ -158,10 +166,10 @@ def _below(place: Place) -> Iterator[Place]:
 
 def _inside(annotation: Any, path: str, free: bool) -> Iterator[Place]:
     """Sections that a value of this type is made of. NAME stands for an entry's name, N for its number."""
-    options = by_type(annotation)
+    options = sections_by_type(annotation)
     for tag, section in options.items():
         yield Place(path, section, tag, free)
-    for member in members(annotation):
+    for member in alternatives_of(annotation):
         if is_section(member) and not options:
             yield Place(path, member, None, free)
         elif get_origin(member) is dict:
@@ -177,10 +185,10 @@ def _patterns(field: FieldInfo) -> list[str]:
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
-        given = {"type": getattr(value, "type", None)} if by_type(field.annotation) else {}
+        given = {"type": getattr(value, "type", None)} if sections_by_type(field.annotation) else {}
         given |= value.model_dump(mode="json", exclude_defaults=True)
         return f"`{_written(given)}`" if given else "its keys' defaults"
-    written = default(field)
+    written = default_value(field)
     return "" if written is PydanticUndefined else f"`{_written(written)}`"
 
 
