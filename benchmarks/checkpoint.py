@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.schema.load import load_config
 
 
@@ -85,4 +85,4 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.schema.load import load_config
 
 
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

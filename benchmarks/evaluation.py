@@ -30,9 +30,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
-from llmtrain.bench.entry import end_with
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.errors import UserError, exit_with
 from llmtrain.eval.runner import frozen
 from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.overlap import Ahead, Steps, finished, idle
@@ -103,10 +103,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse_intermixed_args()
     if args.passes < 1:
-        raise ValueError(f"--passes {args.passes}: at least one pass is timed")
+        raise UserError(f"--passes {args.passes}: at least one pass is timed")
     config = load_config(args.file, args.overrides)
     if args.out and args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
+        raise UserError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
@@ -233,4 +233,4 @@ def _peer(folder: str, max_length: int) -> Any:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

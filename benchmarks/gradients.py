@@ -15,7 +15,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from benchmarks.steps import KERNELS, with_kernels
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
 
 if TYPE_CHECKING:
@@ -101,4 +101,4 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -135,4 +135,4 @@ def mfu(config: Config, tokens_per_second: float) -> float:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

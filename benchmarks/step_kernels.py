@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -133,4 +133,4 @@ def _seconds(step: Callable[..., Tensor], inputs: Sequence[tuple[Any, ...]]) -> 
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead import mfu, plain_loop
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.models.config import Mamba2Block
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -106,4 +106,4 @@ def format_row(row: dict[str, Any], first: dict[str, Any], config: Config) -> st
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

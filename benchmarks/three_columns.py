@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.eval_peer import ask, instances, load_peer
-from llmtrain.bench.entry import end_with
+from llmtrain.errors import exit_with
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.scoring.models import Backend, find_model, find_tokenizer, load_scorer, window_of
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str, tuple[Task, int, Documents]]]:
-    """Title -> task, shots, documents. Raises ValueError when the folder holds none of the tasks, or bad records."""
+    """Title -> task, shots, documents. Raises UserError when the folder holds none of the tasks, or bad records."""
     some = False
     for title in names:
         name, _, shots = title.partition(":")
@@ -256,4 +256,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

@@ -1,8 +1,7 @@
 """`python -m llmtrain`: the `llmtrain` command of a checkout that is not installed."""
 
-import sys
-
 from llmtrain.cli import main
+from llmtrain.errors import exit_with
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,9 +1,8 @@
-"""The `llmtrain` command. Each subcommand is declared beside the code that it runs; none imports torch to parse."""
+"""The `llmtrain` command. Its verbs are in `llmtrain.commands`; none imports torch to parse."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from llmtrain import __version__
@@ -18,6 +17,7 @@ from llmtrain.commands.generate import add_generate
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
 from llmtrain.commands.train import add_train
+from llmtrain.errors import exit_status, exit_with
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,23 +45,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 failed on the way, 2 the request was wrong."""
+    """Run a command; returns its exit status (see `llmtrain.errors`)."""
     root = parser()
     args, rest = root.parse_known_args(argv)
-    if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
-        args.overrides += rest  # `FILE --nproc 2 a.b=c`: argparse gives positionals after an option back
+    if rest and "overrides" in args and not any(word.startswith("-") for word in rest):
+        args.overrides += rest  # `FILE --nproc 2 a.b=c`: argparse returns positionals after an option as the rest
     elif rest:
         root.error(f"unrecognized arguments: {' '.join(rest)}")
-    try:
-        return args.func(args)
-    except ValueError as error:
-        # By the rules of the house a ValueError is addressed to the user: its text is the whole story.
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_status(lambda: args.func(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from llmtrain.commands.schema import reference
+from llmtrain.config.report import ConfigError
 from llmtrain.schema.json_schema import schema_text
-from llmtrain.schema.load import ConfigError, load_config
+from llmtrain.schema.load import load_config
 
 ROOT = Path(__file__).parents[1]
 YAMLS = ROOT / "yamls"

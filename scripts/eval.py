@@ -7,16 +7,12 @@ Started plainly, it does what `llmtrain eval` does.
 """
 
 import argparse
-import sys
 
 from llmtrain.commands.eval import add_eval_arguments, run_eval
+from llmtrain.errors import exit_with
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Scores models on the tasks of a YAML.")
     add_eval_arguments(parser)
     parser.set_defaults(nproc=None)
-    try:
-        sys.exit(run_eval(parser.parse_intermixed_args()))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    exit_with(lambda: run_eval(parser.parse_intermixed_args()))

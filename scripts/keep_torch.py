@@ -1,4 +1,4 @@
-"""For the Dockerfile's ROCm target: installing llmtrain beside a torch that must stay as it is.
+"""Requirements for installing llmtrain beside a torch that must stay as it is (the Dockerfile's ROCm target).
 
 keep_torch.py overrides   for `uv pip install --override`: the project's own, but with torch, torchvision and
                           triton required only where sys_platform == 'never', which is nowhere. So no dependency,

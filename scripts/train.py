@@ -8,7 +8,6 @@ Started plainly, it does what `llmtrain train` does.
 
 import argparse
 import signal
-import sys
 
 if (
     signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -16,13 +15,10 @@ if (
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 from llmtrain.commands.train import add_run_arguments, run_train
+from llmtrain.errors import exit_with
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains the model of a YAML, or continues its run.")
     add_run_arguments(parser)
     parser.set_defaults(nproc=None)
-    try:
-        sys.exit(run_train(parser.parse_args()))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    exit_with(lambda: run_train(parser.parse_args()))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from llmtrain.bench.entry import end_with
 from llmtrain.commands.bench import add_benches
 from llmtrain.commands.doctor import add_doctor
+from llmtrain.errors import exit_with
 
 
 def main() -> int:
@@ -19,4 +19,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import UserError
+
 _MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library: a damaged length must not become an allocation."""
 
 
-class HeaderError(ValueError):
+class HeaderError(UserError):
     """A file does not begin as a safetensors file does."""
 
 

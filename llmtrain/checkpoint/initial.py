@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtrain.checkpoint import lookup
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest, latest
-from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import ABSENT, changes, text

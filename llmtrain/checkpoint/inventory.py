@@ -13,8 +13,9 @@ from llmtrain.checkpoint import rotation
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest, NewerFormatError, OldFormatError
 from llmtrain.checkpoint.remote import catalogue
 from llmtrain.checkpoint.remote import download as downloads
-from llmtrain.checkpoint.remote.bucket import is_remote, open_bucket
+from llmtrain.checkpoint.remote.bucket import open_bucket
 from llmtrain.checkpoint.remote.catalogue import Stored
+from llmtrain.config.addresses import is_remote
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.config.addresses import is_remote
+from llmtrain.logs import log
 
 
 def manifest_of(path: Path | str) -> Manifest:
@@ -39,7 +39,7 @@ def find(path: Path | str) -> tuple[Path, Manifest]:
         return path, manifests.read(path)
     # A run's folder, or its checkpoints/ itself.
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = manifests.latest(root, warn=lambda text: print(text, file=sys.stderr, flush=True))
+    found = manifests.latest(root, warn=log.warning)
     if found is not None:
         return found
     if (path / "config.json").is_file():

@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 import xxhash
 
 from llmtrain.checkpoint.header import HeaderError, read_header
+from llmtrain.errors import UserError
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -36,7 +37,7 @@ _READ_BYTES = 8 * 2**20
 _READERS = 4
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be used; the message says which, why, and what to do."""
 
 

@@ -35,6 +35,7 @@ from llmtrain.checkpoint.index import Index
 from llmtrain.checkpoint.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.rotation import Keep, clear, prune, replace
 from llmtrain.checkpoint.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
+from llmtrain.errors import RunError
 
 # Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -44,6 +45,8 @@ _OF_THE_MACHINE = (".foreach", ".fused", ".capturable", ".differentiable")
 
 class SaveError(CheckpointError):
     """A checkpoint could not be written; earlier ones stay as they were."""
+
+    status = RunError.status
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmtrain.checkpoint.header import Header, read_header
 from llmtrain.checkpoint.manifest import FileRecord
+from llmtrain.errors import UserError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -115,17 +116,17 @@ class TensorSource:
         self._handle = os.open(path, os.O_RDONLY)
 
     def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Raises ValueError unless the file has this tensor, whole."""
+        """Raises UserError unless the file has this tensor, whole."""
         found = self._header.tensors.get(key)
         if found is None:
-            raise ValueError(f"{self._path.name} holds no tensor {key}")
+            raise UserError(f"{self._path.name} holds no tensor {key}")
         begin, end = found["data_offsets"]
         if (
             found["dtype"] != DTYPE_NAMES[dtype]
             or list(found["shape"]) != list(shape)
             or end - begin != math.prod(shape) * dtype.itemsize
         ):
-            raise ValueError(f"{self._path.name}: {key} is not of the dtype and shape that the index says")
+            raise UserError(f"{self._path.name}: {key} is not of the dtype and shape that the index says")
 
     def read_into(self, key: str, first: int, wanted: Tensor) -> None:
         """Fills `wanted` (contiguous, on the CPU) with the tensor's elements from `first` on. Raises EOFError at the end."""

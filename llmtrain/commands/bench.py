@@ -47,7 +47,8 @@ def _add_tune(commands) -> None:
         metavar="NAME",
         help="attention: plain (default), alibi, window, documents, softcap or mixed; the row is for it alone",
     )
-    sub.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default), float16 or float32")
+    dtypes = ("bfloat16", "float16", "float32")
+    sub.add_argument("--dtype", default="bfloat16", choices=dtypes, help="default bfloat16")
     sub.add_argument(
         "--kernels",
         nargs="+",

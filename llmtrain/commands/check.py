@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 
 from llmtrain.schema.config import Config
-from llmtrain.schema.load import load_config
 
 
 def add_check(subparsers: argparse._SubParsersAction) -> None:
@@ -22,8 +21,10 @@ def add_check(subparsers: argparse._SubParsersAction) -> None:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Prints one line for a good config. Raises ConfigError, whose text is the report, for any other."""
-    config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True)
+    """Print one line for a good config. Raises ConfigError, whose text is the report, for any other."""
+    from llmtrain.commands.checks import load_runnable
+
+    config = load_runnable(args.file, args.overrides, world_size=args.nproc)
     print(f"{args.file}: OK, {summary(config, args.nproc)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint ls | show | verify | convert | rm`. Nothing here imports torch to parse."""
+"""`llmtrain checkpoint ls | show | verify | convert | rm`. Declaring them imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.inventory import Item
@@ -123,9 +125,9 @@ def run_convert(args: argparse.Namespace) -> int:
     from llmtrain.config.output_folder import refuse_existing
 
     if args.shards is not None and args.shards < 1:
-        raise ValueError(f"--shards {args.shards}: expected at least 1")
+        raise UserError(f"--shards {args.shards}: expected at least 1")
     if args.to == "llmtrain" and (args.dtype != "auto" or args.tokenizer):
-        raise ValueError("--dtype and --tokenizer have no effect with --to llmtrain, which keeps every number as it is")
+        raise UserError("--dtype and --tokenizer have no effect with --to llmtrain, which keeps every number as it is")
     refuse_existing(args.out)  # before torch is imported
     from llmtrain.convert.checkpoint_convert import convert
 
@@ -141,7 +143,7 @@ def run_rm(args: argparse.Namespace) -> int:
     doomed = _doomed(found, args)
     good = [item for item in found if item.problem is None and not item.partial]
     if good and all(item in doomed for item in good) and not args.force:
-        raise ValueError(
+        raise UserError(
             f"{good[-1].name} is the last good checkpoint of {args.run}; add --force to remove even that one (nothing was)"
         )
     for item in doomed:
@@ -160,15 +162,15 @@ def _doomed(found: list[Item], args: argparse.Namespace) -> list[Item]:
         doomed = [item for item in found if item.step == args.step]
         if not doomed:
             steps = ", ".join(str(item.step) for item in found)
-            raise ValueError(f"{args.run} has no checkpoint of step {args.step}; there is {steps}")
+            raise UserError(f"{args.run} has no checkpoint of step {args.step}; there is {steps}")
         return doomed
     if args.before is not None:
         return [item for item in found if item.step < args.before]
     if args.keep_last < 1:
-        raise ValueError(f"--keep-last {args.keep_last}: expected at least 1")
+        raise UserError(f"--keep-last {args.keep_last}: expected at least 1")
     good = [item for item in found if item.problem is None and not item.partial]
     if not good:
-        raise ValueError(f"{args.run} has no good checkpoint to keep; name one with --step")
+        raise UserError(f"{args.run} has no good checkpoint to keep; name one with --step")
     # What is not good but newer is left: it may be looked at, or is being written.
     oldest = good[-args.keep_last :][0]
     return [item for item in found if item.step < oldest.step]

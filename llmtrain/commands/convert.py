@@ -7,6 +7,9 @@ import re
 import sys
 from pathlib import Path
 
+from llmtrain.errors import UserError
+from llmtrain.logs import log
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -83,7 +86,7 @@ def run_import(args: argparse.Namespace) -> int:
 
     made = import_hf(args.source, args.out, progress=sys.stderr.isatty())
     if not made.has_tokenizer:
-        print(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer", file=sys.stderr)
+        log.warning(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer")
     print(
         f"{made.source} -> {made.out}: {made.architecture}, {made.parameters:,} parameters, {format_bytes(made.nbytes)}. "
         f"Next: llmtrain generate {made.out} --prompt TEXT, or in a run's YAML the model section of "
@@ -93,10 +96,10 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "1.5 GiB" or "500_000". Raises ValueError for anything else."""
+    """Bytes of "5GB", "1.5 GiB" or "500_000". Raises UserError for anything else."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     size = int(float(match[1].replace("_", "")) * unit) if match and unit else 0
     if size < 1:
-        raise ValueError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+        raise UserError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
     return size

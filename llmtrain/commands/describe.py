@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from llmtrain.errors import UserError
 from llmtrain.flops import mfu as arithmetic
 from llmtrain.flops.peaks import device_by_short_name
 
@@ -26,11 +27,11 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_describe(args: argparse.Namespace) -> int:
-    """Raises ValueError for a bad config, an unknown GPU or an impossible MFU."""
+    """Print what a config amounts to. Raises UserError for a bad config, an unknown GPU or an impossible MFU."""
     from llmtrain.schema.load import load_config
 
     if args.mfu is not None and args.gpu is None:
-        raise ValueError("--mfu has no effect without --gpu, whose peak it is a share of")
+        raise UserError("--mfu has no effect without --gpu, whose peak it is a share of")
     device = device_by_short_name(args.gpu) if args.gpu else None
     config = load_config(args.file, args.overrides, world_size=args.world_size)
 
@@ -49,7 +50,7 @@ def add_mfu(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "mfu",
         help="model FLOPs utilisation from plain figures",
-        description="Computes MFU from what a log tells: parameters, batch, step time and GPUs.",
+        description="Computes MFU from figures of a log: parameters, batch, step time and GPUs.",
         epilog="example: llmtrain mfu --params 405e9 --batch 16 --seq-len 64 --step-time 30 --gpus 8 --peak 1.3e15",
     )
     need = {"required": True, "type": float}
@@ -72,13 +73,13 @@ def add_mfu(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_mfu(args: argparse.Namespace) -> int:
-    """Raises ValueError for figures that make no sense."""
+    """Print MFU (and HFU). Raises UserError for figures that make no sense."""
     if (args.layers is None) != (args.d_model is None):
-        raise ValueError("--layers and --d-model go together: they make the attention term")
+        raise UserError("--layers and --d-model go together: they make the attention term")
     for name in ("params", "batch", "seq_len", "step_time", "gpus", "peak", "layers", "d_model"):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
     peak, source = _peak(args)
     attention = {"n_layers": args.layers or 0, "d_attn": args.d_model or 0, "seq_len": args.seq_len}
     flops = arithmetic.transformer_token_flops(args.params, frozen=args.frozen, **attention)
@@ -99,12 +100,12 @@ def _peak(args: argparse.Namespace) -> tuple[float, str]:
     """FLOP/s of one GPU and where the figure comes from."""
     if args.gpu is None:
         if args.dtype is not None:
-            raise ValueError("--dtype has no effect with --peak, which is a figure already")
+            raise UserError("--dtype has no effect with --peak, which is a figure already")
         return args.peak, "as given"
     device, dtype = device_by_short_name(args.gpu), args.dtype or "bf16"
     peak = device.peak(dtype)
     if peak is None:
-        raise ValueError(f"{device.title} has no peak for '{dtype}'; it has {', '.join(device.tflops)}")
+        raise UserError(f"{device.title} has no peak for '{dtype}'; it has {', '.join(device.tflops)}")
     return peak, f"{dtype}, {device.source}"
 
 

@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
+
+from llmtrain.errors import UserError, print_error
+from llmtrain.logs import log
 
 _FLAGS = {
     "data_dir": ("DIR", str, "a folder of local JSONL files, in place of the tasks' sources"),
@@ -63,14 +65,14 @@ def run_decontaminate(args: argparse.Namespace) -> int:
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `llmtrain eval` and scripts/eval.py share."""
+    """Add the arguments that `llmtrain eval` and scripts/eval.py share."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="a.b=c",
-        help="settings that replace the file's; model=PATH says what to score",
+        help="settings that replace the file's; model=PATH: the model to score",
     )
     for name, (metavar, kind, help) in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
@@ -93,14 +95,14 @@ def run_eval(args: argparse.Namespace) -> int:
     overrides = overrides_of(args)
     if launched_by_a_launcher():
         if args.nproc is not None:
-            raise ValueError(
+            raise UserError(
                 "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
             )
         return _run_rank(args.file, overrides)
     run = load_eval_run(args.file, overrides)
     processes = args.nproc if args.nproc is not None else _gpus() or 1
     if processes < 1:
-        raise ValueError(f"--nproc {processes}: expected at least 1")
+        raise UserError(f"--nproc {processes}: expected at least 1")
     if processes == 1:
         return _run(args.file, overrides)
     from llmtrain.distributed.launch import launch
@@ -121,7 +123,7 @@ def _run(file: str, overrides: list[str]) -> int:
     except (ValueError, KeyboardInterrupt):
         if done and world_from_environment().is_main:
             write_results(Report(run.name, done), Path(run.out), settings=settings, details=run.details)
-            print(f"{run.out} has what was done: {len(done)} results", file=sys.stderr, flush=True)
+            log.info(f"{run.out} has what was done: {len(done)} results")
         raise
     if world_from_environment().is_main:
         written = write_results(report, Path(run.out), settings=settings, details=run.details)
@@ -135,24 +137,22 @@ def _run(file: str, overrides: list[str]) -> int:
 
 
 def _run_rank(file: str, overrides: list[str]) -> int:
-    """One of several: tells why it fails, and leaves at once, because a normal exit waits for collectives."""
-    status: int
-    try:
+    """Run one rank of several. Returns the exit status, or ends the rank."""
+    from llmtrain.distributed.world import exit_status_of_rank
+
+    def run() -> int:
         status = _run(file, overrides)
         _leave_group()
         return status
-    except KeyboardInterrupt:
-        status = 130
-    except BaseException as error:
-        status = 2 if isinstance(error, ValueError) else 1
+
+    def report(error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            return
         if os.environ["RANK"] != "0":
-            time.sleep(3.0)  # most errors are every rank's; rank 0, which has the terminal, speaks first
-        print(error if status == 2 else traceback.format_exc(), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if os.environ.get("WORLD_SIZE") == "1":
-        return status
-    os._exit(status)
+            time.sleep(3.0)  # most errors are raised by every rank; rank 0, which has the terminal, is to be the first
+        print_error(error)
+
+    return exit_status_of_rank(run, report)
 
 
 def _leave_group() -> Any:

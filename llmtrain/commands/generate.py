@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import UserError
+from llmtrain.logs import log
+
 
 def add_generate(commands) -> None:
     sub = commands.add_parser(
@@ -49,9 +52,9 @@ def add_generate(commands) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or args.batch_size < 1:
-        raise ValueError("--max-new-tokens and --batch-size must be at least 1")
+        raise UserError("--max-new-tokens and --batch-size must be at least 1")
     if "" in args.stop:
-        raise ValueError("--stop '' would end every answer at once; give some text")
+        raise UserError("--stop '' would end every answer at once; give some text")
     prompts = read_prompts(args.file) if args.file else None
     from llmtrain.generate.sampling import Sampling
 
@@ -78,11 +81,11 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Raises ValueError that names the file and line of what is no prompt."""
+    """Read prompts, one per line. Raises UserError with file and line for what is no prompt."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read prompts from {file}: {error}") from None
+        raise UserError(f"cannot read prompts from {file}: {error}") from None
     if file.suffix != ".jsonl":
         return lines
     prompts = []
@@ -92,7 +95,7 @@ def read_prompts(file: Path) -> list[str]:
         except (json.JSONDecodeError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise ValueError(f'{file}:{number}: expected an object with a text "prompt", found {line[:80]}')
+            raise UserError(f'{file}:{number}: expected an object with a text "prompt", found {line[:80]}')
         prompts.append(prompt)
     return prompts
 
@@ -109,7 +112,7 @@ def _stream(loaded: tuple[Any, Any], prompt: str, args: argparse.Namespace) -> N
         end = piece.end
     print(flush=True)
     if sys.stderr.isatty():
-        print(f"({end}; {time.perf_counter() - began:.1f} s)", file=sys.stderr)
+        log.info(f"({end}; {time.perf_counter() - began:.1f} s)")
 
 
 def _typed() -> Iterator[str]:
@@ -117,12 +120,12 @@ def _typed() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield sys.stdin.read()
         return
-    print("Type a prompt and Enter; Ctrl-D ends.", file=sys.stderr)
+    log.info("Type a prompt and Enter; Ctrl-D ends.")
     while True:
         try:
             yield input("> ")
         except EOFError:
-            print(file=sys.stderr)
+            log.info("")
             return
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from llmtrain.errors import UserError
 from llmtrain.schema.data import PrepareConfig
 
 
@@ -39,6 +40,6 @@ def run_prepare(args: argparse.Namespace) -> int:
         config = PrepareConfig.model_validate(fields)
     except ValidationError as error:
         lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from None
+        raise UserError("\n".join(lines)) from None
     print(prepare(config, overwrite=args.overwrite).summary())
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from llmtrain.errors import UserError
+
 
 def add_schema(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("schema", help="the JSON schema by which editors complete the YAML")
@@ -16,13 +18,16 @@ def add_schema(subparsers: argparse._SubParsersAction) -> None:
 def schema(args: argparse.Namespace) -> int:
     from llmtrain.schema.json_schema import schema_text
 
-    if args.docs is not None:
-        args.docs.mkdir(parents=True, exist_ok=True)
-        for name, text in reference().items():
-            (args.docs / name).write_text(text, encoding="utf-8")
-    if args.out is not None:
-        args.out.write_text(schema_text(), encoding="utf-8")
-    elif args.docs is None:
+    try:
+        if args.docs is not None:
+            args.docs.mkdir(parents=True, exist_ok=True)
+            for name, text in reference().items():
+                (args.docs / name).write_text(text, encoding="utf-8")
+        if args.out is not None:
+            args.out.write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(str(error)) from None
+    if args.out is None and args.docs is None:
         print(schema_text(), end="")
     return 0
 

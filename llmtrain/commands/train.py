@@ -6,6 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from llmtrain.errors import UserError
+from llmtrain.schema.config import Config
+
 
 def add_train(commands) -> None:
     sub = commands.add_parser(
@@ -20,7 +23,7 @@ def add_train(commands) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `llmtrain train` and scripts/train.py share."""
+    """Add the arguments that `llmtrain train` and scripts/train.py share."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
     # With a default, argparse does not ask for them when FILE is missing.
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
@@ -30,29 +33,32 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from llmtrain.commands.checks import load_runnable
     from llmtrain.distributed.world import launched_by_a_launcher
-    from llmtrain.schema.load import load_config
     from llmtrain.train.resume import check_resumption, refuse_used_remote
     from llmtrain.train.worker import run_rank, set_aside
 
+    def load(ranks: int | None) -> Config:
+        return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
+
     if launched_by_a_launcher():
         if args.nproc is not None:
-            raise ValueError(
+            raise UserError(
                 "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
             )
-        return run_rank(args)
+        return run_rank(load, args.file, args.overrides, args.fresh)
 
-    config = load_config(args.file, args.overrides, world_size=args.nproc, check_data=True, fresh=args.fresh)
+    config = load(args.nproc)
     if not args.fresh:
         check_resumption(config)
     processes = args.nproc or _gpus() or 1
     if processes < 1:
-        raise ValueError(f"--nproc {processes}: expected at least 1")
+        raise UserError(f"--nproc {processes}: expected at least 1")
     if processes == 1:
-        return run_rank(args)
+        return run_rank(load, args.file, args.overrides, args.fresh)
     from llmtrain.distributed.launch import launch
 
-    config = load_config(args.file, args.overrides, world_size=processes, check_data=True, fresh=args.fresh)
+    config = load(processes)
     if args.fresh:
         refuse_used_remote(config)
         set_aside(Path(config.run_dir))

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from llmtrain.errors import UserError
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -104,12 +106,10 @@ class Duration:
             return -(-int(self.value) // tokens_per_step)
         if self.unit == "epochs":
             if steps_per_epoch is None:
-                raise ValueError(
-                    f"'{self}' needs the length of an epoch, which is not known here; give steps or tokens"
-                )
+                raise UserError(f"'{self}' needs the length of an epoch, which is not known here; give steps or tokens")
             return round(self.value * steps_per_epoch)
         if total_steps is None:
-            raise ValueError(f"'{self}' needs the length of the run, which is not known here; give steps or tokens")
+            raise UserError(f"'{self}' needs the length of the run, which is not known here; give steps or tokens")
         return round(self.value * total_steps)
 
 

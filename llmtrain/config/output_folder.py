@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtrain.errors import UserError
 from llmtrain.progress import format_bytes
 
 
-class OutputError(ValueError):
+class OutputError(UserError):
     """A place that cannot be written to; the message names the reason and what to do."""
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmtrain.config.base import Problem
+from llmtrain.errors import UserError
 
 _LONGEST_VALUE = 60
 _WIDEST_PATH = 48
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A config that cannot be used. `problems` holds every reason; `str()` is the whole report.
 
     title: what was read, usually the file as the user named it.

@@ -20,15 +20,16 @@ from llmtrain.checkpoint import lookup, store
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.manifest import FileRecord, Manifest, OldFormatError
-from llmtrain.checkpoint.remote.bucket import is_remote
 from llmtrain.checkpoint.storage import FILE_BYTES
 from llmtrain.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.composer import TensorReader, is_composer_checkpoint, open_composer_checkpoint
 from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.export import export
 from llmtrain.convert.safetensors_files import split_into_files
+from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
 
 _PIECE_ELEMENTS = 2**20
@@ -54,13 +55,13 @@ class CheckpointContent:
 def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool) -> str:
     """Write `out`, which appears complete; return a sentence about it. args: those of `llmtrain checkpoint convert`.
 
-    Raises ValueError for an existing `out`, an unreadable or damaged source, or a model that does not fit.
+    Raises UserError for an existing `out`, an unreadable or damaged source, or a model that does not fit.
     """
     refuse_existing(out)
     path = Path(source).expanduser()
     foreign = not is_remote(source) and is_composer_checkpoint(path)
     if args.config and not foreign:
-        raise ValueError("--config has no effect: the checkpoint has its own config")
+        raise UserError("--config has no effect: the checkpoint has its own config")
     if args.to == "llmtrain":
         content = _open_composer(path, args.config) if foreign else _open_ours(source)
         nbytes, files = write(content, out, shards=args.shards, progress=progress)

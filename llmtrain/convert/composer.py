@@ -8,8 +8,8 @@ its config.json in state.integrations.huggingface.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,11 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.config.decode import decode
+from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
 from llmtrain.convert.dcp import DcpTensors
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Part, Weight
 from llmtrain.models.hf.mpt import FAMILY as MPT
@@ -157,5 +160,9 @@ def _load_model_config(file: str) -> ModelConfig:
     """Read the `model` section of any YAML. Raises ConfigError, or ValueError without the section."""
     found = read_file(file)
     if "model" not in found.data:
-        raise ValueError(f"--config {file} has no `model` section")
-    return ModelConfig.model_validate_json(json.dumps(found.data["model"]))
+        raise UserError(f"--config {file} has no `model` section")
+    config, problems = decode(ModelConfig, found.data["model"])
+    if problems:
+        wrong = [replace(problem, path=f"model.{problem.path}".rstrip(".")) for problem in problems]
+        raise ConfigError(found.title, wrong, found.origins)
+    return config

@@ -19,6 +19,7 @@ from llmtrain.config.output_folder import atomic_folder, refuse_existing, requir
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
@@ -57,7 +58,7 @@ def export(
         in transformers keep no parameter in fp32, they cast all to the dtype of config.json when they load.
     tokenizer: a folder, tokenizer.json or hub name; default: the checkpoint's.
 
-    Raises ValueError, before it reads or writes a weight, for anything at `out`, no checkpoint, a model that no
+    Raises UserError, before it reads or writes a weight, for anything at `out`, no checkpoint, a model that no
     published class expresses, a tokenizer that does not fit, tensors that are not the config's, too little disk space;
     and later for a damaged shard, or a weight that float16 cannot hold.
     """
@@ -102,12 +103,12 @@ def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
     try:
         return checkpoint_tokenizer_path(folder, manifest)
     except ValueError as error:
-        raise ValueError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
+        raise UserError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
     if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
             "name the tokenizer it was trained with with --tokenizer"
         )
@@ -153,7 +154,7 @@ def _write_shard(
                 assert name == entry.name, (name, entry.name)
                 cast = piece.to(entry.dtype)
                 if entry.dtype == torch.float16 and not torch.isfinite(cast).all():
-                    raise ValueError(f"{name} holds numbers that float16 cannot (above 65504); use --dtype bfloat16")
+                    raise UserError(f"{name} holds numbers that float16 cannot (above 65504); use --dtype bfloat16")
                 file.append(cast)
                 advance(cast.nbytes)
 

@@ -21,6 +21,7 @@ from llmtrain.checkpoint.store import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config
 from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, find_hf_folder, open_hf_checkpoint
@@ -48,7 +49,7 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     (when the source has one) and model.yaml (the `model` section for a run's YAML).
 
     source: a folder with config.json and weights, or a name on the Hugging Face hub.
-    Raises ValueError, before it reads or writes a weight, for anything at `out`, a source that is not there, a model
+    Raises UserError, before it reads or writes a weight, for anything at `out`, a source that is not there, a model
     that llmtrain cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
     """
     refuse_existing(out)
@@ -97,7 +98,7 @@ def _join(published: HFCheckpoint, weight: Weight) -> Tensor:
     try:
         return weight.join({name: _read(published, name) for name in names})
     except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{published.folder}: {error}") from error
+        raise UserError(f"{published.folder}: {error}") from error
 
 
 def _read(published: HFCheckpoint, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmtrain.data.prepared_folder import read_manifest
 from llmtrain.data.source_files import PrepareError
+from llmtrain.errors import UserError
 
 XZ_BYTES = 4 << 20
 """The most held-out text that xz compresses, which takes seconds."""
@@ -34,10 +35,10 @@ def xz_bits_per_byte(text: bytes) -> float:
     """Bits per byte of `xz -9` on the held-out text alone (one stream, container included, no training text given).
 
     A compressor that has seen nothing starts cold, so this favours the language model; it is the figure anyone can
-    check with `xz -9 -k FILE`. Raises ValueError for empty text.
+    check with `xz -9 -k FILE`. Raises UserError for empty text.
     """
     if not text:
-        raise ValueError("xz_bits_per_byte needs text")
+        raise UserError("xz_bits_per_byte needs text")
     return 8 * len(lzma.compress(text, preset=9)) / len(text)
 
 
@@ -47,10 +48,10 @@ def unigram_bits_per_byte(
     """Bits per byte of a unigram model over the same tokens: p(t) = (train_counts[t] + 1) / (sum + vocabulary).
 
     train_counts, held_out_counts: [vocab_size]. held_out_counts are of the tokens a language model is scored on (all
-    but the first of each sample) and held_out_bytes the text they stand for. Raises ValueError for no bytes.
+    but the first of each sample) and held_out_bytes the text they stand for. Raises UserError for no bytes.
     """
     if held_out_bytes <= 0:
-        raise ValueError("unigram_bits_per_byte needs held-out text")
+        raise UserError("unigram_bits_per_byte needs held-out text")
     log_p = np.log2(train_counts + 1.0) - math.log2(train_counts.sum() + len(train_counts))
     return float(-(held_out_counts * log_p).sum() / held_out_bytes)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.base import Problem
+from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
 
 
-class ShardError(ValueError):
+class ShardError(UserError):
     """Shards that are missing, damaged, or do not fit the config."""
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llmtrain.errors import UserError
 
-class PrepareError(ValueError):
+
+class PrepareError(UserError):
     """An error in the sources or the output folder that the user must correct."""
 
 

@@ -22,6 +22,7 @@ from llmtrain.data.batches import Batch, collate, collate_packed, filler
 from llmtrain.data.documents import end_of_document
 from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
 from llmtrain.data.shared_memory import dataset_lock
+from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 
@@ -139,7 +140,7 @@ def _ranks() -> tuple[int, int]:
 def _rank_batch_size(global_batch_size: int) -> int:
     world_size = _ranks()[1]
     if global_batch_size % world_size:
-        raise ValueError(
+        raise UserError(
             f"the global batch of {global_batch_size} samples cannot be divided evenly over {world_size} ranks"
         )
     return global_batch_size // world_size
@@ -170,7 +171,7 @@ def _loader_options(data: DataConfig) -> dict[str, Any]:
 def build_train_loader(data: DataConfig, *, global_batch_size: int, vocab_size: int | None = None) -> TrainLoader:
     """This rank's part of the training data: batches of global_batch_size / WORLD_SIZE samples.
 
-    Raises ValueError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
+    Raises UserError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
     iterator, when a token is not below vocab_size.
     """
     batch_size = _rank_batch_size(global_batch_size)
@@ -237,7 +238,7 @@ def build_validation_loader(
 
     Fillers have sample_id -1 and only ignored labels, so a mean over batches must be weighted by labels, and a rank's
     batch may have none. max_samples: number of samples to take, evenly spaced.
-    Raises ValueError if the ranks do not divide the batch.
+    Raises UserError if the ranks do not divide the batch.
     """
     streams = list(data.validation_streams().values())
     if not streams:

@@ -11,13 +11,15 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from llmtrain.errors import UserError
+
 EOD = "<|endoftext|>"
 """End-of-document token of the tokenizers trained here."""
 
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError):
     """A tokenizer that cannot be found or loaded, or that lacks a token."""
 
 

@@ -1,29 +1,29 @@
-"""Starts one process per rank on this machine, and ends all when one dies."""
+"""A launcher: one process per rank on this machine; when one dies, all end."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 from llmtrain.distributed.world import free_port, rank_environment
+from llmtrain.errors import INTERRUPTED, Preempted
+from llmtrain.logs import log
 
 _INTERRUPT_SECONDS = 10.0
 _EXIT_SECONDS = 10.0
-"""For the ranks to leave once they have saved."""
-_PREEMPTED = 128 + signal.SIGTERM
+"""Time for the ranks to end once they have saved."""
 
 
 def launch(command: list[str], processes: int, run_dir: str, grace_seconds: float = 0.0) -> int:
-    """Runs `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
+    """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
-    Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a word (killed,
-    out of memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM is passed on,
-    and the ranks have `grace_seconds` to save; a second one ends them at once.
+    Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
+    memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM is passed on, and the
+    ranks have `grace_seconds` to save; a second one ends them at once.
     """
     logs = Path(run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def launch(command: list[str], processes: int, run_dir: str, grace_seconds: floa
         return _watch(ranks, logs, grace_seconds)
     except KeyboardInterrupt:
         _stop(ranks, signal.SIGINT, _INTERRUPT_SECONDS)
-        return 130
+        return INTERRUPTED
     except _Terminated:  # a job manager ends the parent: the ranks must not outlive it
         return _preempt(ranks, grace_seconds)
     finally:
@@ -67,47 +67,49 @@ def _start(command: list[str], environment: dict[str, str], log: Path | None) ->
 
 
 def _preempt(ranks: list[subprocess.Popen], grace_seconds: float) -> int:
-    """Passes SIGTERM on and waits for the ranks, which save. One that has finished the run meanwhile is no failure."""
+    """Pass SIGTERM on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
     try:
         _stop(ranks, signal.SIGTERM, grace_seconds + _EXIT_SECONDS)
     except _Terminated:
         _kill(ranks)
-    return 0 if all(rank.returncode == 0 for rank in ranks) else _PREEMPTED
+    return 0 if all(rank.returncode == 0 for rank in ranks) else Preempted.status
 
 
 def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
-        if _PREEMPTED in statuses:  # somebody signalled the ranks, and not us
+        if Preempted.status in statuses:  # somebody signalled the ranks, and not us
             return _preempt(ranks, grace_seconds)
         if any(statuses):
-            time.sleep(0.5)  # let the rank that tells the story finish its sentence
+            time.sleep(0.5)  # for the rank that reports the error to finish
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             _kill(ranks)  # they wait for the rank that is gone; SIGTERM would ask them to save
-            return _tell(failed, logs)
+            return _report(failed, logs)
         if all(status == 0 for status in statuses):
             return 0
         time.sleep(0.1)
 
 
-def _tell(failed: dict[int, int], logs: Path) -> int:
-    """failed: exit status by rank. Of the ranks that failed together one tells why, perhaps in its log; a rank that
-    was killed says nothing, and is the cause if there is one."""
+def _report(failed: dict[int, int], logs: Path) -> int:
+    """Print the end of the failed ranks' logs, and return the status of the first. failed: exit status by rank.
+
+    Of ranks that failed together one reports the error, perhaps in its log. A rank that was killed cannot, and is the cause
+    if there is one."""
     killed = {rank: status for rank, status in failed.items() if status < 0}
     for rank, status in killed.items():
         name = signal.Signals(-status).name
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
-        print(f"rank {rank} was killed by {name}{hint}; the other ranks were stopped", file=sys.stderr)
+        log.error(f"rank {rank} was killed by {name}{hint}; the other ranks were stopped")
     for rank in killed or failed:
-        said = (logs / f"rank{rank}.txt").read_text(errors="replace").strip() if rank else ""
-        if said:
-            print("\n".join(said.splitlines()[-20:]), file=sys.stderr)
+        output = (logs / f"rank{rank}.txt").read_text(errors="replace").strip() if rank else ""
+        if output:
+            log.error("\n".join(output.splitlines()[-20:]))
     status = next(iter((killed or failed).values()))
     return 128 - status if status < 0 else status
 
 
 def _stop(ranks: list[subprocess.Popen], sign: signal.Signals, seconds: float) -> None:
-    """Sends a signal, and kills what is there so many seconds later."""
+    """Send a signal, and kill the ranks that still run so many seconds later."""
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(sign)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+
+from llmtrain.errors import exit_status
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks of the run."""
+    """The place of this process among the ranks of the run."""
 
     rank: int
     size: int
@@ -39,14 +43,14 @@ def launched_by_a_launcher() -> bool:
 
 
 def launch_id() -> str:
-    """What the ranks of one start of a run have in common, and no other start of it: for use in a file's name."""
+    """A name for one start of a run, the same on all its ranks and different at the next start; usable in file names."""
     ours = os.environ.get("LLMTRAIN_LAUNCH_ID")
     launch = ours or os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ["MASTER_PORT"]
     return f"{launch}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What one rank of a single-node run finds in its environment; Composer needs NODE_RANK as well."""
+    """Environment variables of one rank of a single-node run; Composer needs NODE_RANK as well."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -64,8 +68,21 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def exit_status_of_rank(command: Callable[[], int], report: Callable[[BaseException], None]) -> int:
+    """Like errors.exit_status, but a rank of several that fails ends here: a normal exit waits for all ranks' collectives."""
+    status = 1
+    try:
+        status = exit_status(command, report)
+        return status
+    finally:
+        if status and world_from_environment().size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
 def gloo_group():
-    """A torch.distributed.ProcessGroup of all ranks, for messages in host memory that must not come between others'.
+    """Return a new torch.distributed.ProcessGroup of all ranks for messages in host memory, apart from all other messages.
 
     Every rank calls this, in the same order."""
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What `llmtrain doctor` prints."""
+"""The report of `llmtrain doctor`: this machine, and which backends serve and compute correctly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from llmtrain.bench import machine
 from llmtrain.doctor import selftest
+from llmtrain.errors import UserError
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.platform import Platform
 
 
 @dataclass(frozen=True)
 class Finding:
-    """reason: why the backend does not serve, or None. error: of the self-test. failed: in words."""
+    """The state of a backend. reason: why it does not serve, or None. error: of the self-test. failed: in words."""
 
     operation: str
     what: str
@@ -36,11 +37,11 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for a dtype that is none. 1 if a backend that `auto` chooses fails."""
+    """Print the report. Returns 1 if a backend that `auto` chooses fails. Raises UserError for an unknown dtype."""
     here = platform.detect()
     dtype = args.dtype or ("float32" if here.vendor == "cpu" else "bfloat16")
     if dtype not in selftest.TOLERANCE:
-        raise ValueError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+        raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
     show("this machine", ("", ""), machine.facts(here))
     found = findings(here, dtype, test=not args.no_test)
     rows = [(f.operation, f.what, f.backend, "auto" * f.chosen, f.state) for f in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llmtrain.errors import UserError
 
-class EvalError(ValueError):
+
+class EvalError(UserError):
     """A task, document or tokenizer that cannot be evaluated; says where, what was found and what to do."""

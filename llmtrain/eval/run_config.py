@@ -22,7 +22,7 @@ from llmtrain.eval.report.gauntlet import Gauntlet, check_metric, load_gauntlet
 from llmtrain.eval.task import Task, load_task
 from llmtrain.eval.tasks.config import Convention
 from llmtrain.eval.tasks.load import find_yaml
-from llmtrain.schema.training import WandbConfig
+from llmtrain.schema.wandb import WandbConfig
 
 
 class _OrText:

@@ -40,7 +40,7 @@ def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
     """Every model on every task; rank 0 says each result as it comes. Returns the same on every rank.
 
     results: where to put what is done, for the caller to have should the rest fail.
-    Raises ValueError for a model, task or data file that cannot be used: all of them are looked at before any is loaded.
+    Raises UserError for a model, task or data file that cannot be used: all of them are looked at before any is loaded.
     """
     results = [] if results is None else results
     world = world_from_environment()

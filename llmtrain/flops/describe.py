@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, shard_ranks
 from llmtrain.flops.mfu import tokens_per_second_at
@@ -75,7 +76,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     """Describes a config without allocating its weights.
 
     device: the GPU whose speed and memory to compare with. mfu: share of its peak that the run is assumed to reach.
-    Raises ValueError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
+    Raises UserError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
     peak for train.precision.
     """
     grad_accum = config.grad_accum(world_size)
@@ -198,7 +199,7 @@ def _speed(
 ) -> Speed:
     peak = device.peak(config.train.precision)
     if peak is None:
-        raise ValueError(f"no peak is known for {device.title} at train.precision {config.train.precision}")
+        raise UserError(f"no peak is known for {device.title} at train.precision {config.train.precision}")
     rate = tokens_per_second_at(mfu, flops_per_token, peak)
     tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len
     return Speed(

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import assert_never
 
+from llmtrain.errors import UserError
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, MLPConfig, ModelConfig, SharedAttentionBlock
 from llmtrain.schema.config import Config
 
@@ -69,9 +70,9 @@ class Saved:
 
 
 def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> Memory:
-    """Memory of one of `world_size` GPUs, by the formulas above. Raises ValueError for a world size below 1."""
+    """Memory of one of `world_size` GPUs, by the formulas above. Raises UserError for a world size below 1."""
     if world_size < 1:
-        raise ValueError(f"the world size is at least 1, not {world_size}")
+        raise UserError(f"the world size is at least 1, not {world_size}")
     train = config.train
     shards = shard_ranks(config, world_size)
     width = 2 if train.precision == "amp_bf16" else 4

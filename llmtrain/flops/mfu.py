@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llmtrain.errors import UserError
+
 
 @dataclass(frozen=True)
 class TokenFlops:
@@ -30,7 +32,7 @@ class TokenFlops:
     def with_recompute(self, fraction: float) -> float:
         """FLOPs the hardware performs when `fraction` of the forward pass runs again in the backward pass (0 to 1)."""
         if not 0 <= fraction <= 1:
-            raise ValueError(f"the recomputed share of the forward pass lies between 0 and 1, not {fraction}")
+            raise UserError(f"the recomputed share of the forward pass lies between 0 and 1, not {fraction}")
         return self.total + fraction * self.forward
 
 
@@ -51,7 +53,7 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak: float, n_devices
     """Share of the devices' peak that is used, 1.0 being all of it.
 
     tokens_per_second: over all devices. peak: FLOP/s of one device. HFU is the same with the FLOPs the hardware
-    performs. Raises ValueError for anything that is not positive and finite.
+    performs. Raises UserError for anything that is not positive and finite.
     """
     _require_positive(
         flops_per_token=flops_per_token, tokens_per_second=tokens_per_second, peak=peak, n_devices=n_devices
@@ -63,11 +65,11 @@ def tokens_per_second_at(mfu: float, flops_per_token: float, peak: float) -> flo
     """Tokens per second of one device that runs at the given MFU."""
     _require_positive(mfu=mfu, flops_per_token=flops_per_token, peak=peak)
     if mfu > 1:
-        raise ValueError(f"MFU is a share of the peak, between 0 and 1, not {mfu:g}")
+        raise UserError(f"MFU is a share of the peak, between 0 and 1, not {mfu:g}")
     return mfu * peak / flops_per_token
 
 
 def _require_positive(**values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive and finite, not {value:g}")
+            raise UserError(f"{name} must be positive and finite, not {value:g}")

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llmtrain.errors import UserError
+
 TERA = 1e12
 
 
@@ -226,12 +228,12 @@ def find_device(name: str, compute_units: int | None = None) -> Device | None:
 
 
 def device_by_short_name(short: str) -> Device:
-    """The row for a command-line name such as `h200` or `mi300x`. Raises ValueError that lists the names."""
+    """The row for a command-line name such as `h200` or `mi300x`. Raises UserError that lists the names."""
     device = _BY_SHORT.get(short.lower())
     if device is None:
         close = [name for name in _BY_SHORT if name.startswith(short.lower() + "-")]
         hint = f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(_BY_SHORT)}"
-        raise ValueError(f"no peak is known for GPU '{short}'{hint}")
+        raise UserError(f"no peak is known for GPU '{short}'{hint}")
     return device
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from llmtrain.errors import UserError
 from llmtrain.generate.sampling import Sampler, Sampling
 from llmtrain.models.cache import Cache
 from llmtrain.models.hybrid import HybridLM
@@ -29,10 +30,10 @@ def decode(
 
     stop: (row, token) -> True if the token ends its row; called in order for every token yielded.
     row_numbers: numbers of the rows in the whole request, which seed their draws; default 0, 1, ...
-    Raises ValueError for an empty prompt, or one too long for the model's learned positions.
+    Raises UserError for an empty prompt, or one too long for the model's learned positions.
     """
     if any(not ids for ids in prompts):
-        raise ValueError("a prompt has no tokens; give it at least the end-of-document token")
+        raise UserError("a prompt has no tokens; give it at least the end-of-document token")
     longest = max(map(len, prompts))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # blocks compiled for training take no cache
         cache = Cache(model, len(prompts), longest + max_new_tokens - 1)

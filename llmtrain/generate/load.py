@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain.checkpoint import lookup, store
-from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -29,7 +30,7 @@ def load_model(
         folder or hub name in Hugging Face format.
     dtype: of weights and activations; default bf16 on a GPU, fp32 on a CPU. A_log, D and dt_bias stay fp32.
     tokenizer: in place of its own.
-    Raises ValueError when there is nothing to load there, or no tokenizer with it.
+    Raises UserError when there is nothing to load there, or no tokenizer with it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -56,18 +57,18 @@ def load_model(
 
 
 def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:
-    """Path of a checkpoint's tokenizer: in its own folder, or beside its run's shards. Raises ValueError if there is none."""
+    """Path of a checkpoint's tokenizer: in its own folder, or beside its run's shards. Raises UserError if there is none."""
     if (folder / "tokenizer").is_dir():
         return str(folder / "tokenizer")
     return run_tokenizer_path(manifest.config["data"])
 
 
 def run_tokenizer_path(data: dict) -> str:
-    """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises ValueError if there is none."""
+    """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises UserError if there is none."""
     prepare, train = data["prepare"], data["train"]
     candidates = [prepare["out"]] if prepare else []
     candidates += [stream["local"] for stream in train["streams"].values()] if train else []
     for candidate in candidates:
         if (Path(candidate) / "tokenizer").is_dir():
             return str(Path(candidate) / "tokenizer")
-    raise ValueError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")
+    raise UserError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.errors import UserError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -15,7 +17,7 @@ class Sampling:
     probabilities first add up to top_p (Holtzman et al., arXiv:1904.09751). repetition_penalty: divide the positive and
     multiply the negative logits of tokens seen before (Keskar et al., arXiv:1909.05858).
 
-    Raises ValueError for a value out of range.
+    Raises UserError for a value out of range.
     """
 
     temperature: float = 1.0
@@ -33,7 +35,7 @@ class Sampling:
             ("seed", 0 <= self.seed < 2**40, "between 0 and 2^40"),
         ):
             if not good:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be {allowed}")
+                raise UserError(f"{name} = {getattr(self, name)}: must be {allowed}")
 
 
 class Sampler:

@@ -7,6 +7,8 @@ import platform as host
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from llmtrain.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -70,7 +72,7 @@ def detect(device: torch.device | str | None = None) -> Platform:
     if device.type == "cpu":
         return cpu()
     if device.type != "cuda":
-        raise ValueError(f"device '{device}' is neither a CPU nor a CUDA or ROCm GPU")
+        raise UserError(f"device '{device}' is neither a CPU nor a CUDA or ROCm GPU")
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         # gcnArchName reads 'gfx942:sramecc+:xnack-'

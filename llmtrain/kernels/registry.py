@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_norm import spec as gated_norm
@@ -161,10 +162,10 @@ def refusal(operation: Operation, name: str, spec: Spec, platform: Platform | No
 def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
     """The backend that `name` means on this platform: itself, or the fastest of a family or of all (`auto`).
 
-    Raises ValueError when it cannot serve, saying why and what can.
+    Raises UserError when it cannot serve, saying why and what can.
     """
     if reason := refusal(operation, name, spec, platform):
-        raise ValueError(reason)
+        raise UserError(reason)
     able = {b.name: b for b in _candidates(operation, name) if b.refusal(spec, platform) is None}
     ranked = [able[b] for b in _PREFERENCE[operation](spec, platform) if b in able]
     return (ranked or list(able.values()))[0]
@@ -186,5 +187,5 @@ def _candidates(operation: Operation, name: str) -> list[Backend]:
     found = [b for b in backends if name in ("auto", b.name, b.family)]
     if not found:
         names = sorted({"auto", *(b.name for b in backends), *(b.family for b in backends)})
-        raise ValueError(f"no {operation} backend named '{name}'; there is {', '.join(names)}")
+        raise UserError(f"no {operation} backend named '{name}'; there is {', '.join(names)}")
     return found

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform, Vendor, shared_limit
 
 FOLDER = Path(__file__).with_name("tables")
@@ -98,7 +99,7 @@ class Table:
 def nearest(platform: Platform) -> str:
     """The architecture whose table serves this one: its own, or the newest that is older and of the same kind.
 
-    Raises ValueError where there is none.
+    Raises UserError where there is none.
     """
     known = TABLES.get(platform.vendor, ())
     if platform.arch in known:
@@ -109,7 +110,7 @@ def nearest(platform: Platform) -> str:
     older = [arch for arch in known if _version(arch) <= version]
     if not older or (platform.vendor == "amd" and version[0] != 9):
         tables = ", ".join(known) or ", ".join(arch for archs in TABLES.values() for arch in archs)
-        raise ValueError(f"no tuning table serves {platform.vendor} {platform.arch}: there are {tables}; use reference")
+        raise UserError(f"no tuning table serves {platform.vendor} {platform.arch}: there are {tables}; use reference")
     return older[-1]
 
 
@@ -121,7 +122,7 @@ def select(
     seq_len: int | None = None,
     variant: str | None = None,
 ) -> Row:
-    """The row to launch `kernel` by. Raises ValueError where none can serve. Cached.
+    """The row to launch `kernel` by. Raises UserError where none can serve. Cached.
 
     Can serve: rows of the kernel, for numbers as wide, for sizes that are all as large or larger (tiles are cut to the
     shape, so they then fit in shared memory and registers too), that fit in this device's shared memory, and that name
@@ -164,9 +165,7 @@ def _own_rows(arch: str) -> tuple[Row, ...]:
     file = own_file(arch)
     if not file.exists():
         if "LLMTRAIN_TUNING" in os.environ:
-            raise ValueError(
-                f"LLMTRAIN_TUNING names {file}, which does not exist: unset it, or run llmtrain bench tune"
-            )
+            raise UserError(f"LLMTRAIN_TUNING names {file}, which does not exist: unset it, or run llmtrain bench tune")
         return ()
     return read(file, arch, own=True).rows
 
@@ -196,7 +195,7 @@ def _select(
     able = [row for row in rows if serves(row)]
     if not able:
         sizes = ", ".join(f"{name} {size}" for name, size in zip(KERNELS[kernel].shape, shape, strict=True))
-        raise ValueError(
+        raise UserError(
             f"no row of {nearest(platform)}'s tuning table serves {kernel} in {dtype} at {sizes} on {platform.arch}"
             f"{f' ({limit} bytes of shared memory)' if limit else ''}: run `llmtrain bench tune` there, or use another backend"
         )
@@ -210,11 +209,11 @@ def _version(arch: str) -> tuple[int, ...]:
     try:
         return (int(digits[:-last]), *(int(digit, 16) for digit in digits[-last:]))
     except ValueError:
-        raise ValueError(f"'{arch}' is no architecture that has a tuning table; use reference") from None
+        raise UserError(f"'{arch}' is no architecture that has a tuning table; use reference") from None
 
 
 def read(file: Path, arch: str, own: bool = False) -> Table:
-    """Raises ValueError that names the file, the row and what is wrong with it."""
+    """Raises UserError that names the file, the row and what is wrong with it."""
     from llmtrain.kernels.tuning_files import load
 
     return load(file, arch, own)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.tuning import KERNELS, Row, Table
 
 _HEADER = {"arch": str, "l2_budget": int, "rows": list}
@@ -25,7 +26,7 @@ COMPILED_ONLY = "compiled only"
 def load(file: Path, arch: str, own: bool = False) -> Table:
     """The table in `file`. own: a user's; it needs no l2_budget.
 
-    Raises ValueError with the file, the row and what is wrong with it.
+    Raises UserError with the file, the row and what is wrong with it.
     """
     import yaml
 
@@ -33,23 +34,23 @@ def load(file: Path, arch: str, own: bool = False) -> Table:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the tuning table {file}: {error}") from None
+        raise UserError(f"cannot read the tuning table {file}: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: a tuning table has the keys {', '.join(_HEADER)}")
+        raise UserError(f"{file}: a tuning table has the keys {', '.join(_HEADER)}")
     header: dict[str, Any] = {"l2_budget": 1} | content if own else content
     for name in header.keys() - _HEADER.keys():
-        raise ValueError(f"{file}: unknown key '{name}'; a tuning table has {', '.join(_HEADER)}")
+        raise UserError(f"{file}: unknown key '{name}'; a tuning table has {', '.join(_HEADER)}")
     for name, kind in _HEADER.items():
         if not isinstance(header.get(name), kind):
-            raise ValueError(f"{file}: '{name}' must be a {kind.__name__}, not {header.get(name)!r}")
+            raise UserError(f"{file}: '{name}' must be a {kind.__name__}, not {header.get(name)!r}")
     if header["arch"] != arch:
-        raise ValueError(f"{file} holds rows for {header['arch']}, but this machine is {arch}; name another file")
+        raise UserError(f"{file} holds rows for {header['arch']}, but this machine is {arch}; name another file")
     rows: dict[tuple[Any, ...], Row] = {}
     for number, fields in enumerate(header["rows"], 1):
         where = f"{file}: row {number}"
         row = _row(fields, where, own)
         if row.key in rows:
-            raise ValueError(f"{where}: a second row for {row.label}")
+            raise UserError(f"{where}: a second row for {row.label}")
         rows[row.key] = row
     return Table(arch, header["l2_budget"], tuple(rows.values()))
 
@@ -112,22 +113,22 @@ def encode(launch: Any) -> dict[str, Any]:
 
 
 def decode(kind: type, fields: Any, where: str) -> Any:
-    """The dataclass `kind` from plain data. Raises ValueError for unknown, missing and mistyped fields."""
+    """The dataclass `kind` from plain data. Raises UserError for unknown, missing and mistyped fields."""
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{where}: expected the fields of a {kind.__name__}, not {fields!r}")
+        raise UserError(f"{where}: expected the fields of a {kind.__name__}, not {fields!r}")
     known, hints = {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
     for name in fields.keys() - known.keys():
-        raise ValueError(f"{where}: {kind.__name__} has no '{name}'; it has {', '.join(known)}")
+        raise UserError(f"{where}: {kind.__name__} has no '{name}'; it has {', '.join(known)}")
     made = {}
     for name, field in known.items():
         if name in fields:
             made[name] = _value(hints[name], fields[name], f"{where}: {name}")
         elif field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}: '{name}' is missing")
+            raise UserError(f"{where}: '{name}' is missing")
     try:
         return kind(**made)
     except AssertionError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -139,42 +140,42 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return decode(typing.cast(type, option), value, where)
     if typing.get_origin(option) is dict:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where} must be a mapping, not {value!r}")
+            raise UserError(f"{where} must be a mapping, not {value!r}")
         inner = typing.get_args(option)[1]
         return {str(name): _value(inner, each, f"{where}.{name}") for name, each in value.items()}
     if typing.get_origin(option) is typing.Literal:
         if value not in typing.get_args(option):
-            raise ValueError(f"{where} must be one of {', '.join(typing.get_args(option))}, not {value!r}")
+            raise UserError(f"{where} must be one of {', '.join(typing.get_args(option))}, not {value!r}")
         return value
     if type(value) is not option or (type(value) is int and value <= 0):
-        raise ValueError(f"{where} must be a {'positive ' * (option is int)}{option.__name__}, not {value!r}")
+        raise UserError(f"{where} must be a {'positive ' * (option is int)}{option.__name__}, not {value!r}")
     return value
 
 
 def _row(fields: Any, where: str, own: bool) -> Row:
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected a mapping, not {fields!r}")
+        raise UserError(f"{where}: expected a mapping, not {fields!r}")
     for name in fields.keys() - _NEEDED - _OPTIONAL:
-        raise ValueError(f"{where}: unknown field '{name}'; a row has {', '.join(sorted(_NEEDED | _OPTIONAL))}")
+        raise UserError(f"{where}: unknown field '{name}'; a row has {', '.join(sorted(_NEEDED | _OPTIONAL))}")
     for name in sorted(_NEEDED - fields.keys()):
-        raise ValueError(f"{where}: '{name}' is missing")
+        raise UserError(f"{where}: '{name}' is missing")
     kernel = fields["kernel"]
     if kernel not in KERNELS:
-        raise ValueError(f"{where}: no kernel '{kernel}'; there is {', '.join(KERNELS)}")
+        raise UserError(f"{where}: no kernel '{kernel}'; there is {', '.join(KERNELS)}")
     where += f" ({kernel})"
     if fields["dtype"] not in _DTYPES:
-        raise ValueError(f"{where}: dtype must be one of {', '.join(_DTYPES)}, not {fields['dtype']!r}")
+        raise UserError(f"{where}: dtype must be one of {', '.join(_DTYPES)}, not {fields['dtype']!r}")
     names = KERNELS[kernel].shape
     shape = fields["shape"]
     if not isinstance(shape, dict) or set(shape) != set(names):
-        raise ValueError(f"{where}: shape must have {', '.join(names)}, not {shape!r}")
+        raise UserError(f"{where}: shape must have {', '.join(names)}, not {shape!r}")
     sizes = {"shared": fields["shared"], "seq_len": fields.get("seq_len", 1), **shape}
     for name, size in sizes.items():
         if type(size) is not int or size < 0 or (size == 0 and name != "shared"):
-            raise ValueError(f"{where}: {name} must be a positive integer, not {size!r}")
+            raise UserError(f"{where}: {name} must be a positive integer, not {size!r}")
     variant = fields.get("variant")
     if not isinstance(variant, str | None):
-        raise ValueError(f"{where}: variant must be a word, not {variant!r}")
+        raise UserError(f"{where}: variant must be a word, not {variant!r}")
     module, _, kind = KERNELS[kernel].launch.partition(":")
     launch = decode(getattr(importlib.import_module(module), kind), fields["launch"], f"{where}: launch")
     return Row(
@@ -197,9 +198,9 @@ def _provenance(value: Any, where: str) -> str | dict[str, Any]:
     rates = [name for name in _RATES if isinstance(measured, dict) and name in measured]
     if not isinstance(measured, dict) or measured.keys() != {*_MEASURED, *rates} or len(rates) != 1:
         wanted = f"{', '.join(_MEASURED)} and {' or '.join(_RATES)}"
-        raise ValueError(f"{where}: provenance must be '{COMPILED_ONLY}' or `measured:` with {wanted}, not {value!r}")
+        raise UserError(f"{where}: provenance must be '{COMPILED_ONLY}' or `measured:` with {wanted}, not {value!r}")
     for name in ("ms", rates[0]):
         if type(measured[name]) not in (int, float) or not measured[name] > 0:
-            raise ValueError(f"{where}: provenance: {name} must be a positive number, not {measured[name]!r}")
+            raise UserError(f"{where}: provenance: {name} must be a positive number, not {measured[name]!r}")
     # YAML reads a date, and a commit of digits alone, as something else than text.
     return {name: str(each) if _MEASURED.get(name) is str else each for name, each in measured.items()}

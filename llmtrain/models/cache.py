@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.errors import UserError
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.models.blocks import BlockContext
@@ -193,12 +194,12 @@ class CachedMamba2:
 class Cache:
     """The memory of every layer for `batch` rows of up to `capacity` tokens, padding included.
 
-    Raises ValueError when the model's learned positions end before that.
+    Raises UserError when the model's learned positions end before that.
     """
 
     def __init__(self, model: HybridLM, batch: int, capacity: int):
         if model.positions is not None and capacity > model.config.max_seq_len:
-            raise ValueError(
+            raise UserError(
                 f"{capacity} tokens asked for, but the model has learned positions for model.max_seq_len = "
                 f"{model.config.max_seq_len}; shorten the prompt or ask for fewer new tokens"
             )
@@ -238,9 +239,9 @@ class Cache:
         return copied
 
     def begin(self, seq_len: int, padding: Tensor | None) -> Span:
-        """The next seq_len tokens. padding: [batch], of the first span only. Raises ValueError when they do not fit."""
+        """The next seq_len tokens. padding: [batch], of the first span only. Raises UserError when they do not fit."""
         if self.length + seq_len > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens; {self.length} + {seq_len} do not fit")
+            raise UserError(f"the cache holds {self.capacity} tokens; {self.length} + {seq_len} do not fit")
         if padding is not None:
             assert self.length == 0, "only the first tokens can be padded"
             self.first.copy_(padding)

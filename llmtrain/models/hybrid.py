@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import Tree
 from llmtrain.kernels.platform import Platform, detect
@@ -30,7 +31,7 @@ class HybridLM(nn.Module):
     platform: where it will run, which picks the kernels; default: this process's GPU, or its CPU.
     dtype: of activations in the kernels; default: bf16 on a GPU, fp32 on a CPU.
     documents: batches may come with document_ids, which not every kernel takes.
-    Raises ValueError when a named backend cannot serve its block here. Memory is allocated, not initialised.
+    Raises UserError when a named backend cannot serve its block here. Memory is allocated, not initialised.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class HybridLM(nn.Module):
         tree: the tokens [1, T] are texts that begin alike (see `no_trees`). Then: the scores of `labels` [n], each of which
             follows a token that `scored` [n] says.
 
-        Raises ValueError for a sequence longer than the learned positions or the cache.
+        Raises UserError for a sequence longer than the learned positions or the cache.
         """
         assert document_ids is None or (self.documents and cache is None)
         if cache is not None:
@@ -100,7 +101,7 @@ class HybridLM(nn.Module):
         x = self.embed(input_ids)
         if self.positions is not None:
             if seq_len > self.config.max_seq_len:
-                raise ValueError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
+                raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
             x = x + self.positions(seq_len if document_ids is None else _places(document_ids))
         x = F.dropout(x, self.config.dropout, self.training)
         x = self._layers(x, self._contexts(self.blocks, seq_len, x.device, document_ids))

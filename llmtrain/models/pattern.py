@@ -13,11 +13,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmtrain.errors import UserError
+
 _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<count>[0-9]+)|(?P<sign>[()*+]))")
 MAX_LAYERS = 10_000
 
 
-class PatternError(ValueError):
+class PatternError(UserError):
     """The pattern cannot be read; the message says where."""
 
 

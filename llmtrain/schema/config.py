@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from llmtrain.config.base import Problem, Section, free
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
@@ -88,10 +89,10 @@ class Config(Section):
         return self.train.global_batch_size * self.data.seq_len
 
     def grad_accum(self, world_size: int) -> int:
-        """Microbatches per step and rank. Raises ValueError when the batch cannot be split so."""
+        """Microbatches per step and rank. Raises UserError if the batch cannot be split so."""
         per_rank, rest = divmod(self.train.global_batch_size, world_size)
         if rest or per_rank % self.train.microbatch_size:
-            raise ValueError(
+            raise UserError(
                 f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {world_size} ranks "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "
                 f"it must be a multiple of {world_size * self.train.microbatch_size}"

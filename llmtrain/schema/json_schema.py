@@ -15,7 +15,7 @@ _INTERPOLATION = {"$ref": "#/$defs/Interpolation"}
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of the whole YAML, from the same types that decode it.
 
-    Every scalar and list may also be a `${...}` interpolation, except the `type` that tells sections apart:
+    Every scalar and list may also be a `${...}` interpolation, except the `type` that distinguishes sections:
     editors complete it from the constants.
     """
     schema = Config.model_json_schema(mode="validation")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.config_type import check_config_type
 from llmtrain.config.decode import decode, problems_of_decoded
 from llmtrain.config.interpolation import resolve
-from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
 from llmtrain.models.specs import backend_problems
 from llmtrain.schema.config import Config
-from llmtrain.schema.differences import differences
 
-__all__ = ["ConfigError", "check_for_world", "differences", "load_config"]
+
+@dataclass(frozen=True)
+class Check:
+    """A further rule on a whole config. reads: the sections it needs; it is left out when one of them is wrong already."""
+
+    problems: Callable[[Config], Iterator[Problem]]
+    reads: tuple[str, ...] = ()
 
 
 def load_config(
@@ -25,15 +30,13 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     world_size: int | None = None,
-    check_data: bool = False,
-    fresh: bool = False,
+    checks: Sequence[Check] = (),
 ) -> Config:
     """Read and check a config.
 
-    overrides: `a.b=c`, applied in order; c is YAML and takes the place of what the file says.
+    overrides: `a.b=c`, applied in order; c is YAML and takes the place of the file's value.
     world_size: ranks of the run, where known; adds `check_for_world`.
-    check_data: look at the data folders and the run's too, and at the weights of init_from where the run will read them.
-    fresh: the run will not continue an earlier one in its folder.
+    checks: rules on more than the text, such as those of `llmtrain.commands.checks`.
 
     Raises ConfigError, which holds every problem and prints as the whole report.
     """
@@ -49,14 +52,9 @@ def load_config(
         problems += problems_of_decoded(_backend_problems(config, wrong))
         if world_size is not None:
             problems += problems_of_decoded(check_for_world(config, world_size))
-        if check_data and not any(path.startswith("data") for path in wrong):
-            problems += problems_of_decoded(_data_problems(config))
-        if check_data:
-            problems += problems_of_decoded(_folder_problems(config))
-        if check_data and not any(path.startswith("eval") for path in wrong):
-            problems += problems_of_decoded(_icl_problems(config))
-        if check_data and not any(path.startswith(("model", "init_from", "run_dir", "name")) for path in wrong):
-            problems += problems_of_decoded(_initial_problems(config, fresh))
+        for check in checks:
+            if not any(path.startswith(check.reads) for path in wrong):
+                problems += problems_of_decoded(check.problems(config))
     if problems or config is None:
         raise ConfigError(source.title, problems, source.origins)
     return config
@@ -92,36 +90,3 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
     model = config.model.model_copy(update={"blocks": sound})
     for problem in backend_problems(model, documents=config.data.mask_documents):
         yield Problem(f"model.{problem.path}", problem.found, problem.message)
-
-
-def _data_problems(config: Config) -> Iterator[Problem]:
-    from llmtrain.data.documents import check_documents
-    from llmtrain.data.shards import check_streams, check_vocabulary
-
-    problems = [*check_streams(config.data, config.train.global_batch_size)]
-    problems += check_vocabulary(config.data, config.model.vocab_size)
-    yield from problems or check_documents(config.data)
-
-
-def _folder_problems(config: Config) -> Iterator[Problem]:
-    """Problems that keep a run from writing to its folder."""
-    if reason := unwritable_reason(config.run_dir):
-        yield Problem("run_dir", config.run_dir, reason)
-
-
-def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
-    from llmtrain.checkpoint.initial import initial_problems
-
-    yield from initial_problems(config, fresh)
-
-
-def _icl_problems(config: Config) -> Iterator[Problem]:
-    """Problems of the eval YAML of eval.icl, as its own report."""
-    if config.eval.icl is None:
-        return
-    from llmtrain.eval.run_config import load_eval_run
-
-    try:
-        load_eval_run(config.eval.icl.file, needs_models=False)
-    except ValueError as error:
-        yield Problem("eval.icl.file", None, str(error))

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.checkpoint.remote.bucket import address_problem
+from llmtrain.config.addresses import address_problem
 from llmtrain.config.base import Duration, DurationField, PositiveInt, Problem, Section, free
 from llmtrain.models.config import LossConfig
+from llmtrain.schema.wandb import WandbConfig
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
@@ -190,19 +191,6 @@ class CheckpointConfig(Section):
             yield Problem("keep_every", str(self.keep_every), "has no effect with keep_last: null, which keeps all")
         if self.remote is not None and (problem := address_problem(self.remote)):
             yield Problem("remote", self.remote, problem)
-
-
-class WandbConfig(Section):
-    """Weights & Biases; runs offline, into the run's folder, when there is no API key."""
-
-    project: str = free("llmtrain")
-    """Project on Weights & Biases."""
-    entity: str | None = free(None)
-    """Team or user. Default: the user's own."""
-    group: str | None = free(None)
-    """Group of runs to show this one with."""
-    tags: list[str] = free(list)
-    """Labels of the run."""
 
 
 class LoggingConfig(Section):

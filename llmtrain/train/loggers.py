@@ -1,10 +1,9 @@
-"""Where metrics go: RUN/metrics.jsonl, the terminal, TensorBoard, wandb."""
+"""Destinations of metrics: RUN/metrics.jsonl, the terminal, TensorBoard, wandb."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,11 +15,13 @@ from composer.utils import dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
+from llmtrain.schema.wandb import go_offline_without_key
 
 
 class StepLogger(LoggerDestination):
-    """Gathers what Composer logs in pieces during a step, and writes it once, on rank 0, under the step's number."""
+    """Gathers what Composer logs in pieces during a step; rank 0 writes it once, under the step's number."""
 
     def __init__(self, interval: int = 1):
         self.interval = interval
@@ -104,8 +105,7 @@ class WandbLogger(StepLogger):
 
         options = self.config.logging.wandb
         assert options is not None
-        if not has_wandb_key():
-            os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` sends it later
+        go_offline_without_key()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             project=options.project,
@@ -125,11 +125,6 @@ class WandbLogger(StepLogger):
     def close(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             self.run.finish()
-
-
-def has_wandb_key() -> bool:
-    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    return bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
 
 
 def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
@@ -177,12 +172,12 @@ class ProgressLogger(LoggerDestination):
             self.progress.update(self.task, completed=step, text=self._text())
         elif step in (1, self.total) or time.perf_counter() - self.last_line >= self.between:
             self.last_line = time.perf_counter()
-            print(f"step {step}/{self.total}  {self._text()}  {self._time_left(step)}", flush=True)
+            run_log.info(f"step {step}/{self.total}  {self._text()}  {self._time_left(step)}")
 
     def eval_end(self, state: State, logger: Logger) -> None:
         loss = self.metrics.get("metrics/validation/cross_entropy")
         if loss is not None:
-            self._say(f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}")
+            self._write(f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.close(state, logger)
@@ -192,8 +187,8 @@ class ProgressLogger(LoggerDestination):
             self.progress.stop()
             self.progress = None
 
-    def _say(self, text: str) -> None:
-        self.progress.console.print(text) if self.progress else print(text, flush=True)
+    def _write(self, text: str) -> None:
+        self.progress.console.print(text) if self.progress else run_log.info(text)
 
     def _text(self) -> str:
         parts = []
@@ -214,7 +209,7 @@ class ProgressLogger(LoggerDestination):
 
 
 def build_loggers(config: Config, folder: Path, total_steps: int) -> list[LoggerDestination]:
-    """Every destination of this run. Only rank 0 shows progress; each destination itself knows which ranks write."""
+    """Return every destination of this run. Rank 0 alone shows progress, and writes the metrics of all."""
     loggers: list[LoggerDestination] = [JSONLLogger(folder / "metrics.jsonl", config.logging.interval)]
     if dist.get_global_rank() == 0:
         loggers.append(ProgressLogger(total_steps, config.logging.progress_bar))

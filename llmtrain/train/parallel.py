@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from llmtrain.distributed.world import World
+from llmtrain.errors import UserError
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import ActivationCheckpointing, Sharding, TrainConfig
 from llmtrain.train.precision import fp32_modules, mixed_precision_policy
@@ -93,7 +94,7 @@ def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMes
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     size = config.shard_size or world.local_size
     if world.size % size:
-        raise ValueError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
+        raise UserError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
     return init_device_mesh(device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 

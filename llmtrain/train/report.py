@@ -1,4 +1,4 @@
-"""What a finished run shows: the loss, what it is worth in bits per byte, a picture, a sample, and what to do next."""
+"""The report of a finished run: loss, bits per byte beside simple baselines, a plot, a sample, and what to run next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLE_TOKENS = 64
 
 
 def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[str], seconds: float) -> None:
-    """Prints the end of a run. Every rank calls this: sampling from a sharded model takes all of them."""
+    """Print the report. Every rank calls this: sampling from a sharded model takes all of them."""
     completion = _complete(config, outcome)
     if dist.get_global_rank() != 0:
         return
@@ -55,7 +55,7 @@ def _print_quality(config: Config, outcome: Outcome) -> None:
 
 
 def plot_loss(folder: Path) -> Path | None:
-    """Draws RUN/loss.png from RUN/metrics.jsonl: training and validation loss over steps. None if nothing was logged."""
+    """Draw RUN/loss.png from RUN/metrics.jsonl: training and validation loss over steps. None if nothing was logged."""
     log = folder / "metrics.jsonl"
     if not log.exists():
         return None

@@ -1,4 +1,4 @@
-"""A config becomes a trained model: read top to bottom."""
+"""From a config to a trained model; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
+from llmtrain.logs import run_log
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -37,15 +38,15 @@ from llmtrain.train.optim import LearningRate, build_optimizer
 from llmtrain.train.parallel import parallelize
 from llmtrain.train.precision import compute_dtype
 from llmtrain.train.preemption import Preemption
-from llmtrain.train.resume import refuse_another_meaning
+from llmtrain.train.resume import require_same_run
 from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.uploads import Uploads
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training left behind. validation_loss: nats per token; None without validation data, as is bits_per_byte.
-    uploads: to be finished when nothing else is left to do."""
+    """The result of training. validation_loss: nats per token; None without validation data, as is bits_per_byte.
+    uploads: still in the background; call its `finish` last."""
 
     folder: Path
     step: int
@@ -57,10 +58,10 @@ class Outcome:
 
 
 def train(config: Config, verified: str | None = None) -> Outcome:
-    """Trains, or continues the run in `config.run_dir`. Every rank calls this.
+    """Train, or continue the run in `config.run_dir`. Every rank calls this.
 
-    verified: save_id of a checkpoint there whose hashes have been compared already.
-    Raises ValueError when the folder holds a run whose config means something else, or is not one for all nodes; SaveError
+    verified: save_id of a checkpoint there whose hashes were verified already.
+    Raises UserError when the folder holds a run whose config means something else, or is not one for all nodes; SaveError
     when the last checkpoint could not be written; Preempted when SIGTERM ended the run early, with a checkpoint.
     """
     folder = Path(config.run_dir)
@@ -69,7 +70,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     torch.use_deterministic_algorithms(config.train.deterministic)
     checkpoint = config.checkpoint
     require_shared(folder, world)
-    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=say, verified=verified)
+    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=run_log.warning, verified=verified)
 
     with torch.device("meta"):
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
@@ -81,14 +82,15 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         config.data, global_batch_size=config.train.global_batch_size, vocab_size=config.model.vocab_size
     )
     if resumed:
-        # The worker asked before, but remote data is known only now.
-        refuse_another_meaning(config, resumed.folder, resumed.manifest)
-        store.load(resumed.folder, model, optimizer, manifest=resumed.manifest, verify=False)  # it has been
+        # The worker compared before, but the index of remote data is here only now.
+        require_same_run(config, resumed.folder, resumed.manifest)
+        store.load(resumed.folder, model, optimizer, manifest=resumed.manifest, verify=False)  # `newest` did
     elif config.init_from:
         if not config.init_from.is_whole:
             model.init_weights(config.seed)  # for what is not loaded
         initial = initial_checkpoint(config)
-        say(load_part(*initial, model, optimizer, config.init_from, verify=checkpoint.verify).summary())
+        loaded = load_part(*initial, model, optimizer, config.init_from, verify=checkpoint.verify)
+        run_log.info(loaded.summary())
     else:
         model.init_weights(config.seed)
 
@@ -109,7 +111,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         keep=keep,
         background=checkpoint.background,
         group=gloo_group(),
-        warn=say,
+        warn=run_log.warning,
     )
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, keep, world, preemption)
@@ -146,12 +148,12 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     )
     if resumed:
         continue_from(trainer.state, resumed.manifest.clock, resumed.manifest.data)
-        say(f"resumed from {resumed.folder} (step {resumed.manifest.step} of {total_steps})")
+        run_log.info(f"resumed from {resumed.folder} (step {resumed.manifest.step} of {total_steps})")
     with uploads, saver, preemption, contextlib.closing(trainer):
         if trainer.state.timestamp.batch.value < total_steps:
             trainer.fit()
         elif trainer.state.evaluators:
-            trainer.eval()  # complete already: say how good it is
+            trainer.eval()  # complete already: report its validation loss
     clock = trainer.state.timestamp
     return Outcome(
         folder,
@@ -165,7 +167,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
 
 
 def in_context(config: Config, model: HybridLM, world: World, length: dict[str, Any]) -> list[Callback]:
-    """The callback of eval.icl, if there is one. length: of the run, as Duration.steps takes it."""
+    """The callback of eval.icl, if there is one. length: the run's, as arguments of Duration.steps."""
     icl = config.eval.icl
     if icl is None:
         return []
@@ -198,7 +200,7 @@ def evaluators(config: Config) -> list[Evaluator]:
 
 
 def data_position(state: State, config: Config) -> dict[str, Any]:
-    """Where the run stands in its data: read at a step boundary, so nothing prefetched is counted."""
+    """The position of a run in its data, at a step boundary: samples that were prefetched do not count."""
     dataset = state._dataset_of(state.train_dataloader)
     assert isinstance(dataset, TokenDataset)
     seen = state.timestamp.sample_in_epoch.value
@@ -206,11 +208,6 @@ def data_position(state: State, config: Config) -> dict[str, Any]:
 
 
 def continue_from(state: State, clock: dict[str, Any], data: dict[str, Any]) -> None:
-    """Puts Composer's clock and the dataset where the checkpoint was taken."""
+    """Set Composer's clock and the dataset to where the checkpoint was taken."""
     state.timestamp.load_state_dict(clock)
     state._load_dataset_state({"train": data["position"]})
-
-
-def say(text: str) -> None:
-    if dist.get_global_rank() == 0:
-        print(text, flush=True)

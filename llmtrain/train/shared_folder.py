@@ -1,4 +1,4 @@
-"""A run's folder must be one for all its nodes: each rank writes and reads its part of a checkpoint there."""
+"""A check that all nodes see one folder of the run: each rank writes and reads its part of a checkpoint there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = 30.0
 
 
 def require_shared(root: Path, world: World, seconds: float = _SECONDS) -> None:
-    """Called by every rank, before anything is built. Raises CheckpointError, on all, when a node has another disk at `root`."""
+    """Raise CheckpointError, on all ranks, if `root` is another disk on some node. Every rank calls this, first of all."""
     if world.size == world.local_size:
         return
     names = [f".rank0-{uuid.uuid4().hex}"]

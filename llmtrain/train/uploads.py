@@ -1,4 +1,4 @@
-"""Uploading beside training: which rank does it, and when it is waited for."""
+"""The uploads of a training run: done by rank 0, and waited for at its end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from llmtrain.checkpoint.remote.bucket import open_bucket
 from llmtrain.checkpoint.remote.uploader import Uploader
 from llmtrain.checkpoint.rotation import Keep
 from llmtrain.distributed.world import World
-from llmtrain.train.preemption import Preempted, Preemption
+from llmtrain.errors import Preempted
+from llmtrain.train.preemption import Preemption
 
 
 class Uploads:
-    """Rank 0 brings the run's checkpoints to `checkpoint.remote`, if there is one. Made by every rank; never fails training.
+    """Upload of the run's checkpoints to `checkpoint.remote`, if there is one, by rank 0. Never fails training.
 
-    As a context manager it ends early with an exception: with Preempted when the time to save is over, with others at
-    once. After the block call `finish`, once nobody waits for this rank any more.
+    Every rank makes one, and uses it as a context manager: an exception ends the upload, at once or, for Preempted, at the
+    end of the time limit. After the block call `finish`, once no other rank waits for this one.
     """
 
     def __init__(self, address: str | None, root: Path, keep: Keep, world: World, preemption: Preemption):
@@ -23,7 +24,7 @@ class Uploads:
         self._uploader = Uploader(open_bucket(address), root, keep) if address and world.is_main else None
 
     def finish(self) -> None:
-        """Waits until everything has arrived, or has failed once more, which is told."""
+        """Wait until everything is uploaded, or has failed once more, which is logged."""
         self._close(None)
 
     def __enter__(self) -> Uploads:

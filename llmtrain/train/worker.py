@@ -1,83 +1,66 @@
-"""One rank, from the command line to its exit status, with one readable error for the whole run."""
+"""One rank, from the config to its exit status, with one error message for the whole run."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llmtrain.distributed.world import World, launch_id, world_from_environment
+from llmtrain.distributed.world import World, exit_status_of_rank, launch_id, world_from_environment
+from llmtrain.errors import Preempted, UserError, is_expected, print_error
+from llmtrain.logs import copied_to, run_log
 from llmtrain.schema.config import Config
-from llmtrain.schema.load import load_config
-from llmtrain.train.resume import bring_initial_weights, bring_newest_checkpoint, check_resumption, refuse_used_remote
+from llmtrain.train.resume import (
+    check_resumption,
+    download_initial_weights,
+    download_newest_checkpoint,
+    refuse_used_remote,
+)
 
 _SECONDS_FOR_THE_LAUNCHER = 3.0
-_SECONDS_FOR_THE_RANK_THAT_SPEAKS = 30.0
+_SECONDS_FOR_THE_REPORTING_RANK = 30.0
 
 
-def run_rank(args: argparse.Namespace) -> int:
-    """Prepares the data, trains, and (on rank 0) reports. Returns the exit status; never raises."""
+def run_rank(load: Callable[[int], Config], file: str, overrides: Sequence[str], fresh: bool) -> int:
+    """Prepare the data, train, and report the result (rank 0). Returns the exit status, or ends a rank of several.
+
+    load: reads and checks the config for so many ranks. file, overrides: as the user gave them, for the report.
+    """
     world = world_from_environment()
-    folder = None
-    try:
-        config = load_config(args.file, args.overrides, world_size=world.size, check_data=True, fresh=args.fresh)
+    folder: Path | None = None
+
+    def run() -> int:
+        nonlocal folder
+        config = load(world.size)
         folder = Path(config.run_dir)
-        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if args.fresh and first_start:
-            refuse_used_remote(config)
-        verified = None
-        if not args.fresh:
-            verified = bring_newest_checkpoint(
-                config, launch_id() if world.size > 1 else None, progress=sys.stderr.isatty()
-            )
-            check_resumption(config)
-        bring_initial_weights(config, args.fresh)
-        _refuse_missing_gpus(world)
-        _prepare_data(config, world)
-        if args.fresh and world.is_main and first_start:
-            set_aside(folder)  # the other ranks look for a checkpoint only once this one has joined them
-        return _train(config, args, verified)
-    except KeyboardInterrupt:
-        return _leave(130)
-    except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends what waits below
-        if type(error).__name__ == "Preempted":
-            if world.is_main:
-                print(error, file=sys.stderr, flush=True)
-            return _leave(128 + signal.SIGTERM)
-        if isinstance(error, ValueError) and _raised_by_us(error):
-            if _speaks(folder, world):
-                print(error, file=sys.stderr, flush=True)
-            # A disk that is full is no mistake in the config.
-            return _leave(1 if type(error).__name__ == "SaveError" else 2)
-        if _lost_a_peer(error):
-            time.sleep(_SECONDS_FOR_THE_LAUNCHER)
-        if _speaks(folder, world):
-            where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
-            trace = _write_trace(folder, world, error)
-            print(f"\n{where}: {type(error).__name__}: {error}", file=sys.stderr)
-            print(f"full traceback: {trace}" if trace else traceback.format_exc(), file=sys.stderr, flush=True)
-        return _leave(1)
+        verified = _prepare(config, world, fresh)
+        with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
+            return _train(config, verified, file, overrides)
+
+    return exit_status_of_rank(run, lambda error: _report(error, folder, world))
 
 
-def _train(config: Config, args: argparse.Namespace, verified: str | None) -> int:
-    if not os.environ.get("LLMTRAIN_VERBOSE"):
-        from llmtrain.train.composer_fixes import quiet
-
-        quiet()
-    from llmtrain.train.report import report
-    from llmtrain.train.run import train
-
-    began = time.perf_counter()
-    outcome = train(config, verified)
-    report(config, outcome, file=args.file, overrides=args.overrides, seconds=time.perf_counter() - began)
-    outcome.uploads.finish()
-    return 0
+def _prepare(config: Config, world: World, fresh: bool) -> str | None:
+    """Everything that comes before the process group. Returns save_id of a checkpoint here that is verified already."""
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if fresh and first_start:
+        refuse_used_remote(config)
+    verified = None
+    if not fresh:
+        launch = launch_id() if world.size > 1 else None
+        verified = download_newest_checkpoint(config, launch, progress=sys.stderr.isatty())
+        check_resumption(config)
+    download_initial_weights(config, fresh)
+    _refuse_missing_gpus(world)
+    _prepare_data(config, world)
+    if fresh and world.is_main and first_start:
+        set_aside(Path(config.run_dir))  # the other ranks look for a checkpoint only once this one has joined them
+    return verified
 
 
 def _refuse_missing_gpus(world: World) -> None:
@@ -85,7 +68,7 @@ def _refuse_missing_gpus(world: World) -> None:
 
     available = torch.cuda.device_count()
     if available and world.local_size > available:
-        raise ValueError(
+        raise UserError(
             f"{world.local_size} processes on this machine, but it has {available} GPU(s); use --nproc {available}"
         )
 
@@ -94,34 +77,62 @@ def _prepare_data(config: Config, world: World) -> None:
     if config.data.prepare is not None:
         from llmtrain.data.prepare import prepare
 
-        # Every rank asks; the first to take the lock works, the others wait and find the shards.
+        # Every rank calls this; the first to take the lock works, the others wait and find the shards.
         prepared = prepare(config.data.prepare, progress=world.local_rank == 0)
-        if world.is_main:
-            print(prepared.summary(), flush=True)
+        run_log.info(prepared.summary())
 
 
 def set_aside(folder: Path) -> None:
-    """Moves an earlier run's files away rather than delete them. Nothing is lost."""
+    """Rename the folder of an earlier run, rather than delete it."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
         folder.rename(aside)
-        print(f"--fresh: the earlier run is now in {aside}", flush=True)
+        run_log.info(f"--fresh: the earlier run is now in {aside}")
 
 
-def _speaks(folder: Path | None, world: World) -> bool:
-    """Whether this rank tells the story. One that does not waits to be stopped: were it the first to leave, the launcher
-    would stop the rank that speaks, perhaps before its first word."""
-    first = _first_to_fail(folder, world)
-    if not first:
-        time.sleep(_SECONDS_FOR_THE_RANK_THAT_SPEAKS)
-    return first
+def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
+    from llmtrain.train.silence_warnings import silence_warnings
+
+    silence_warnings()
+    from llmtrain.train.report import report
+    from llmtrain.train.run import train
+
+    began = time.perf_counter()
+    outcome = train(config, verified)
+    report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
+    outcome.uploads.finish()
+    return 0
 
 
-def _first_to_fail(folder: Path | None, world: World) -> bool:
-    """True for one rank of the run: the first that fails tells the story, the others only fail with it."""
+def _report(error: BaseException, folder: Path | None, world: World) -> None:
+    """Print an error of this rank, unless another rank reports it. The traceback of a fault goes to RUN/errors."""
+    if isinstance(error, KeyboardInterrupt):
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends what waits below
+    if isinstance(error, Preempted):  # every rank raises it, at the same step
+        if world.is_main:
+            print_error(error)
+        return
+    if not is_expected(error) and _lost_a_peer(error):
+        time.sleep(_SECONDS_FOR_THE_LAUNCHER)
+    if not _is_first_to_fail(folder, world):
+        # Were this rank to end first, the launcher would stop the one that reports, perhaps before it has.
+        time.sleep(_SECONDS_FOR_THE_REPORTING_RANK)
+        return
+    if is_expected(error):
+        print_error(error)
+        return
+    where = f"rank {world.rank} of {world.size} failed" if world.size > 1 else "training failed"
+    trace = _write_trace(folder, world, error)
+    print(f"\n{where}: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"full traceback: {trace}" if trace else traceback.format_exc(), file=sys.stderr, flush=True)
+
+
+def _is_first_to_fail(folder: Path | None, world: World) -> bool:
+    """True for one rank of the run: the others fail because it did, or with it."""
     if world.size == 1:
         return True
-    if folder is None:  # the config could not be read: all ranks fail alike
+    if folder is None:  # the config could not be read, by any rank
         return world.is_main
     marker = folder / "errors" / f"first-{launch_id()}"
     try:
@@ -130,20 +141,16 @@ def _first_to_fail(folder: Path | None, world: World) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        return True  # a full or read-only disk must not silence the error
+        return True  # a full or read-only disk must not hide the error
     return True
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """A collective that failed because another rank is gone. That rank, or the launcher that missed it, tells why: this
-    one speaks only if it is not stopped meanwhile."""
-    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "/gloo/transport/" in str(error)
+    """True for a collective that failed because another rank is gone. That rank, or the launcher, reports the cause; this
+    rank does so only if it is not stopped meanwhile."""
+    from torch.distributed import DistBackendError, DistNetworkError
 
-
-def _raised_by_us(error: BaseException) -> bool:
-    """A ValueError of this package is addressed to the user and is the whole story; a library's is a failure to look into."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(frame.filename).is_relative_to(Path(__file__).parents[1])
+    return isinstance(error, (DistBackendError, DistNetworkError)) or "/gloo/transport/" in str(error)
 
 
 def _write_trace(folder: Path | None, world: World, error: BaseException) -> Path | None:
@@ -155,12 +162,3 @@ def _write_trace(folder: Path | None, world: World, error: BaseException) -> Pat
         path.write_text("".join(traceback.format_exception(error)))
         return path
     return None
-
-
-def _leave(status: int) -> int:
-    """In a group of ranks, ends at once: a normal exit would wait for collectives that will never complete."""
-    if world_from_environment().size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status

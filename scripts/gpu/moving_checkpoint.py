@@ -2,12 +2,12 @@
 
     python scripts/gpu/moving_checkpoint.py OUT [--part prepare,whole,moving,report] [a.b=c …]
 
-Trains yamls/bench/moving-25m.yaml twice: `whole` on all the GPUs that `--whole` says, `moving` in legs, each a start of its own
+Trains yamls/bench/moving-25m.yaml twice: `whole` on the GPUs of `--whole`, `moving` in legs, each a start of its own
 that continues from the checkpoint of the one before. Then draws OUT/moving.png (both losses, and their difference), writes
 OUT/moving.json, and prints the largest difference and whether every step saw the same samples.
 
 Each part goes on where it was cut short, so the parts may run in several calls, or all in one. SIGTERM, as `timeout` sends
-it, or a leg that fails ends the training early; what there is by then is reported all the same. Exit status 0 says that both
+it, or a leg that fails ends the training early; what there is by then is reported all the same. Exit status 0: both
 runs are whole and saw the same samples. A leg is written
 `2a` (2 GPUs, kernel set a), `1b` or `cpu` (reference kernels); `--legs` is repeated to the
 end. Without GPUs every leg runs on CPU processes, which is good for a try: add model.d_model=64 and the like.
@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from llmtrain.bench.entry import end_with
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.distributed.launch import launch
+from llmtrain.errors import Preempted, RunError, UserError, exit_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -39,8 +39,8 @@ BLOCKS = {"attention": "a", "ssd": "m"}
 """Block of the YAML with the backend of each operation."""
 
 
-class Ended(Exception):
-    """Training stops here, for a reason that the text says."""
+class Ended(RunError):
+    """Training ended early; the message says why."""
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rank:
         return _rank(args)
-    config = _config(args, args.out / "whole")  # what is wrong with the overrides is said first
+    config = _config(args, args.out / "whole")  # errors in the overrides come first
     signal.signal(signal.SIGTERM, _terminated)
     status = 0
     try:
@@ -112,7 +112,7 @@ def _train(
     every = every or total
     interval = int(config.checkpoint.interval.value)
     if every % interval:
-        raise ValueError(f"--every {every}: must be a multiple of checkpoint.interval ({interval} steps)")
+        raise UserError(f"--every {every}: must be a multiple of checkpoint.interval ({interval} steps)")
     for number, leg in zip(range(-(-total // every)), itertools.cycle(legs), strict=False):
         stop = min((number + 1) * every, total)
         at = _step(run_dir)
@@ -157,9 +157,8 @@ def _rank(args: argparse.Namespace) -> int:
     from composer.loggers import Logger, LoggerDestination
     from composer.utils import dist
 
-    from llmtrain.train import composer_fixes
     from llmtrain.train import run as training
-    from llmtrain.train.preemption import STATUS, Preempted
+    from llmtrain.train.silence_warnings import silence_warnings
 
     class Interrupted(Exception):
         pass
@@ -176,14 +175,14 @@ def _rank(args: argparse.Namespace) -> int:
                 with (args.out / f"{run}-samples.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step + 1, "ids": ids}) + "\n")
 
-    composer_fixes.quiet()
+    silence_warnings()
     build, status = training.build_loggers, 0
     with patch.object(training, "build_loggers", lambda *a: [*build(*a), Recorder()]), contextlib.suppress(Interrupted):
         try:
             training.train(config)
         except Preempted as error:
             print(error)
-            status = STATUS
+            status = error.status
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -274,9 +273,9 @@ def _samples(file: Path) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         if found.setdefault(line["step"], line["ids"]) != line["ids"]:
-            raise ValueError(f"{file}: step {line['step']} saw other samples the second time")
+            raise UserError(f"{file}: step {line['step']} saw other samples the second time")
     return found
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

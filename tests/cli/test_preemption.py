@@ -34,7 +34,7 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
         assert living(project.folder) == []
     finally:
         stop(process, project.folder)
-    if launcher != "torchrun":  # which says that it was signalled
+    if launcher != "torchrun":  # which reports the signal
         assert process.returncode == 143
         assert "Traceback" not in text
     assert text.count("SIGTERM: saving after this step, within 120 s") == 1
@@ -51,8 +51,8 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
 
 
 @pytest.mark.slow
-def test_one_ranks_signal_is_every_ranks(project):
-    """A node of many is drained: the others are not told."""
+def test_a_signal_to_one_rank_reaches_all(project):
+    """A job manager that drains one node of many signals that node alone."""
     project.write(ENDLESS)
     process = project.start([*LLMTRAIN, "train", "--nproc", "2", "run.yaml"])
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.three_columns import Asked, as_markdown, compare, main
-from llmtrain.bench.entry import status_of
+from llmtrain.errors import exit_status
 from llmtrain.eval.scoring.request import Score, Scored
 from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
@@ -72,12 +72,12 @@ def test_the_columns_that_there_are_make_a_table(data):
 def test_what_cannot_be_compared_is_refused_before_training(data, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     common = ["no.yaml", "--data-dir", str(data), "--out", str(tmp_path)]
-    assert status_of(lambda: main([*common, "--tasks", "gsm8k"])) == 2
+    assert exit_status(lambda: main([*common, "--tasks", "gsm8k"])) == 2
     assert "only tasks of choices" in capsys.readouterr().err
-    assert status_of(lambda: main([*common, "--tasks", "copa"])) == 2
+    assert exit_status(lambda: main([*common, "--tasks", "copa"])) == 2
     assert "holds no file of copa" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    assert status_of(lambda: main(common)) == 2
+    assert exit_status(lambda: main(common)) == 2
     assert "holds an earlier run" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train.py")
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """A job for Ranks.run: `llmtrain ...` as one rank; (exit status, what it printed). Saves the import of Composer."""
+    """A job for Ranks.run: `llmtrain ...` as one rank; (exit status, output). Saves the import of Composer."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = main(arguments)
@@ -93,7 +93,7 @@ def test_what_is_free_may_change_and_the_run_goes_on(finished, tmp_path):
 
 
 def in_process(project: Project, monkeypatch, capsys, *arguments: str) -> tuple[int, str, float]:
-    """(exit status, what it said, seconds of this process: a busy machine must not count)."""
+    """(exit status, standard error, seconds of this process: a busy machine must not count)."""
     monkeypatch.chdir(project.folder)
     began = time.process_time()
     status = main(["train", "run.yaml", *arguments])
@@ -150,7 +150,7 @@ def test_fresh_starts_anew_and_keeps_the_old_run_aside(ranks, finished, tmp_path
     ],
 )
 def test_a_bad_config_starts_nothing(project, arguments, expected):
-    """In a process of its own, which must not even have imported torch's distributed part."""
+    """The command, in a process of its own, does not even import torch's distributed part."""
     program = (
         "import sys\nfrom llmtrain.cli import main\nstatus = main(sys.argv[1:])\n"
         "assert 'torch.distributed' not in sys.modules\nsys.exit(status)"
@@ -164,7 +164,7 @@ def test_a_bad_config_starts_nothing(project, arguments, expected):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.slow)])
-def test_a_bad_config_under_a_launcher_is_told_once(project, launcher):
+def test_a_bad_config_under_a_launcher_is_reported_once(project, launcher):
     status, text = project.run(*LAUNCHERS[launcher](), "run.yaml", "train.microbatch_siz=1")
     assert status != 0
     assert text.count("did you mean microbatch_size?") == 1
@@ -203,7 +203,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
         assert living(project.folder) == []
     finally:
         stop(process, project.folder)
-    # A save that the next one waited for is told too, on a busy machine.
+    # On a busy machine, a save that the next one waited for is reported too.
     *warnings, error = [line for line in text.splitlines() if not line.startswith(("step ", "checkpoint: "))]
     assert error == "rank 1 was killed by SIGKILL (the system may have run out of memory); the other ranks were stopped"
     complete = [int(name[5:13]) for name in project.checkpoints() if not name.endswith(".partial")]
@@ -218,7 +218,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
 
 
 @pytest.mark.parametrize("launcher", ["llmtrain", "torchrun", pytest.param("composer", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_tells_the_story_once(project, launcher):
+def test_a_rank_that_fails_is_reported_once(project, launcher):
     """A shard that turns out damaged on the way: what a user meets, without a hook in the code."""
     shards = project.folder / "shards"
     shutil.copytree(project.shards, shards)

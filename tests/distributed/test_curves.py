@@ -53,7 +53,7 @@ def test_ranks_and_microbatches_do_not_change_the_curve(ranks, shards, folder, o
 
 
 def test_another_seed_is_another_curve(ranks, shards, folder, one_batch):
-    """What the comparison above would see if anything went another way."""
+    """The comparison above tells this curve from the others."""
     [other] = ranks(1).run(train, tiny_config(shards, folder / "seed", {"seed": 4}))
     assert other.losses != pytest.approx(one_batch.losses, rel=1e-4, abs=0)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from llmtrain.commands.checks import load_runnable
 from llmtrain.config.report import ConfigError
 from llmtrain.eval.report.results import flat
 from llmtrain.eval.runner import evaluate
 from llmtrain.schema.config import Config
-from llmtrain.schema.load import load_config
 from tests.support.evaluation import Place
 from tests.support.runs import train
 from tests.support.tiny import tiny_config, tiny_settings
@@ -86,7 +86,7 @@ def test_a_gauntlet_and_a_sparse_log(ranks, shards, tmp_path, place):
     assert found[7]["icl/gauntlet/average"] == pytest.approx((accuracy - 0.25) / 0.75)
 
 
-def test_what_the_model_cannot_read_is_told_before_training_and_what_is_cut_in_it(ranks, shards, tmp_path, place):
+def test_what_the_model_cannot_read_is_reported_before_training_and_what_is_cut_in_it(ranks, shards, tmp_path, place):
     made = config(shards, tmp_path / "short", place, {"train.microbatch_size": 8}, max_length=2)
     with pytest.raises(Exception, match=r"jsonl:\d+: the model reads 2 tokens, and a continuation of"):
         ranks(1).run(train, made)
@@ -96,13 +96,13 @@ def test_what_the_model_cannot_read_is_told_before_training_and_what_is_cut_in_i
     assert any(name.endswith("/truncated") and value > 0 for name, value in logged(Path(made.run_dir))[7].items())
 
 
-def test_a_task_that_is_not_there_is_told_before_training(shards, tmp_path, place):
+def test_a_task_that_is_not_there_is_reported_before_training(shards, tmp_path, place):
     def report(**icl: Any) -> str:
         changes = {"eval.icl": icl}
         file = tmp_path / "run.yaml"
         file.write_text(json.dumps(tiny_settings(shards, tmp_path / "run", DROPOUT | changes)))
         with pytest.raises(ConfigError) as error:
-            load_config(file, check_data=True)
+            load_runnable(file)
         return str(error.value)
 
     eval_yaml = tmp_path / "eval.yaml"

@@ -175,9 +175,9 @@ def test_a_pickle_is_not_executed_wherever_it_is(ranks, config, root, tmp_path, 
         record: FileRecord = {"bytes": (folder / name).stat().st_size, "xxh3_128": manifests.hash_file(folder / name)}
         edit = before.files | {name: record}
         manifests.write(folder, replace(before, files=edit))
-    said = agreed(ranks(2).run(load, config, folder, True))
+    refusal = agreed(ranks(2).run(load, config, folder, True))
     found, _ = agreed(ranks(2).run(find, root, True))
-    assert (said is None) == (name == ".metadata") and found == f"step-0000000{3 if said is None else 2}"
+    assert (refusal is None) == (name == ".metadata") and found == f"step-0000000{3 if refusal is None else 2}"
     assert not marker.exists()
     # It would have been:
     if protocol == "pickle":
@@ -214,8 +214,8 @@ def test_nothing_in_it_names_a_machine(ranks, config, tmp_path):
         assert torch.equal(value, ones[1][1][name]) if torch.is_tensor(value) else value == ones[1][1][name]
     folder = tmp_path / "gpu" / "step-00000001"
     content = asdict(manifests.read(folder)) | {"config": {}}
-    told = json.dumps(content) + (folder / "index.json").read_text() + str(list(folder.iterdir()))
-    assert [word for word in WORDS if word in told.lower().replace(str(tmp_path).lower(), "")] == []
+    content_text = json.dumps(content) + (folder / "index.json").read_text() + str(list(folder.iterdir()))
+    assert [word for word in WORDS if word in content_text.lower().replace(str(tmp_path).lower(), "")] == []
 
 
 ROCM = {"torch": "2.11.0+rocm7.1", "mosaicml": "0.32.1", "triton-rocm": "3.6.0"}
@@ -233,7 +233,7 @@ def load_exactly(config: Config, folder: Path) -> tuple[bool, list[object]]:
 
 @pytest.mark.parametrize(("vendor", "size"), [(ROCM, 1), (CUDA, 2)], ids=["ROCm", "CUDA"])
 def test_metadata_of_another_vendor_round_trips(ranks, config, root, vendor, size):
-    """What other versions of torch and of AdamW would have left in it: versions, and values of kernels not here."""
+    """Values that other versions of torch and of AdamW leave in a checkpoint: versions, and settings of absent kernels."""
     folder = root / "step-00000003"
     before = manifests.read(folder)
     index = indexes.read(folder, before)
@@ -256,7 +256,7 @@ def load_another_model(config: Config, folder: Path) -> None:
     ("change", "message"),
     [({"model.layers": "m (s+m)*3"}, "Missing key"), ({"model.d_model": 64}, "Size mismatch")],
 )
-def test_tensors_that_do_not_fit_are_told_on_every_rank(ranks, shards, root, tmp_path, change, message):
+def test_tensors_that_do_not_fit_are_reported_on_every_rank(ranks, shards, root, tmp_path, change, message):
     with pytest.raises(RankFailed) as error:
         ranks(2).run(load_another_model, tiny_config(shards, tmp_path, change), root / "step-00000003")
     assert str(error.value).count(f"CheckpointError: {root}/step-00000003 cannot be loaded") == 2

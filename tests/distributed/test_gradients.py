@@ -110,7 +110,7 @@ def one_step(config: Config, compiled_by: str | None = None, labels: str = "all"
 
 
 def plain_step(config: Config, batch: dict[str, torch.Tensor]) -> Step:
-    """What should come out: the same weights, one batch, neither sharding nor accumulation."""
+    """Expected gradients: the same weights, one batch, neither sharding nor accumulation."""
     model = HybridLM(config.model, config.train.loss)
     model.init_weights(config.seed)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -206,7 +206,7 @@ class OpCounter(TorchDispatchMode):
 
 
 def executed_operators(config: Config) -> Counter[str]:
-    """How often each operator runs in one forward and backward pass."""
+    """Counts of each operator in one forward and backward pass."""
     model = HybridLM(config.model, config.train.loss)
     checkpoint_activations(model, config.train.activation_checkpointing)
     model.init_weights(config.seed)

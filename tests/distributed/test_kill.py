@@ -26,7 +26,7 @@ def test_kill_9_at_twenty_random_moments_loses_nothing_that_was_saved(tmp_path: 
         theirs.close()
         assert ours.poll(300)
         step, exact, warnings = ours.recv()
-        # One more than told: killed between the save and the word of it.
+        # One more than reported: killed between the save and its report.
         assert step in (saved, saved + 1) and exact and warnings == []
         saved = step
         for _ in range(moments.randrange(1, 4)):
@@ -34,7 +34,7 @@ def test_kill_9_at_twenty_random_moments_loses_nothing_that_was_saved(tmp_path: 
         time.sleep(moments.uniform(0, 0.04))
         process.kill()
         process.join()
-        while ours.poll():  # told before it died
+        while ours.poll():  # reported before it died
             try:
                 saved = ours.recv()
             except EOFError:

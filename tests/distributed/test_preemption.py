@@ -1,4 +1,4 @@
-"""What one rank notes of SIGTERM: agreement, the second signal, the time limit."""
+"""SIGTERM on one rank: its effect on all, the second signal, the time limit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import pytest
 import torch.distributed as dist
 
 from llmtrain.distributed.world import free_port, initialize, rank_environment
-from llmtrain.train.preemption import STATUS, Preemption
+from llmtrain.errors import Preempted
+from llmtrain.train.preemption import Preemption
 
 
-def step_until_agreed(signalled_rank: int, at: int) -> list[bool]:
+def take_steps(signalled_rank: int, at: int) -> list[bool]:
     with Preemption(60) as preemption:
         found = []
         for step in range(6):
             if step == at and dist.get_rank() == signalled_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-            found.append(preemption.agreed())
+            found.append(preemption.signalled())
     return found
 
 
 @pytest.mark.parametrize("signalled_rank", [0, 1])
-def test_ranks_agree_one_step_later(ranks, signalled_rank):
+def test_the_signal_takes_effect_on_all_ranks_one_step_later(ranks, signalled_rank):
     before = signal.getsignal(signal.SIGTERM)
-    assert ranks(2).run(step_until_agreed, signalled_rank, 2) == [[False, False, False, True, True, True]] * 2
+    assert ranks(2).run(take_steps, signalled_rank, 2) == [[False, False, False, True, True, True]] * 2
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -63,5 +64,5 @@ def test_it_ends_by_itself(tmp_path, grace_seconds, at):
         if process.is_alive():  # the last is for a process so slow that it noted the first late
             os.kill(process.pid, signal.SIGTERM)
     process.join(60)
-    assert process.exitcode == STATUS
+    assert process.exitcode == Preempted.status
     assert time.monotonic() - began >= min(grace_seconds, 2.0)

@@ -127,7 +127,7 @@ def slow_then_next(config: Config, root: Path) -> tuple[list[str], list[bool], b
     return session.warnings, kept, buffers[0] == buffers[1]
 
 
-def test_a_save_waits_for_the_one_before_and_says_so(ranks, config, tmp_path):
+def test_a_save_waits_for_the_one_before_and_reports_it(ranks, config, tmp_path):
     for warnings, kept, reused in ranks(2).run(slow_then_next, config, tmp_path):
         [warning] = warnings
         assert warning.startswith("checkpoint: step 2 waited ") and "for the save of step 1" in warning
@@ -170,7 +170,7 @@ def save_on_a_full_disk(config: Config, root: Path, background: bool, failing_ra
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_failed_save_is_told_and_training_goes_on(ranks, config, tmp_path, background, failing_rank):
+def test_a_failed_save_is_reported_and_training_goes_on(ranks, config, tmp_path, background, failing_rank):
     root = tmp_path / "root"
     for found in ranks(2).run(save_on_a_full_disk, config, root, background, failing_rank):
         [warning] = found["told"]
@@ -203,7 +203,7 @@ def lose_a_rank(config: Config, root: Path, answers: int) -> list[str]:
     return session.warnings
 
 
-def test_a_rank_lost_in_the_middle_of_a_save_is_told(ranks, config, tmp_path):
+def test_a_rank_lost_in_the_middle_of_a_save_is_reported(ranks, config, tmp_path):
     [[warning]] = ranks(1).run(lose_a_rank, config, tmp_path, 1)
     assert warning.startswith("WARNING: the checkpoint of step 1 was not saved") and "closed by peer" in warning
     assert manifests.folders(tmp_path) == []

@@ -23,7 +23,7 @@ def test_one_folder_for_all_nodes_is_fine(ranks, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_nodes_with_disks_of_their_own_are_told_on_every_rank(ranks, tmp_path):
+def test_nodes_with_disks_of_their_own_are_reported_on_every_rank(ranks, tmp_path):
     roots = [tmp_path / "one", tmp_path / "other"]
     with pytest.raises(RankFailed) as error:
         ranks(2).run(ask, roots)

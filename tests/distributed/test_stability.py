@@ -22,7 +22,7 @@ from tests.support.tiny import tiny_config
 
 @dataclass
 class Seen:
-    """What happened on one rank. ids: its sample ids by step; changed: whether a step changed weights or moments."""
+    """Record of one rank. ids: its sample ids by step; changed: True for a step that changed weights or moments."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     changed: dict[int, bool] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def test_stop_names_the_step_and_the_samples(ranks, config, size, bad_rank):
         assert rank.changed == {1: True, 2: True}
 
 
-def test_a_gradient_that_overflows_is_told_from_a_loss(ranks, config):
+def test_a_gradient_that_overflows_is_distinguished_from_a_loss(ranks, config):
     [seen] = ranks(1).run(train_with_nan, config(), [2], 0, "gradient")
     assert re.match(r"NonFiniteError: the gradient norm \((nan|inf)\) is not finite at step 2; sample ids", seen.error)
 

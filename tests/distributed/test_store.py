@@ -78,7 +78,7 @@ def save_with_a_full_disk(config: Config, root: Path, failing_rank: int, where: 
         pytest.param(0, "llmtrain.checkpoint.store.clear", id="folder"),
     ],
 )
-def test_a_failed_write_is_told_on_every_rank_and_leaves_the_earlier_checkpoint(
+def test_a_failed_write_is_reported_on_every_rank_and_leaves_the_earlier_checkpoint(
     ranks, config, tmp_path, failing_rank, where
 ):
     with pytest.raises(RankFailed) as error:

@@ -1,4 +1,4 @@
-"""How long the end of a run waits for its uploads."""
+"""The wait for uploads at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.checkpoint.remote.catalogue import stored
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.rotation import Keep
 from llmtrain.distributed.world import World
-from llmtrain.train.preemption import Preempted
+from llmtrain.errors import Preempted
 from llmtrain.train.uploads import Uploads
 from tests.support.stores import make_checkpoint
 
@@ -21,7 +21,7 @@ ALONE = World(0, 1, 0, 1)
 
 
 class Limit:
-    """In place of a Preemption."""
+    """A stand-in for Preemption."""
 
     def __init__(self, seconds_left: float):
         self.seconds_left = seconds_left

@@ -18,6 +18,7 @@ from llmtrain.bench.kernels import mamba_parts as around
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
+from llmtrain.errors import UserError
 from llmtrain.kernels import platform
 
 OPERATIONS = ("attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mixer")
@@ -25,15 +26,15 @@ SHARES = 8  # into which the compilation of an autotuned public kernel is cut
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for a request that makes no sense. 1 if one of our kernels failed."""
+    """Raises UserError for a request that makes no sense. 1 if one of our kernels failed."""
     began = time.perf_counter()
     here = platform.detect()
     tiny = here.vendor == "cpu"
     if args.draws < 1:
-        raise ValueError(f"--draws {args.draws}: at least one draw of the inputs is needed")
+        raise UserError(f"--draws {args.draws}: at least one draw of the inputs is needed")
     if args.peer_path is not None:
         if not args.peer_path.is_dir():
-            raise ValueError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
+            raise UserError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
         add_peers(args.peer_path)
     cells = chosen(args, tiny)
     if tiny:
@@ -93,7 +94,7 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
     wanted = args.only or list(OPERATIONS)
     for name in wanted:
         if name not in OPERATIONS:
-            raise ValueError(f"nothing to measure in '{name}'; there is {', '.join(OPERATIONS)}")
+            raise UserError(f"nothing to measure in '{name}'; there is {', '.join(OPERATIONS)}")
     chunks = (256,) if args.quick else (128, 256)
     every = {
         "attention": lambda: attention.cells(tiny),
@@ -109,7 +110,7 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
     found = [cell for cell in cells if lengths is None or cell.seq_len in lengths]
     found = [cell for cell in found if args.match is None or args.match in cell.label]
     if not found:
-        raise ValueError("no cell is left; there is:\n" + "\n".join(f"  {cell.label}" for cell in cells))
+        raise UserError("no cell is left; there is:\n" + "\n".join(f"  {cell.label}" for cell in cells))
     return found
 
 

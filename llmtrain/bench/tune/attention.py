@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
@@ -47,7 +48,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
-            raise ValueError(f"no attention variant '{self.variant}'; there is {', '.join(VARIANTS)}")
+            raise UserError(f"no attention variant '{self.variant}'; there is {', '.join(VARIANTS)}")
 
     @property
     def spec(self) -> AttentionSpec:
@@ -185,7 +186,7 @@ class Problem:
         spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.case.ids("cuda")
         bias = score_bias(spec, self.case.seq_len, torch.device("cuda"))[:group]
         if not self.case.causal:
-            raise ValueError("attention is checked with causality alone: tune `mixed`")
+            raise UserError("attention is checked with causality alone: tune `mixed`")
         if ids is not None:
             bias = bias.masked_fill(ids[-1][:, None] != ids[-1][None, :], float("-inf"))
         one = AttentionSpec(group, 1, spec.head_dim, spec.scale, softcap=spec.softcap, dtype="float64")

@@ -11,13 +11,14 @@ from llmtrain.bench.tune import search
 from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
+from llmtrain.errors import UserError
 from llmtrain.kernels import platform, tuning, tuning_files
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning import Row
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for a request that makes no sense, or where there is no GPU."""
+    """Raises UserError for a request that makes no sense, or where there is no GPU."""
     case = case_of(args)
     here = platform.detect()
     # Says what is wrong with the case before anything else, also where there is no GPU.
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     rehearsal = problem(args.operation, case, "meta", where)
     parts = chosen_parts(list(rehearsal.parts), args.kernels)
     if here.vendor == "cpu":
-        raise ValueError(
+        raise UserError(
             "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
         )
     began = time.perf_counter()
@@ -55,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def case_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the operation's Case takes. Raises ValueError for a --shape that is none."""
+    """What the operation's Case takes. Raises UserError for a --shape that is none."""
     case: dict[str, Any] = {"dtype": args.dtype}
     for word in args.shape:
         name, equals, size = word.partition("=")
         if not equals or not size.isdigit() or int(size) == 0:
-            raise ValueError(f"--shape takes NAME=SIZE, such as head_dim=128, not '{word}'")
+            raise UserError(f"--shape takes NAME=SIZE, such as head_dim=128, not '{word}'")
         case[name] = int(size)
     if args.seq_len is not None:
         case["seq_len"] = args.seq_len
@@ -70,12 +71,12 @@ def case_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_parts(parts: list[str], wanted: list[str] | None) -> list[str]:
-    """Of the parts (KERNEL or KERNEL/CHUNK) those that are wanted by name. Raises ValueError for a name that is none."""
+    """Of the parts (KERNEL or KERNEL/CHUNK) those that are wanted by name. Raises UserError for a name that is none."""
     if wanted is None:
         return parts
     for name in wanted:
         if not any(name in (part, part.split("/")[0]) for part in parts):
-            raise ValueError(f"no kernel '{name}'; there is {', '.join(dict.fromkeys(p.split('/')[0] for p in parts))}")
+            raise UserError(f"no kernel '{name}'; there is {', '.join(dict.fromkeys(p.split('/')[0] for p in parts))}")
     return [part for part in parts if part in wanted or part.split("/")[0] in wanted]
 
 
@@ -101,7 +102,7 @@ def write(args: argparse.Namespace, here: Platform, rows: list[Row]) -> Any:
     if args.into_package:
         arch = tuning.nearest(here)
         if arch != here.arch:
-            raise ValueError(
+            raise UserError(
                 f"there is no shipped table for {here.arch}; its rows come from {arch}'s: leave --into-package out"
             )
         file = tuning.FOLDER / f"{arch}.yaml"

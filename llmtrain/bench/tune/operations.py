@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 
 OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "norm", "rotary")
@@ -69,14 +70,14 @@ class Problem(Protocol):
 def problem(operation: str, case: dict[str, Any], device: str, where: Platform) -> Any:
     """The Problem of `operation` (or of a module, by its dotted name) that `case` describes.
 
-    Raises ValueError for an operation that is not there and for a case that makes no sense.
+    Raises UserError for an operation that is not there and for a case that makes no sense.
     """
     if operation not in OPERATIONS and "." not in operation:
-        raise ValueError(f"nothing to tune in '{operation}'; there is {', '.join(OPERATIONS)}")
+        raise UserError(f"nothing to tune in '{operation}'; there is {', '.join(OPERATIONS)}")
     module = importlib.import_module(operation if "." in operation else f"llmtrain.bench.tune.{operation}")
     known = module.Case.__dataclass_fields__
     for name in case.keys() - known.keys():
-        raise ValueError(f"{operation} has no '{name}'; its cases have {', '.join(known)}")
+        raise UserError(f"{operation} has no '{name}'; its cases have {', '.join(known)}")
     return module.Problem(module.Case(**case), device, where)
 
 

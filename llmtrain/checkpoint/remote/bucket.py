@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.config.addresses import address_problem
 
 
 class RemoteError(CheckpointError):
@@ -54,25 +54,6 @@ class Bucket(Protocol):
     def abandon(self, prefix: str) -> None:
         """Forgets what was sent of objects that were never completed."""
         ...
-
-
-def is_remote(address: str) -> bool:
-    """Whether an address has a scheme, as `s3://bucket/prefix` and `file:///path` do; anything else is a path here."""
-    return "://" in address
-
-
-def address_problem(address: str) -> str | None:
-    """What is wrong with an address of a store, as a sentence fragment; None if nothing is."""
-    scheme, separator, rest = address.partition("://")
-    if not separator and re.match(r"(s3|gs|file):", address):
-        return "must have two slashes behind the colon: s3://bucket/prefix"
-    if separator and scheme not in ("s3", "file"):
-        return "must be s3://bucket/prefix, file:///folder or a folder"
-    if scheme == "s3" and separator and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*/[^/].*", rest):
-        return "must name a bucket and a prefix: s3://bucket/prefix"
-    if scheme == "file" and separator and not rest.startswith("/"):
-        return "must be absolute: file:///folder"
-    return None if rest or not separator else "names no place"
 
 
 def open_bucket(address: str) -> Bucket:

@@ -16,6 +16,7 @@ from llmtrain.checkpoint.manifest import CheckpointError, FormatError, Manifest
 from llmtrain.checkpoint.remote.bucket import RemoteError, open_bucket
 from llmtrain.checkpoint.remote.catalogue import Stored, newest, stored
 from llmtrain.checkpoint.remote.download import download
+from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 
 _LOCK = ".remote.lock"
@@ -125,11 +126,7 @@ def local_copy(address: str) -> Path:
 
     Any number of processes may ask at a time. Raises CheckpointError.
     """
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    found = find(address, say)
+    found = find(address, say=log.info)
     manifest = found.require()
     cache = Path(os.environ.get("LLMTRAIN_CACHE", "~/.cache/llmtrain")).expanduser() / "checkpoints"
     # The save, too, is in the name: another one of the same step is another folder.
@@ -140,7 +137,7 @@ def local_copy(address: str) -> Path:
         try:
             manifests.read(folder)
         except CheckpointError:
-            say(f"downloading {found.url} ({found.nbytes / 1e6:,.1f} MB) to {folder}")
+            log.info(f"downloading {found.url} ({found.nbytes / 1e6:,.1f} MB) to {folder}")
             _download(found, root, progress=sys.stderr.isatty())
     return folder
 

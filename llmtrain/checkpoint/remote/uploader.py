@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +13,10 @@ from llmtrain.checkpoint.remote import catalogue
 from llmtrain.checkpoint.remote.bucket import Bucket
 from llmtrain.checkpoint.remote.upload import GoneError, upload
 from llmtrain.checkpoint.rotation import Keep, staying
+from llmtrain.logs import log
 
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS, _AGAIN_AT_MOST_SECONDS = 30.0, 900.0
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class Uploader:
@@ -39,7 +35,7 @@ class Uploader:
         root: Path,
         keep: Keep,
         *,
-        say: Callable[[str], None] = tell,
+        say: Callable[[str], None] = log.info,
         look_seconds: float = _LOOK_SECONDS,
         again_seconds: float = _AGAIN_SECONDS,
     ):

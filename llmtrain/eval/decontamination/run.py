@@ -16,13 +16,14 @@ from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, deconta
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import chosen_tasks, load_eval_run
+from llmtrain.logs import log
 
 _WHOLE = 0.8
 """Share of a document's n-grams from which the report calls it whole."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for a YAML, data or tokenizer that cannot be used."""
+    """Raises UserError for a YAML, data or tokenizer that cannot be used."""
     given = {name: getattr(args, name) for name in ("data_dir", "limit") if getattr(args, name) is not None}
     settings = load_eval_run(
         args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(args.tokenizer, sources)
     chosen = chosen_tasks(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
     wanted = {one.task.name: one.task for one in chosen}
-    print(f"reading the documents of {len(wanted)} tasks", file=sys.stderr, flush=True)
+    log.info(f"reading the documents of {len(wanted)} tasks")
     tasks = {name: task.documents(settings.limit).evaluated for name, task in wanted.items()}
     with _Bars(sources) as bars:
         samples = bars.watch(tokenizer, args.text_key)

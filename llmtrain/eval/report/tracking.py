@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmtrain.eval.report.results import Report, flat
-from llmtrain.schema.training import WandbConfig
+from llmtrain.schema.wandb import WandbConfig, go_offline_without_key
 
 
 def log_to_wandb(report: Report, options: WandbConfig, folder: Path, settings: Mapping[str, Any]) -> None:
     """One run of wandb per model, with a table of all; offline, into `folder`, when there is no API key."""
     import wandb
 
-    from llmtrain.train.loggers import has_wandb_key
-
-    if not has_wandb_key():
-        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` sends it later
+    go_offline_without_key()
     for model in report.models:
         run = wandb.init(
             project=options.project,

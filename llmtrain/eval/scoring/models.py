@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.checkpoint import lookup
-from llmtrain.checkpoint.remote.bucket import is_remote
+from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
 
@@ -38,7 +38,7 @@ def find_model(source: str, backend: Backend = "auto") -> Found:
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
         which a copy is made here), or a folder or hub name in Hugging Face format.
-    Raises ValueError when there is none, or the backend cannot read it."""
+    Raises UserError when there is none, or the backend cannot read it."""
     from llmtrain.models.hf.hf_checkpoint import find_hf_folder
 
     path = Path(source).expanduser()
@@ -98,7 +98,7 @@ def load_scorer(
 ) -> Scorer:
     """On this process's GPU, or its CPU. dtype: default bfloat16 on a GPU, float32 on a CPU.
 
-    Raises ValueError for weights that do not fit their config, for a max_length beyond learned positions, and for a
+    Raises UserError for weights that do not fit their config, for a max_length beyond learned positions, and for a
     tokenizer with more tokens than the model.
     """
     import torch

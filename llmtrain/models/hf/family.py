@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 
 # model_type in config.json -> the module of this folder for it.
 _FAMILIES = {name: f"llmtrain.models.hf.{name}" for name in ("mpt", "llama", "mamba2", "zamba2")}
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(UserError):
     """Features that the other side cannot express. Each reason names one, the value found, and what to set instead."""
 
     def __init__(self, *reasons: str):
@@ -76,7 +77,7 @@ class Weight:
         assert sum(part.size for part in self.parts) == math.prod(self.shape), self
 
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
-        """Concatenate published tensors, given by name. Raises ValueError for one that is absent or has another shape, and
+        """Concatenate published tensors, given by name. Raises UserError for one that is absent or has another shape, and
         for copies that differ."""
         found = [_read(part, published, self.ours).reshape(-1) for part in self.parts]
         return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
@@ -90,15 +91,15 @@ class Weight:
 def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
     present = [name for name in part.names if name in published]
     if not present:
-        raise ValueError(f"tensor {part.name} is missing (for our {ours})")
+        raise UserError(f"tensor {part.name} is missing (for our {ours})")
     first, *copies = present
     tensor = published[first]
     if tuple(tensor.shape) != part.shape:
-        raise ValueError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(part.shape)}")
+        raise UserError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(part.shape)}")
     for name in copies:
         if not torch.equal(published[name], tensor):
             hint = "; for an output layer of its own, set tie_word_embeddings: false there" if "lm_head" in name else ""
-            raise ValueError(f"tensors {first} and {name} differ, but are one and the same by config.json{hint}")
+            raise UserError(f"tensors {first} and {name} differ, but are one and the same by config.json{hint}")
     return tensor
 
 

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmtrain.errors import UserError
+
 _SAFETENSORS = "model.safetensors"
 _PICKLE = "pytorch_model.bin"
 _DTYPES = {
@@ -53,7 +55,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         for file, shard in shards.items():
             for name in shard.names():
                 if name in self._file_of:
-                    raise ValueError(f"tensor {name} is in two files: {self._file_of[name]} and {file}")
+                    raise UserError(f"tensor {name} is in two files: {self._file_of[name]} and {file}")
                 self._file_of[name] = file
 
     @property
@@ -68,7 +70,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._shards[self._file_of[name]].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor. Raises ValueError for one that torch does not have."""
+        """Stored dtype of a tensor. Raises UserError for one that torch does not have."""
         return self._shards[self._file_of[name]].dtype(name)
 
     def read(self, name: str) -> Tensor:
@@ -91,11 +93,11 @@ class HFCheckpoint(Mapping[str, Tensor]):
 def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
     """Open config.json and the headers of model*.safetensors, or of pytorch_model*.bin where there are none.
 
-    Raises ValueError that names the file that is missing or damaged, or the tensor that a shard should hold.
+    Raises UserError that names the file that is missing or damaged, or the tensor that a shard should hold.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
+        raise UserError(f"{folder} is not a folder")
     config = _read_json(folder / "config.json")
     for name, kind in ((_SAFETENSORS, _Safetensors), (_PICKLE, _Pickle)):
         index, single = folder / f"{name}.index.json", folder / name
@@ -103,34 +105,34 @@ def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
             return HFCheckpoint(folder, config, _open_indexed(index, kind))
         if single.is_file():
             return HFCheckpoint(folder, config, {single: kind(single)})
-    raise ValueError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
+    raise UserError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
 
 
 def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> dict[Path, _Shard]:
     promised = _read_json(index).get("weight_map")
     if not isinstance(promised, dict):
-        raise ValueError(f"{index} has no weight_map")
+        raise UserError(f"{index} has no weight_map")
     files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
-        raise ValueError(f"{index} names {len(absent)} shards that are missing: {', '.join(absent[:5])}")
+        raise UserError(f"{index} names {len(absent)} shards that are missing: {', '.join(absent[:5])}")
     shards: dict[Path, _Shard] = {file: kind(file) for file in files.values()}
     held = {file: set(shard.names()) for file, shard in shards.items()}
     for tensor, name in promised.items():
         if tensor not in held[files[name]]:
-            raise ValueError(f"{files[name]} does not hold tensor {tensor}, which {index.name} says it does")
+            raise UserError(f"{files[name]} does not hold tensor {tensor}, which {index.name} says it does")
     return shards
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(f"{file.parent} holds no {file.name}")
+        raise UserError(f"{file.parent} holds no {file.name}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise UserError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a JSON object")
+        raise UserError(f"{file} is not a JSON object")
     return content
 
 
@@ -140,7 +142,7 @@ class _Safetensors:
         try:
             self._open = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+            raise UserError(f"{file} is damaged or no safetensors file: {error}") from error
 
     def names(self) -> list[str]:
         return list(self._open.keys())
@@ -151,7 +153,7 @@ class _Safetensors:
     def dtype(self, name: str) -> torch.dtype:
         found = self._open.get_slice(name).get_dtype()
         if found not in _DTYPES:
-            raise ValueError(f"{self.file}: tensor {name} is stored as {found}, which cannot be read here")
+            raise UserError(f"{self.file}: tensor {name} is stored as {found}, which cannot be read here")
         return _DTYPES[found]
 
     def read(self, name: str) -> Tensor:
@@ -168,7 +170,7 @@ class _Pickle:
             mapped = zipfile.is_zipfile(file)
             content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # unpickling raises what it likes
-            raise ValueError(f"{file} is damaged or no file of tensors: {error}") from error
+            raise UserError(f"{file} is damaged or no file of tensors: {error}") from error
         self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}
 
     def names(self) -> list[str]:
@@ -187,16 +189,16 @@ class _Pickle:
 def find_hf_folder(name: str | os.PathLike[str]) -> Path:
     """Find a folder with config.json and weights: a local one, or a download from the Hugging Face hub.
 
-    Raises ValueError with the reason, and for the hub what to do without it.
+    Raises UserError with the reason, and for the hub what to do without it.
     """
     text = os.fspath(name)
     folder = Path(text).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise ValueError(f"{text} is a file; name the folder that holds config.json and the weights")
+        raise UserError(f"{text} is a file; name the folder that holds config.json and the weights")
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise ValueError(f"there is no checkpoint at {text}: no such folder")
+        raise UserError(f"there is no checkpoint at {text}: no such folder")
     return _download(text)
 
 
@@ -214,9 +216,9 @@ def _download(name: str) -> Path:
         if not any(folder.glob("model*.safetensors")):
             folder = fetch("pytorch_model*.bin", f"{_PICKLE}.index.json")
     except HFValidationError as error:
-        raise ValueError(f"'{name}' is neither a folder nor a name on the Hugging Face hub") from error
+        raise UserError(f"'{name}' is neither a folder nor a name on the Hugging Face hub") from error
     except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
-        raise ValueError(
+        raise UserError(
             f"'{name}' is not a local folder, and the Hugging Face hub did not give it ({type(error).__name__}). Check "
             f"the name; for a gated model run `hf auth login`; without internet, run `hf download {name} --local-dir DIR` "
             "elsewhere and name a copy of DIR."

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config, unused_tensors
@@ -59,13 +60,13 @@ def model_from_tensors(
 
 
 def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-    """Yield every weight with its value, one after another. Raises ValueError for copies that differ; run `check_tensors`
+    """Yield every weight with its value, one after another. Raises UserError for copies that differ; run `check_tensors`
     first for all errors that need no reading."""
     for weight in weights:
         try:
             joined = weight.join(tensors)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{tensors.folder}: {error}" if isinstance(tensors, HFCheckpoint) else str(error)
             ) from error
         yield weight, joined
@@ -74,7 +75,7 @@ def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> It
 def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
     """Check that tensors and weights correspond, from the headers alone when `tensors` is an HFCheckpoint.
 
-    Raises ValueError with all errors, by file and tensor: missing, of another shape, quantised, or superfluous (it would be
+    Raises UserError with all errors, by file and tensor: missing, of another shape, quantised, or superfluous (it would be
     lost).
     """
     wrong = []
@@ -96,7 +97,7 @@ def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> N
     if wrong:
         more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         place = f" in {tensors.folder}" if isinstance(tensors, HFCheckpoint) else ""
-        raise ValueError(f"the weights{place} do not fit config.json:\n  " + "\n  ".join(wrong[:_SHOWN] + more))
+        raise UserError(f"the weights{place} do not fit config.json:\n  " + "\n  ".join(wrong[:_SHOWN] + more))
 
 
 def _header(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -1,4 +1,4 @@
-"""Saves at intervals, at the end, and when the machine is taken back."""
+"""Checkpoints at intervals, after the last step, and at SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from composer.loggers import Logger
 from llmtrain.checkpoint.manifest import folder_name
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.store import About
-from llmtrain.train.preemption import Preempted, Preemption
+from llmtrain.errors import Preempted
+from llmtrain.train.preemption import Preemption
 
 
 class Checkpointing(Callback):
@@ -40,7 +41,7 @@ class Checkpointing(Callback):
             return
         step = state.timestamp.batch.value
         last = state.max_duration is not None and state.timestamp >= state.max_duration
-        preempted = self.preemption.agreed()
+        preempted = self.preemption.signalled()
         self.saver.poll()
         if not self.prepared:
             self.saver.prepare()  # the first step is slow anyway

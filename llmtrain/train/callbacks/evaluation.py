@@ -1,4 +1,4 @@
-"""In-context-learning tasks while a model is trained: scored every so many steps, by all ranks together."""
+"""In-context-learning tasks during training: scored every so many steps, by all ranks together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from llmtrain.eval.scoring.fsdp_sync import lockstep
 from llmtrain.eval.scoring.request import Generate, Score
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
+from llmtrain.logs import run_log
 from llmtrain.models.hybrid import HybridLM
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with all that is asked; window: tokens read at most."""
+    """A task with all its requests; window: most tokens that are read."""
 
     chosen: Chosen
     documents: Documents
@@ -38,10 +39,10 @@ class Prepared:
 class Evaluation(Callback):
     """Logs `icl/<task>/<metric>` every `interval` steps and after the last one.
 
-    Data are read, and prompts tokenised, when this is made: what is wrong with them is known before training begins. How
-    many contexts were cut to fit the model is told, and logged as `icl/<task>/truncated`.
+    Data are read, and prompts tokenised, at construction, so that an error in them comes before training begins. The number
+    of contexts cut to fit the model is shown, and logged as `icl/<task>/truncated`.
     The weights, the optimizer, the random generators and the data are left as they are.
-    Raises ValueError for a task or data file that cannot be used.
+    Raises EvalError for a task or data file that cannot be used.
     """
 
     def __init__(self, run: EvalRun, model: HybridLM, tokenizer: TextTokenizer, world: World, interval: int):
@@ -73,11 +74,11 @@ class Evaluation(Callback):
         logger.log_metrics(metrics)
         if self.team.world.is_main:
             heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
-            cut = (f"({one.title}: {told})" for one in results if (told := cut_to_fit(one)))
-            print(f"step {step}  " + "  ".join([*heads, *cut]), flush=True)
+            cut = (f"({one.title}: {note})" for one in results if (note := cut_to_fit(one)))
+            run_log.info(f"step {step}  " + "  ".join([*heads, *cut]))
 
     def measure(self) -> list[Result]:
-        """Every rank calls this, and gets the same."""
+        """Score every task. Every rank calls this, and gets the same results."""
         scorer = HybridScorer(
             self.model,
             self.tokenizer,
@@ -121,7 +122,7 @@ def evaluating(model: HybridLM) -> Iterator[None]:
     """The model in eval mode; afterwards as it was, its weights sharded.
 
     FSDP2 leaves the root's weights gathered after a forward pass, for the backward pass that follows in training. Here
-    none does. They are let go after each call, so that they can be seen to be sharded (decoding records no CUDA graph
+    none follows. They are resharded after each call, so that decoding sees sharded weights (and records no CUDA graph
     then), and all others at the end.
     """
     was_training = model.training

@@ -1,4 +1,4 @@
-"""When FSDP2 reduces gradients: after every microbatch, or once a step."""
+"""Gradient reduction of FSDP2: after every microbatch, or once a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.models.hybrid import HybridLM
 
 
 class GradientSync(Callback):
-    """Composer never tells FSDP2 which microbatch is the last, so FSDP2 reduces (and gathers) for each.
+    """Marks the last microbatch of a step for FSDP2, which Composer does not: FSDP2 would reduce (and gather) for each.
 
     every_microbatch: None decides by the sharding groups: with one rank in each, nothing is saved by it.
     """

@@ -1,4 +1,4 @@
-"""Gradient clipping, and what happens when a loss or gradient is not finite."""
+"""Gradient clipping, and the policy for a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
+from llmtrain.errors import RunError
+from llmtrain.logs import run_log
 from llmtrain.schema.training import TrainConfig
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """The loss or a gradient became NaN or infinite; the message names the step and the samples."""
 
 
@@ -42,7 +44,7 @@ class Stability(Callback):
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        # A loss is local to a rank, the norm is not: the ranks must agree on what to do.
+        # A loss is local to a rank, the norm is not; all ranks must take the step, or none.
         bad_loss = (~torch.isfinite(self._loss)).float().reshape(1)
         worst = bad_loss.clone()
         dist.all_reduce(worst, reduce_operation="MAX")
@@ -64,8 +66,7 @@ class Stability(Callback):
             )
         self.skipped += 1
         logger.log_metrics({"train/skipped_steps": self.skipped})
-        if dist.get_global_rank() == 0:
-            print(f"skipped: {message}", flush=True)
+        run_log.warning(f"skipped: {message}")
         for parameter in parameters:
             parameter.grad = None  # AdamW leaves a parameter without gradient, and its moments, as they are
 

@@ -1,4 +1,4 @@
-"""Which settings may change between a run and its resumption."""
+"""Settings that may change, and that must not, when a run is resumed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.schema.load import ConfigError, check_for_world, load_config
+from llmtrain.commands.checks import load_runnable
+from llmtrain.config.report import ConfigError
+from llmtrain.schema.load import check_for_world, load_config
 
 GOOD = """\
 name: tiny
@@ -31,21 +33,21 @@ optimizer:
 def load(tmp_path):
     path = tmp_path / "run.yaml"
 
-    def run(text: str = GOOD, *overrides: str, **options):
+    def run(text: str = GOOD, *overrides: str, load=load_config, **options):
         path.write_text(text)
-        return load_config(path, overrides, **options)
+        return load(path, overrides, **options)
 
     return run
 
 
-def problems(load, *args, **options) -> dict[str, str]:
+def problems(read, *args, **options) -> dict[str, str]:
     """path -> message of everything that is wrong."""
     with pytest.raises(ConfigError) as caught:
-        load(*args, **options)
+        read(*args, **options)
     return {problem.path: problem.message for problem in caught.value.problems}
 
 
-def test_a_config_for_evaluation_is_told_as_that(load):
+def test_a_config_for_evaluation_is_reported_as_that(load):
     assert problems(load, "model: runs/a\ntasks: [piqa]\nconvention: foundry\n") == {
         "": "is a config for evaluation (it has tasks, convention); give one with model, data, train and optimizer, such as "
         "yamls/quickstart.yaml; this one is for `llmtrain eval`"
@@ -223,15 +225,15 @@ def test_ranks_must_share_the_batch_evenly(load, world_size, message):
 def test_data_folders_are_looked_at_only_when_asked(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load().data.train_streams()["books"].local == "books"
-    assert "does not exist" in problems(load, check_data=True)["data.train.streams.books.local"]
+    assert "does not exist" in problems(load, load=load_runnable)["data.train.streams.books.local"]
 
 
-def test_a_run_dir_that_cannot_be_one_is_told_before_anything_starts(load, tmp_path, monkeypatch):
+def test_a_run_dir_that_cannot_be_one_is_reported_before_anything_starts(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").touch()
-    found = problems(load, GOOD, "run_dir=taken/run", check_data=True)["run_dir"]
+    found = problems(load, GOOD, "run_dir=taken/run", load=load_runnable)["run_dir"]
     assert found == f"{tmp_path}/taken is a file, not a folder; choose another"
     (tmp_path / "locked").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
-    assert "locked may not be written to" in problems(load, GOOD, "run_dir=locked/run", check_data=True)["run_dir"]
-    assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", check_data=True)
+    assert "locked may not be written to" in problems(load, GOOD, "run_dir=locked/run", load=load_runnable)["run_dir"]
+    assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", load=load_runnable)

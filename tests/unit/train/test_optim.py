@@ -1,4 +1,4 @@
-"""Which parameters decay, and the learning rate at the landmarks of every schedule."""
+"""Weight decay by parameter, and the learning rate at the landmarks of every schedule."""
 
 from __future__ import annotations
 

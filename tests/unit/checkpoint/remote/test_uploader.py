@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.checkpoint import manifest as manifests
 from llmtrain.checkpoint.remote import catalogue
-from llmtrain.checkpoint.remote.bucket import Bucket, RemoteError, address_problem, open_bucket
+from llmtrain.checkpoint.remote.bucket import Bucket, RemoteError, open_bucket
 from llmtrain.checkpoint.remote.catalogue import stored
 from llmtrain.checkpoint.remote.download import verify
 from llmtrain.checkpoint.remote.fetch import bring_newest, find, local_copy, refuse_used
@@ -21,6 +21,7 @@ from llmtrain.checkpoint.remote.retry import Patience
 from llmtrain.checkpoint.remote.upload import GoneError, upload
 from llmtrain.checkpoint.remote.uploader import Uploader
 from llmtrain.checkpoint.rotation import Keep
+from llmtrain.config.addresses import address_problem
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import S3, flip, make_checkpoint, same_files
 

@@ -1,0 +1,24 @@
+"""Addresses of checkpoint stores: `s3://bucket/prefix`, `file:///folder`, or a path. No torch here."""
+
+from __future__ import annotations
+
+import re
+
+
+def is_remote(address: str) -> bool:
+    """True for an address with a scheme, as `s3://bucket/prefix` and `file:///path` do; anything else is a path here."""
+    return "://" in address
+
+
+def address_problem(address: str) -> str | None:
+    """What is wrong with an address of a store, as a sentence fragment; None if nothing is."""
+    scheme, separator, rest = address.partition("://")
+    if not separator and re.match(r"(s3|gs|file):", address):
+        return "must have two slashes behind the colon: s3://bucket/prefix"
+    if separator and scheme not in ("s3", "file"):
+        return "must be s3://bucket/prefix, file:///folder or a folder"
+    if scheme == "s3" and separator and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*/[^/].*", rest):
+        return "must name a bucket and a prefix: s3://bucket/prefix"
+    if scheme == "file" and separator and not rest.startswith("/"):
+        return "must be absolute: file:///folder"
+    return None if rest or not separator else "names no place"

@@ -1,0 +1,72 @@
+"""The logger of the program: progress and notices, with time and rank wherever several ranks write.
+
+The answer to a command (a table, a completion, a path) is printed to standard output and not logged.
+
+`log` is for notices of this process and goes to standard error. `run_log`, its child, is for the course of a training run,
+which every rank logs alike: rank 0 alone shows it, on standard output. Rank 0 shows the message alone; other ranks, whose
+output may be a file or a terminal that all ranks share, put time and rank before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger("llmtrain")
+run_log = logging.getLogger("llmtrain.run")
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+class _Timed(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s rank %(rank)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = _rank()
+        return super().format(record)
+
+
+class _Terminal(logging.Handler):
+    """Standard output and error as they are when a message arrives: a progress bar or a test may have replaced them."""
+
+    timed = _Timed()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.timed.format(record) if _rank() else record.getMessage()
+        print(text, file=sys.stdout if record.name == run_log.name else sys.stderr, flush=True)
+
+
+class _File(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk must not fail the run, nor fill the terminal with tracebacks."""
+
+
+@contextlib.contextmanager
+def copied_to(path: Path) -> Iterator[None]:
+    """Inside, everything logged is also appended to a file, with time and rank; nothing when the file cannot be opened."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _File(path)
+    except OSError:
+        yield
+        return
+    handler.setFormatter(_Timed())
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+run_log.addFilter(lambda record: _rank() == 0)
+log.addHandler(_Terminal())
+log.setLevel(logging.INFO)
+log.propagate = False

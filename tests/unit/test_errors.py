@@ -1,0 +1,69 @@
+"""Exit statuses: mistakes of the user and failures on the way by their message alone, faults with their traceback."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import llmtrain
+from llmtrain.errors import Preempted, RunError, UserError, exit_status
+from llmtrain.schema.load import load_config
+
+
+def test_what_is_wrong_with_a_config_is_its_report_alone(capsys):
+    assert exit_status(lambda: load_config("nowhere.yaml", []) and None) == 2
+    err = capsys.readouterr().err
+    assert "nowhere.yaml" in err and "Traceback" not in err
+
+
+def test_a_library_s_value_error_is_a_fault(capsys):
+    assert exit_status(lambda: json.loads("{")) == 1
+    assert "JSONDecodeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer, status", [(None, 0), (0, 0), (1, 1)])
+def test_otherwise_main_says_the_status(answer, status):
+    assert exit_status(lambda: answer) == status
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [(UserError("m"), 2), (RunError("m"), 1), (Preempted(3, Path("step-3")), 143), (KeyboardInterrupt(), 130)],
+)
+def test_an_expected_error_is_its_message_and_its_status(error, status, capsys):
+    def fails():
+        raise error
+
+    assert exit_status(fails) == status
+    assert capsys.readouterr().err == ("interrupted\n" if status == 130 else f"{error}\n")
+
+
+def test_every_error_of_the_package_carries_a_status():
+    """By the source: a class that ends in Error derives, perhaps through others, from one of errors.py."""
+    known, found = {"UserError", "RunError", "Preempted"}, {}
+    for file in Path(llmtrain.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
+                found[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    for _ in found:
+        known |= {name for name, bases in found.items() if bases & known}
+    assert found.keys() - known == set()
+
+
+def test_errors_for_the_user_are_user_errors():
+    """A plain ValueError is a fault of a library: none is raised by the package itself."""
+    files = [
+        *Path(llmtrain.__file__).parent.rglob("*.py"),
+        *(Path(llmtrain.__file__).parents[1] / "benchmarks").glob("*.py"),
+    ]
+    assert [file.name for file in files if "raise ValueError" in file.read_text(encoding="utf-8")] == []
+
+
+def test_every_program_ends_so():
+    root = Path(llmtrain.__file__).parents[1]
+    files = [*root.glob("benchmarks/*.py"), root / "scripts/gpu/moving_checkpoint.py"]
+    texts = {file.name: file.read_text(encoding="utf-8") for file in files}
+    programs = {name: text for name, text in texts.items() if 'if __name__ == "__main__":' in text}
+    assert len(programs) > 5
+    assert [name for name, text in programs.items() if not text.endswith(":\n    exit_with(main)\n")] == []
