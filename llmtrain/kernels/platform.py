@@ -46,7 +46,7 @@ class Platform:
     arch: str
     device_name: str
     memory_bytes: int
-    processors: int = 1
+    num_sms: int = 1
 
     @property
     def device_type(self) -> str:

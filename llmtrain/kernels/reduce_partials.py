@@ -15,7 +15,7 @@ from torch import Tensor
 _ROWS, _COLUMNS, _WARPS = 128, 32, 8
 
 
-def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
+def reduce_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
     """Fills `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
 
     They are contiguous, of any dtype and shape; together they have as many elements as there are columns.
@@ -26,7 +26,7 @@ def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, t
     assert columns == third_at + (0 if third is None else third.numel())
     assert partials.dtype == torch.float32
     assert all(t is None or t.is_contiguous() for t in (partials, first, second, third))
-    _column_sums[(triton.cdiv(columns, _COLUMNS),)](
+    _reduce_partials[(triton.cdiv(columns, _COLUMNS),)](
         *(partials, first, second, third, rows, columns, second_at, third_at),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -35,7 +35,7 @@ def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, t
 
 
 @triton.jit
-def _column_sums(
+def _reduce_partials(
     partials, first, second, third, rows, columns, second_at, third_at, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Program (block of columns)."""

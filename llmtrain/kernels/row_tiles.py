@@ -23,13 +23,13 @@ class Tile:
         bound: each gets an equal share, and there are few partial sums.
     """
 
-    columns: int
-    warps: int
-    run: int
-    rows: int = 1
-    stages: int = 1
-    ahead: bool = False
-    programs: int = 6
+    block_columns: int
+    num_warps: int
+    max_tiles: int
+    block_rows: int = 1
+    num_stages: int = 1
+    prefetch: bool = False
+    programs_per_sm: int = 6
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Launch(Options):
 
     forward: Tile
     backward: Tile
-    processors: int | None
+    num_sms: int | None
 
     @classmethod
     def of_table(cls, operation: str, dtype: str, shape: Mapping[str, int], platform: Platform) -> Self:
@@ -46,7 +46,7 @@ class Launch(Options):
         (size,) = shape.values()
         rows = (tuning.select(f"{operation}.{kernel}", dtype, shape, platform) for kernel in ("forward", "backward"))
         forward, backward = (narrowed(row.launch, size) for row in rows)
-        return cls(forward, backward, platform.processors)
+        return cls(forward, backward, platform.num_sms)
 
 
 _AnyTile = TypeVar("_AnyTile", bound=Tile)
@@ -54,12 +54,12 @@ _AnyTile = TypeVar("_AnyTile", bound=Tile)
 
 def narrowed(tile: _AnyTile, size: int) -> _AnyTile:
     """No wider than a row; what is free then takes more rows."""
-    while tile.columns >= 2 * size and tile.columns > 16:
-        tile = replace(tile, columns=tile.columns // 2, rows=tile.rows * 2)
+    while tile.block_columns >= 2 * size and tile.block_columns > 16:
+        tile = replace(tile, block_columns=tile.block_columns // 2, block_rows=tile.block_rows * 2)
     return tile
 
 
-def fitted(tile: _AnyTile, processors: int | None, rows: int, n_groups: int = 1) -> _AnyTile:
+def fitted(tile: _AnyTile, num_sms: int | None, rows: int, n_groups: int = 1) -> _AnyTile:
     """The same with runs so short that tiles are shared by as many programs as it wants."""
-    share = -(-rows * n_groups // (tile.rows * tile.programs * processors)) if processors else tile.run
-    return replace(tile, run=max(1, min(tile.run, share)))
+    share = -(-rows * n_groups // (tile.block_rows * tile.programs_per_sm * num_sms)) if num_sms else tile.max_tiles
+    return replace(tile, max_tiles=max(1, min(tile.max_tiles, share)))

@@ -52,7 +52,7 @@ def test_launches_come_from_the_tables_and_survive_their_dump(arch, dtype):
     assert (residual.forward, residual.backward) == (row("norm.forward", dim=1600), row("norm.backward", dim=1600))
     turned = rotary.default_launch(RotarySpec(80, dtype), here)
     assert turned == row("rotary", head_dim=80)
-    assert (conv.programs, norm.processors) == (400, 100)
+    assert (conv.programs, norm.num_sms) == (400, 100)
     for launch in (conv, norm, residual, turned):
         assert launch.parse(launch.dump()) == launch
 

@@ -37,7 +37,7 @@ GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 WIDTHS = (64, 1001, 2048, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
-WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve", "_times_tree")
+WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_reduce_partials", "_halve", "_times_tree")
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
     "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
@@ -111,7 +111,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield "plain", base, True
         yield "documents", {**base, "packed": True}, True
         rivals = [r.shape for r in tuning.read_shipped(arch).rows if _rival(r, row)]
-        if any(getattr(row.launch, kernel).described for kernel in ("walk", "scan", "pairs", "states")):
+        if any(getattr(row.launch, kernel).use_tma for kernel in ("walk", "scan", "pairs", "states")):
             yield "ragged, documents", {**base, "packed": True, "seq_len": 4097}, False
         if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
             yield "half the state", {**base, "d_state": d_state // 2}, False
@@ -132,7 +132,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         for variant in variants:
             yield " ".join(dict.fromkeys((row.variant, variant))), {**base, **more, "variant": variant}, True
         for other in _others(arch, row, (row.variant, None)):
-            if not row.launch.described or other & (other - 1) == 0:
+            if not row.launch.use_tma or other & (other - 1) == 0:
                 yield f"head_dim {other}", {**base, **more, "variant": variants[0], "head_dim": other}, False
         return
     yield "plain", base, True

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.attention.prefix_tree import TILE
-from llmtrain.kernels.attention.prefix_tree_triton import join
+from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES
+from llmtrain.kernels.attention.prefix_tree_triton import merge_ancestors
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
+from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.prefix_tree import Walks
-from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
+from llmtrain.kernels.ssd.prefix_tree import ScanSchedule
+from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 
@@ -111,25 +111,25 @@ class Problem:
         if self.case.operation == "attention_tree":
             spec, tokens = AttentionSpec(**fields), self.case.capacity
             q, k = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_kv_heads, spec.head_dim)
-            starts, ends, apart = (empty(tokens, dtype=torch.int32) for _ in range(3))
+            starts, ends, distance_offset = (empty(tokens, dtype=torch.int32) for _ in range(3))
             slopes = None if spec.alibi_max_bias is None else empty(spec.n_heads)
-            tiles = empty(tokens // TILE, dtype=torch.int32)
+            tiles = empty(tokens // BLOCK_QUERIES, dtype=torch.int32)
             lse = empty(1, spec.n_heads, tokens)
-            join(q, k, k, q, lse, spec, slopes, starts, ends, apart, tiles, self.where.vendor)
+            merge_ancestors(q, k, k, q, lse, spec, slopes, starts, ends, distance_offset, tiles, self.where.vendor)
             return
         if self.case.operation == "ssd_tree":
             spec, tokens = SSDSpec(**fields), self.case.capacity
             heads, shared = empty(spec.n_heads), half(1, tokens, spec.n_groups, spec.d_state)
             x, dt = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_heads)
             integers = partial(empty, dtype=torch.int32)
-            made = Walks([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk), 9)
-            scan_tree(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
+            made = ScanSchedule([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk), 9)
+            prefix_tree_scan(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
             return
         if self.case.operation == "conv1d_tree":
             spec, tokens = Conv1dSpec(**fields), self.case.capacity
             weight, bias = half(spec.channels, spec.width), half(spec.channels)
             before = empty(tokens, spec.width - 1, dtype=torch.int32)
-            convolve_tree(half(1, tokens, spec.channels), weight, bias, before, self.where.vendor)
+            prefix_tree_conv(half(1, tokens, spec.channels), weight, bias, before, self.where.vendor)
             return
         family = self.case.operation.removesuffix("_step")
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build

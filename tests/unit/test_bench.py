@@ -176,10 +176,10 @@ def test_norms_are_timed_fitted_and_their_rows_run_as_long_as_other_numbers_of_t
 @pytest.mark.parametrize(
     "operation, part, launch, kernel, shape",
     [
-        ("conv1d", "backward", {"channels": 64, "walkers": 2, "run": 8, "group": 4, "warps": 4}, None, {"width": 4}),
-        ("gated_norm", "forward", {"columns": 512, "warps": 2, "run": 4}, None, {"group_size": 5120}),
-        ("norm", "backward", {"columns": 1024, "warps": 4, "run": 63, "programs": 2}, None, {"dim": 2560}),
-        ("rotary", "every", {"tokens": 16, "heads": 4, "warps": 2}, "rotary", {"head_dim": 128}),
+        ("conv1d", "backward", {"channels": 64, "walkers": 2, "run": 8, "group": 4, "num_warps": 4}, None, {"width": 4}),
+        ("gated_norm", "forward", {"columns": 512, "num_warps": 2, "run": 4}, None, {"group_size": 5120}),
+        ("norm", "backward", {"columns": 1024, "num_warps": 4, "run": 63, "programs": 2}, None, {"dim": 2560}),
+        ("rotary", "every", {"tokens": 16, "heads": 4, "num_warps": 2}, "rotary", {"head_dim": 128}),
     ],
 )
 def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
@@ -202,7 +202,7 @@ def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
 
 def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
     case = {"head_dim": 32, "heads": 2, "tokens": 256, "seq_len": 256}
-    good = {"block_m": 64, "block_n": 32, "warps": 4, "stages": 2}
+    good = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
     tasks = [Task("attention", case, "forward", launch) for launch in (good, {**good, "block_m": 48})]
     with Compilers(1) as compilers:
         found = dict(compilers.results(tasks))
@@ -228,7 +228,7 @@ def test_candidates_around_the_scan_compile_without_a_gpu():
         found = dict(compilers.results(tasks))
     assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 7
     kernels = [[kernel["kernel"] for kernel in found[i].kernels] for i in range(len(tasks))]
-    assert kernels == [*[["_forward"], ["_backward", "_column_sums"]] * 3, ["_rotate", "_rotate"]]
+    assert kernels == [*[["_forward"], ["_backward", "_reduce_partials"]] * 3, ["_rotate", "_rotate"]]
 
 
 def test_spills_are_a_problem():
@@ -330,8 +330,8 @@ def test_a_form_of_the_forward_is_checked_by_running_it():
             assert made._walk(found, 1) == (found.walk if part.startswith("walk") else None)
         assert launch == asdict(getattr(found, part.split("/")[0]))
     ways = []
-    for processors in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
-        whole = replace(made.launch, processors=processors)
+    for num_sms in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
+        whole = replace(made.launch, num_sms=num_sms)
         ways.append(made._walk(made.checked("whole", asdict(whole)), 1))
         assert ways[-1] == made._walk(whole, 4)
     assert ways == [None, made.launch.walk, made.launch.pair]
@@ -346,13 +346,13 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
         assert part == "whole"
         return Measured(1.0 if launch["scan"]["programs"] == 7 else 3.0)
 
-    candidate = {"programs": 7, "stages": 1, "options": {"num_warps": 4}}
+    candidate = {"programs": 7, "num_stages": 1, "options": {"num_warps": 4}}
     best = {f"scan/{own.chunk}": [Attempt("scan", candidate)]}
     (winner,) = made.winners(best, measurer)
     assert winner.ms == 1.0 and winner.launch.scan.programs == 7
     assert (winner.launch.passing, winner.launch.pairs, winner.launch.chunk) == (own.passing, own.pairs, own.chunk)
     (winner,) = made.winners({f"scan/{own.chunk}": []}, measurer)
-    assert winner.launch == replace(own, processors=1)  # of the device, in no row
+    assert winner.launch == replace(own, num_sms=1)  # of the device, in no row
     assert made.winners(best, lambda part, launch: Measured(problem="wrong by 1.0e+00")) == []
 
 

@@ -101,7 +101,7 @@ def _forms(part: str) -> list[dict[str, Any]]:
     """Of a kernel, beside the plain one; see triton_launch.Launch."""
     if part != "dkdv":
         return []
-    return [{"merged": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
+    return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
 
 
 class Problem:
@@ -157,16 +157,16 @@ class Problem:
             queries = tuple(m for m in queries if m >= 32)
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
-        stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
-        for m, n, warps, depth in itertools.product(queries, keys, (4, 8), stages):
-            numbers = m * n // (32 * warps)  # scores of a thread
+        num_stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
+        for m, n, num_warps, depth in itertools.product(queries, keys, (4, 8), num_stages):
+            numbers = m * n // (32 * num_warps)  # scores of a thread
             if not 4 <= numbers <= 128 or (head_dim > 128 and m * n > 64 * 128) or (quick and depth > 2):
                 continue
             both = (True, False) if hopper and one_part and not single else (False,)
             # Without descriptors only for comparison; other forms only where their registers pay.
-            plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
+            plain = [Launch(m, n, num_warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
             found += plain
-            if not single and depth == min(2, max(stages)):
+            if not single and depth == min(2, max(num_stages)):
                 found += [replace(plain[0], **form) for form in _forms(part)]
         return [asdict(launch) for launch in dict.fromkeys(found)]
 

@@ -23,7 +23,7 @@ from typing import Any
 from llmtrain.bench.tune.processes import Worker
 from llmtrain.kernels.platform import Platform
 
-PROCESSORS = 132  # of the stand-in, where the number matters at all
+NUM_SMS = 132  # of the stand-in, where the number matters at all
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class StandIn:
 
 def platform_of(arch: str) -> Platform:
     """As far as launches depend on it."""
-    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, PROCESSORS)
+    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, NUM_SMS)
 
 
 @contextlib.contextmanager
@@ -189,15 +189,15 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         usage = _tool("cuobjdump", "-res-usage", file.name)
         products = compiled.asm["ptx"].count("wgmma.commit_group")
         waits = _tool("nvdisasm", "-c", file.name).count(", gsb0 ;") if products else 0
-    registers, warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
+    registers, num_warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
     shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
     programs = min(
-        65_536 // (-(-registers // 8) * 8 * 32 * warps), shared_all // (compiled.metadata.shared + 1024), 64 // warps
+        65_536 // (-(-registers // 8) * 8 * 32 * num_warps), shared_all // (compiled.metadata.shared + 1024), 64 // num_warps
     )
     return {
         "registers": registers,
         "spilled": _number(r"STACK:(\d+)", usage),
-        "occupancy": programs * warps,
+        "occupancy": programs * num_warps,
         "serialized": int(waits > products * 3 // 2),
         "narrow": int(".m64n8k8.f32.tf32" in compiled.asm["ptx"]),
     }

@@ -21,15 +21,15 @@ class Case:
     """tokens: in all sequences together. heads: None: as many as make up about 2048 channels."""
 
     head_dim: int = 128
-    heads: int | None = None
+    block_heads: int | None = None
     kv_heads: int | None = None
     seq_len: int = 4096
     dtype: str = "bfloat16"
-    tokens: int = 16384
+    block_tokens: int = 16384
 
     @property
     def batch(self) -> int:
-        return max(1, self.tokens // self.seq_len)
+        return max(1, self.block_tokens // self.seq_len)
 
 
 class Problem(MemoryBound):
@@ -43,7 +43,7 @@ class Problem(MemoryBound):
         self.tolerance = TOLERANCE[case.dtype]
         self.table = default_launch(RotarySpec(case.head_dim, case.dtype), where)
         draw = Draw(device, case.dtype)
-        heads = case.heads or max(1, 2048 // case.head_dim)
+        heads = case.block_heads or max(1, 2048 // case.head_dim)
 
         def sliced(count: int) -> torch.Tensor:
             width = count * case.head_dim
@@ -61,13 +61,13 @@ class Problem(MemoryBound):
         yield self.table
         lanes, columns = 64 if self.where.vendor == "amd" else 32, 1 << (self.case.head_dim // 2 - 1).bit_length()
         tokens = (16, 32, 64) if quick else (8, 16, 32, 64, 128)
-        for rows, heads, warps in itertools.product(tokens, (8,) if quick else (2, 4, 8, 16), (1, 2, 4, 8)):
-            if rows * columns // (lanes * warps) in (2, 4, 8, 16):
-                yield Launch(rows, heads, warps)
+        for rows, heads, num_warps in itertools.product(tokens, (8,) if quick else (2, 4, 8, 16), (1, 2, 4, 8)):
+            if rows * columns // (lanes * num_warps) in (2, 4, 8, 16):
+                yield Launch(rows, heads, num_warps)
 
     def run(self, part: str, launch: Launch | None) -> Outputs:
         options = (launch or self.table).dump()
-        forward, backward = (launch_rotary(self.q, self.k, self.cos, self.sin, back, options) for back in (False, True))
+        forward, backward = (launch_rotary(self.q, self.k, self.cos, self.sin, inverse, options) for inverse in (False, True))
         return (*forward, *backward)
 
     def in_float64(self) -> dict[str, Outputs]:

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     """tokens, read after those of the segments `above`, the outermost first. row: whose score they hold, if any."""
 
     tokens: tuple[int, ...]
-    above: tuple[int, ...] = ()
+    ancestors: tuple[int, ...] = ()
     row: int | None = None
 
 
@@ -101,11 +101,11 @@ class _Packer:
         if not known:
             self.finish()
             self._trunk, self._trunk_at = trunk, self._put(Segment(trunk)) if trunk else ()
-        above = self._trunk_at
+        ancestors = self._trunk_at
         if head:
-            above = (*above, *self._put(Segment(head, above)))
+            ancestors = (*ancestors, *self._put(Segment(head, ancestors)))
         for row, tokens in tails:
-            segment = Segment(tokens, above, row)
+            segment = Segment(tokens, ancestors, row)
             if head:
                 self._tails.append(segment)
                 self._room -= len(tokens)

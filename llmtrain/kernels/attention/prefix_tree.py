@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import registry
-from llmtrain.kernels.async_copy import moved_to
+from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.attention.documents import Documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
-TILE = 32
+BLOCK_QUERIES = 32
 """Queries of a program that looks at one depth: few are what continues something, and they stand together."""
 
 
@@ -38,36 +38,36 @@ class Depth:
 
     starts: Tensor
     ends: Tensor
-    apart: Tensor
+    distance_offset: Tensor
     tiles: Tensor
 
 
 @dataclass
-class Tree:
+class PrefixTree:
     """lengths, above: as of `tree`. places: [1, T], of each token in its own text. own: what it sees in its own segment."""
 
     lengths: Sequence[int]
-    above: Sequence[Sequence[int]]
-    places: Tensor
-    own: Documents
+    ancestors: Sequence[Sequence[int]]
+    positions: Tensor
+    segments: Documents
     depths: list[Depth]
-    _made: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """make(), or what it made for an earlier layer."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
-    def to(self, device: torch.device) -> Tree:
-        own = Documents(moved_to(self.own.starts, device), moved_to(self.own.ends, device))
+    def to(self, device: torch.device) -> PrefixTree:
+        segments = Documents(copy_async(self.segments.starts, device), copy_async(self.segments.ends, device))
         depths = [
-            Depth(*(moved_to(t, device) for t in (one.starts, one.ends, one.apart, one.tiles))) for one in self.depths
+            Depth(*(copy_async(t, device) for t in (one.starts, one.ends, one.distance_offset, one.tiles))) for one in self.depths
         ]
-        return Tree(self.lengths, self.above, moved_to(self.places, device), own, depths)
+        return PrefixTree(self.lengths, self.ancestors, copy_async(self.positions, device), segments, depths)
 
 
-def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
+def tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTree:
     """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first.
 
     At each depth, segments that continue the same one must follow each other, and in its order.
@@ -76,26 +76,26 @@ def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
     size = np.array(lengths, dtype=np.int32)
     end = size.cumsum(dtype=np.int32)
     start = end - size
-    offset = np.array([sum(lengths[i] for i in chain) for chain in above], dtype=np.int32)
+    offset = np.array([sum(lengths[i] for i in chain) for chain in ancestors], dtype=np.int32)
     inside = np.arange(end[-1], dtype=np.int32)
 
     def spread(of_segments: np.ndarray) -> Tensor:
         return torch.from_numpy(np.repeat(of_segments.astype(np.int32), size))
 
     depths = []
-    for depth in range(max(map(len, above), default=0)):
-        seen = np.array([chain[depth] if depth < len(chain) else -1 for chain in above])
-        nothing = seen < 0
+    for depth in range(max(map(len, ancestors), default=0)):
+        in_range = np.array([chain[depth] if depth < len(chain) else -1 for chain in ancestors])
+        nothing = in_range < 0
         # A segment that continues none at this depth sees nothing, between what was seen before and what comes.
-        last = np.maximum.accumulate(np.where(nothing, -1, end[seen] - 1))
-        first = np.where(nothing, last + 1, start[seen])
-        apart = np.where(nothing, 0, (start - offset) - (start - offset)[seen])
-        per_tile = np.bincount(inside[np.repeat(~nothing, size)] // TILE)
+        last = np.maximum.accumulate(np.where(nothing, -1, end[in_range] - 1))
+        first = np.where(nothing, last + 1, start[in_range])
+        distance_offset = np.where(nothing, 0, (start - offset) - (start - offset)[in_range])
+        per_tile = np.bincount(inside[np.repeat(~nothing, size)] // BLOCK_QUERIES)
         tiles = torch.from_numpy(np.flatnonzero(per_tile).astype(np.int32))
-        depths.append(Depth(spread(first), spread(last), spread(apart), tiles))
-    own = Documents(spread(start)[None], spread(end - 1)[None])
-    places = torch.from_numpy(inside) - spread(start - offset)
-    return Tree(lengths, above, places[None], own, depths)
+        depths.append(Depth(spread(first), spread(last), spread(distance_offset), tiles))
+    segments = Documents(spread(start)[None], spread(end - 1)[None])
+    positions = torch.from_numpy(inside) - spread(start - offset)
+    return PrefixTree(lengths, ancestors, positions[None], segments, depths)
 
 
 @functools.cache
@@ -111,13 +111,13 @@ def refusal(spec: AttentionSpec, platform: Platform) -> str | None:
     return registry.refusal("attention", "triton", spec, platform)
 
 
-def attend_tree(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: Tree) -> Tensor:
+def prefix_tree_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: PrefixTree) -> Tensor:
     """q: [1, T, n_heads, head_dim]; k, v: [1, T, n_kv_heads, head_dim] -> like q. No gradients."""
-    from llmtrain.kernels.attention.prefix_tree_triton import join
+    from llmtrain.kernels.attention.prefix_tree_triton import merge_ancestors
     from llmtrain.kernels.attention.triton import attend
 
     slopes = _slopes(spec).on(q.device)
-    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.own)
+    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.segments)
     for depth in tree.depths:
-        join(q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.apart, depth.tiles, vendor)
+        merge_ancestors(q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.distance_offset, depth.tiles, vendor)
     return out

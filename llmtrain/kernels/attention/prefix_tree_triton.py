@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.attention.prefix_tree import TILE
+from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_forward import attend_tile
 from llmtrain.kernels.attention.triton_tiles import (
@@ -22,7 +22,7 @@ from llmtrain.kernels.attention.triton_tiles import (
     LOWEST,
     load_rows,
     parts_of,
-    spans,
+    tile_ranges,
     store_rows,
     zeros,
 )
@@ -30,9 +30,9 @@ from llmtrain.kernels.attention.triton_tiles import (
 _LOG2_E = 1.4426950408889634
 
 
-def join(
+def merge_ancestors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, slopes: Tensor | None,
-    starts: Tensor, ends: Tensor, apart: Tensor, tiles: Tensor, vendor: str,
+    starts: Tensor, ends: Tensor, distance_offset: Tensor, tiles: Tensor, vendor: str,
 ) -> None:  # fmt: skip
     """Adds to `out` and `lse`, of what was seen until now, the keys starts .. ends of each query.
 
@@ -46,22 +46,22 @@ def join(
     options = {"num_warps": 4, "num_stages": 2 if vendor == "nvidia" else 1}
     if vendor == "amd":
         options["matrix_instr_nonkdim"] = 16
-    _join[(tiles.shape[0] * n_heads,)](
-        q, k, v, out, lse, slopes, starts, ends, apart, tiles,
+    _merge_ancestors[(tiles.shape[0] * n_heads,)](
+        q, k, v, out, lse, slopes, starts, ends, distance_offset, tiles,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
         seq_len, spec.scale * _LOG2_E, None if spec.softcap is None else spec.softcap * _LOG2_E,
         N_HEADS=n_heads, GROUP=n_heads // k.shape[2], HEAD_DIM=head_dim, PARTS=parts_of(head_dim),
-        BLOCK_M=TILE, BLOCK_N=32 if two_bytes and head_dim <= 128 else 16, STAGES=options["num_stages"],
+        BLOCK_M=BLOCK_QUERIES, BLOCK_N=32 if two_bytes and head_dim <= 128 else 16, NUM_STAGES=options["num_stages"],
         PRECISION="tf32x3" if vendor == "nvidia" else "ieee", **options,
     )  # fmt: skip
 
 
 @triton.jit
-def _join(
-    q, k, v, out, lse, slopes, starts, ends, apart, tiles,
+def _merge_ancestors(
+    q, k, v, out, lse, slopes, starts, ends, distance_offset, tiles,
     q_token, q_head, k_token, k_head, v_token, v_head, seq_len, scale, softcap,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     head = at % N_HEADS
@@ -73,29 +73,29 @@ def _join(
     v += head // GROUP * v_head
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
-    queries = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
     first = tl.load(starts + i, mask=inside, other=0)
     last = tl.load(ends + i, mask=inside, other=-1)
-    a, _, _, end = spans(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, None, None)
+    a, _, _, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, None, None)
     acc = zeros(BLOCK_M, PARTS)
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for start in tl.range(a, end, BLOCK_N, num_stages=STAGES):
-        acc, top, total = attend_tile(
-            acc, top, total, queries, k, v, k_token, v_token, 0, 0, start, seq_len, i, begin, first, last,
+    row_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for start in tl.range(a, end, BLOCK_N, num_stages=NUM_STAGES):
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q_tile, k, v, k_token, v_token, 0, 0, start, seq_len, i, begin, first, last,
             scale, softcap, slopes, slope, True, True, True, True, True,
             BLOCK_N, HEAD_DIM, PARTS, False, PRECISION,
         )  # fmt: skip
 
     if slopes is not None:  # as in attention_forward; and the distances of these keys are too long
-        top -= slope * (i - begin - tl.load(apart + i, mask=inside, other=0))
-    found = top + tl.log2(total)  # -inf where nothing is seen
+        row_max -= slope * (i - begin - tl.load(distance_offset + i, mask=inside, other=0))
+    found = row_max + tl.log2(row_sum)  # -inf where nothing is seen
     lse += head * seq_len
     before = tl.load(lse + i, mask=inside, other=0.0) * LOG2_E
     highest = tl.maximum(found, before)
     new, old = tl.exp2(found - highest), tl.exp2(before - highest)
     tl.store(lse + i, (highest + tl.log2(new + old)) / LOG2_E, mask=inside)
-    scaled = new / ((new + old) * tl.where(total > 0, total, 1.0))
+    scaled = new / ((new + old) * tl.where(row_sum > 0, row_sum, 1.0))
     kept = old / (new + old)
     out += head * HEAD_DIM
     earlier = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS, True, False)

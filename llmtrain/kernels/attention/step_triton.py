@@ -26,15 +26,15 @@ from llmtrain.kernels.platform import Platform
 # Untuned; for AMD compiled only. tile: elements of a tile of keys in two bytes each. stages: tiles in flight, through
 # shared memory; left to itself (1), ptxas loads 16 bytes per thread, waits, and computes before it loads more.
 _ONE_HEAD = {
-    "nvidia": {"tile": 4096, "stages": 3, "num_warps": 4},
-    "amd": {"tile": 4096, "stages": 1, "num_warps": 4},
+    "nvidia": {"tile": 4096, "num_stages": 3, "num_warps": 4},
+    "amd": {"tile": 4096, "num_stages": 1, "num_warps": 4},
 }
 _GROUPED = {
-    "nvidia": {"tile": 8192, "stages": 3, "num_warps": 4},
-    "amd": {"tile": 8192, "stages": 2, "num_warps": 4, "matrix_instr_nonkdim": 16},
+    "nvidia": {"tile": 8192, "num_stages": 3, "num_warps": 4},
+    "amd": {"tile": 8192, "num_stages": 2, "num_warps": 4, "matrix_instr_nonkdim": 16},
 }
 _MERGE_COLUMNS = 64
-_PROGRAMS_PER_PROCESSOR = 32  # several rounds of what fits at once: the last, partial round then costs little
+_PROGRAMS_PER_SM = 32  # several rounds of what fits at once: the last, partial round then costs little
 _MIN_SLOTS, _MAX_SPLITS = 64, 64
 
 
@@ -46,11 +46,11 @@ class TritonAttentionStep:
     """The signature of ReferenceAttentionStep. The caches are contiguous; q may have strides but for its last dim."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
-        self.spec, self.slopes, self.processors = spec, Slopes(spec), platform.processors
+        self.spec, self.slopes, self.num_sms = spec, Slopes(spec), platform.num_sms
         vendor = "amd" if platform.vendor == "amd" else "nvidia"
         self.group = spec.n_heads // spec.n_kv_heads
         self.options = dict((_ONE_HEAD if self.group == 1 else _GROUPED)[vendor])
-        self.stages, tile = self.options.pop("stages"), self.options.pop("tile")
+        self.num_stages, tile = self.options.pop("num_stages"), self.options.pop("tile")
         if spec.dtype == "float32":
             tile //= 2
             if self.group > 1:
@@ -65,7 +65,7 @@ class TritonAttentionStep:
 
     def splits(self, batch: int, capacity: int) -> int:
         """Programs that share one head's slots. Fixed by shapes alone."""
-        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * self.processors, batch * self.spec.n_kv_heads)
+        wanted = triton.cdiv(_PROGRAMS_PER_SM * self.num_sms, batch * self.spec.n_kv_heads)
         return min(wanted, triton.cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class TritonAttentionStep:
             "COLUMNS": self.columns,
             "SLOTS": self.slots,
             "SPLITS": splits,
-            "STAGES": self.stages,
+            "NUM_STAGES": self.num_stages,
         }
         if self.group == 1:
             _one_head[batch * spec.n_heads, splits](*inputs, *sizes, **fixed, **self.options)
@@ -130,7 +130,7 @@ def _one_head(
     COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
 
@@ -149,30 +149,30 @@ def _one_head(
     k_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
     # Below every score, and finite: -inf - -inf would be NaN.
-    top = tl.full((SLOTS,), -1e38, tl.float32)
-    total = tl.zeros((SLOTS,), tl.float32)
+    row_max = tl.full((SLOTS,), -1e38, tl.float32)
+    row_sum = tl.zeros((SLOTS,), tl.float32)
 
-    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+    for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
         k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
         v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
         score = tl.sum(q_in[None, :] * k.to(tl.float32), 1)
         score = tl.where(valid, _change(score, scale, softcap, slopes, slope, newest - slots), float("-inf"))
-        higher = tl.maximum(top, score)
-        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher)
-        top = higher
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)
+        new_max = tl.maximum(row_max, score)
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
+        row_max = new_max
+        row_sum = row_sum * rescale + weight
+        acc = acc * rescale[:, None] + weight[:, None] * v.to(tl.float32)
 
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - highest)
-    total = tl.sum(total * weight, 0)
-    mean = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    highest = tl.max(row_max, 0)
+    weight = tl.exp2(row_max - highest)
+    row_sum = tl.sum(row_sum * weight, 0)
+    mean = tl.sum(acc * weight[:, None], 0) / tl.where(row_sum > 0, row_sum, 1.0)
     at = row_head.to(tl.int64) * SPLITS + split
     tl.store(parts + at * HEAD_DIM + column, mean.to(parts.dtype.element_ty), mask=column < HEAD_DIM)
     if SPLITS > 1:
-        tl.store(weights + at, highest + tl.log2(total))
+        tl.store(weights + at, highest + tl.log2(row_sum))
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def _grouped(
     COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -222,10 +222,10 @@ def _grouped(
     slope = 0.0 if slopes is None else tl.load(slopes + heads, mask=exists, other=0.0)[:, None]
     k_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
-    top = tl.full((HEADS,), -1e38, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    row_max = tl.full((HEADS,), -1e38, tl.float32)
+    row_sum = tl.zeros((HEADS,), tl.float32)
 
-    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+    for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
         k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
@@ -233,17 +233,17 @@ def _grouped(
         score = tl.dot(q_in, tl.trans(k), input_precision=PRECISION)
         score = _change(score, scale, softcap, slopes, slope, (newest - slots)[None, :])
         score = tl.where(valid[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
-        top = higher
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mean = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     at = (row * N_HEADS + heads).to(tl.int64) * SPLITS + split
     tl.store(parts + at[:, None] * HEAD_DIM + column[None, :], mean.to(parts.dtype.element_ty), mask=stored)
     if SPLITS > 1:
-        tl.store(weights + at, top + tl.log2(total), mask=exists)
+        tl.store(weights + at, row_max + tl.log2(row_sum), mask=exists)
 
 
 @triton.jit
@@ -268,8 +268,8 @@ def _merge(
     mask = (split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :]
     part = tl.load(parts + (row_head * SPLITS + split)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
     weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e38))
-    total = tl.sum(weight, 0)
-    merged = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    row_sum = tl.sum(weight, 0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(out + row_head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 

@@ -22,20 +22,20 @@ class Launch:
 
     block_m: int
     block_n: int
-    warps: int
-    stages: int
-    described: bool = False
-    registers: int | None = None
+    num_warps: int
+    num_stages: int
+    use_tma: bool = False
+    maxnreg: int | None = None
     dv_first: bool = False
-    merged: bool = False
+    single_loop: bool = False
 
     def options(self, platform: Platform) -> dict[str, Any]:
         """What Triton takes beside the kernel's arguments."""
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if platform.vendor == "amd":
             options["matrix_instr_nonkdim"] = 16
-        elif self.registers is not None:
-            options["maxnreg"] = self.registers
+        elif self.maxnreg is not None:
+            options["maxnreg"] = self.maxnreg
         return options
 
 
@@ -61,7 +61,7 @@ def choose(
     return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant).launch
 
 
-def together(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
+def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
     """How many pairs of sequence and head should run side by side when each rereads `bytes_each`."""
     budget = (32 << 20) if platform.vendor == "cpu" else tuning.table(platform).l2_budget
     return max(1, budget // bytes_each) * at_least

@@ -48,29 +48,29 @@ def padded(parts, head_dim, i):
 
 
 @triton.jit
-def place(tiles, pairs, together):
+def program_tile(tiles, pairs, pairs_in_flight):
     """(tile, pair) of this program: `together` pairs of sequence and head at a time, their first tiles first.
 
     All programs that run at once then share few enough keys and values to find them in the L2 cache.
     """
     at = tl.program_id(0)
-    done = at // (tiles * together) * together
-    here = tl.minimum(together, pairs - done)
-    at = at % (tiles * together)
+    done = at // (tiles * pairs_in_flight) * pairs_in_flight
+    here = tl.minimum(pairs_in_flight, pairs - done)
+    at = at % (tiles * pairs_in_flight)
     return at // here, done + at % here
 
 
 @triton.jit
 def load_rows(
     source, batch, head, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    MASKED: tl.constexpr, DESCRIBED: tl.constexpr,
+    MASKED: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Rows start .. start + ROWS of [T, head_dim] as parts; zeros, not read, from row `limit` on if MASKED.
 
     source: a pointer to row 0 (batch and head are not used), or DESCRIBED, a tensor descriptor of [batch * T, heads *
     head_dim], for a T (the limit) in whole tiles and parts of one width: the copy engine then computes the addresses.
     """
-    if DESCRIBED:
+    if USE_TMA:
         out = ()
         for i in tl.static_range(len(PARTS)):
             out = out + (source.load([batch * limit + start, head * HEAD_DIM + before(PARTS, i)]),)
@@ -119,7 +119,7 @@ def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def dot_transposed(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """a b^T, summed over the parts of head_dim. a: [A, head_dim], b: [B, head_dim] -> [A, B] in fp32."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(PARTS)):
@@ -128,7 +128,7 @@ def inner(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def outer(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def dot_accumulate(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + weight b. weight: [A, B], rounded to b's type; b: [B, head_dim]; acc: [A, head_dim]."""
     weight = weight.to(b[0].dtype)
     out = ()
@@ -138,13 +138,13 @@ def outer(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sight(i, starts, ends, seq_len, BACK: tl.constexpr, AHEAD: tl.constexpr):
+def visible_range(i, starts, ends, seq_len, LOOK_BACK: tl.constexpr, LOOK_AHEAD: tl.constexpr):
     """First and last token that the tokens `i` (one or many) see: at most BACK before and AHEAD after; None: all.
 
     starts, ends: the documents of this sequence, or None. Tokens beyond the sequence see what is of no use.
     """
-    first = i * 0 if BACK is None else tl.maximum(i - BACK, 0)
-    last = i * 0 + (seq_len - 1) if AHEAD is None else tl.minimum(i + AHEAD, seq_len - 1)
+    first = i * 0 if LOOK_BACK is None else tl.maximum(i - LOOK_BACK, 0)
+    last = i * 0 + (seq_len - 1) if LOOK_AHEAD is None else tl.minimum(i + LOOK_AHEAD, seq_len - 1)
     if starts is not None:
         first = tl.maximum(first, tl.load(starts + i, mask=i < seq_len, other=0))
         last = tl.minimum(last, tl.load(ends + i, mask=i < seq_len, other=0))
@@ -152,16 +152,16 @@ def sight(i, starts, ends, seq_len, BACK: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def spans(
-    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr
+def tile_ranges(
+    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, LOOK_BACK: tl.constexpr, LOOK_AHEAD: tl.constexpr
 ):
     """What the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
 
     a .. b and c .. end need a mask; b .. c all of them see, and it ends before the sequence does.
     """
     final = tl.minimum(begin + ROWS, seq_len) - 1
-    earliest, all_to = sight(begin, starts, ends, seq_len, BACK, AHEAD)
-    all_from, latest = sight(final, starts, ends, seq_len, BACK, AHEAD)
+    earliest, all_to = visible_range(begin, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
+    all_from, latest = visible_range(final, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a = earliest // TILE * TILE
     end = latest + 1
     b = tl.minimum(tl.maximum(tl.cdiv(all_from, TILE) * TILE, a), tl.cdiv(end, TILE) * TILE)
@@ -170,7 +170,7 @@ def spans(
 
 
 @triton.jit
-def seen(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
+def in_range(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
     """first <= other <= last; only the halves that limit anything."""
     if LOWER and UPPER:
         return (other >= first) & (other <= last)
@@ -181,7 +181,7 @@ def seen(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
 
 
 @triton.jit
-def capped(score, scale, softcap):
+def softcap_score(score, scale, softcap):
     """From q k^T to log2(e) times the score before ALiBi, and its derivative by what is capped; scale and softcap are
     multiplied by log2(e) already. 2^x is what the hardware has.
     """

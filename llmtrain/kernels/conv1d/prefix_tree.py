@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 
-def predecessors(lengths: Sequence[int], above: Sequence[Sequence[int]], reach: int) -> Tensor:
+def predecessors(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], reach: int) -> Tensor:
     """[T, reach] in int32, on the CPU: the token 1, 2, ... places before each in its own text, -1 before the text begins.
 
     lengths: tokens of each segment, in order, at least one; above: which earlier segments it continues, the outermost first.
     """
     size = np.array(lengths, dtype=np.int64)
     end = size.cumsum()
-    parent = np.array([chain[-1] if chain else -1 for chain in above])
-    depth = np.array([len(chain) for chain in above])
+    parent = np.array([chain[-1] if chain else -1 for chain in ancestors])
+    depth = np.array([len(chain) for chain in ancestors])
     back = np.arange(1, reach + 1)
     # The last tokens of each segment's text, from its end back; behind all, for those that continue nothing: none.
     last = np.full((len(size) + 1, reach), -1)

@@ -22,7 +22,7 @@ _LAUNCH = {
 }
 
 
-def convolve_tree(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, vendor: str) -> Tensor:
+def prefix_tree_conv(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, vendor: str) -> Tensor:
     """x: [1, T, channels], its channels side by side; weight: [channels, width]; before: [T, width - 1], as of
     `predecessors`. Returns y like x, contiguous. No gradients.
     """

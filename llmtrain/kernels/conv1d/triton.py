@@ -41,8 +41,8 @@ def launch_forward(
 ) -> Tensor:
     """y: where to put the output, a slice, perhaps, of something contiguous."""
     x, launch = _addressable(x), Launch.parse(options)
-    walk = fitted(launch.forward, launch.programs, *x.shape)
-    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk, y)
+    tile = fitted(launch.forward, launch.min_programs, *x.shape)
+    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), tile, y)
 
 
 conv1d_forward = torch.library.custom_op(
@@ -82,8 +82,8 @@ def partial_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x (put into dx, if given), and what parameter_gradients takes."""
     dy, x, launch = _addressable(dy), _addressable(x), Launch.parse(options)
-    walk = fitted(launch.backward, launch.programs, *x.shape)
-    return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk, dx)
+    tile = fitted(launch.backward, launch.min_programs, *x.shape)
+    return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), tile, dx)
 
 
 conv1d_backward = torch.library.custom_op(
@@ -99,18 +99,18 @@ def _(dy, x, weight, bias, document_ids, options):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.options = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx, dy):
+def _backward(ctx, dy):
     x, weight, bias, document_ids = ctx.saved_tensors
     dx, d_weight, d_bias = conv1d_backward(dy, x, weight, bias, document_ids, ctx.options)
     return dx, d_weight, None if bias is None else d_bias, None, None
 
 
-conv1d_forward.register_autograd(_differentiate, setup_context=_keep)
+conv1d_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _addressable(t: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 
-PROGRAMS = 4  # per processor, at least, where there are tokens enough
+PROGRAMS_PER_SM = 4  # per processor, at least, where there are tokens enough
 
 
 @dataclass(frozen=True)
-class Walk:
+class Tile:
     """How a program goes through its tokens.
 
     channels: of one program, a power of two. walkers: how many runs of tokens a program goes through at once, a power of
@@ -25,24 +25,24 @@ class Walk:
     """
 
     channels: int
-    walkers: int
-    run: int
-    group: int
-    warps: int
-    stages: int = 1
-    ahead: bool = False
+    parallel_runs: int
+    run_tokens: int
+    step_tokens: int
+    num_warps: int
+    num_stages: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
-        assert self.run % self.group == 0, f"a run of {self.run} tokens is not made of groups of {self.group}"
+        assert self.run_tokens % self.step_tokens == 0, f"a run of {self.run} tokens is not made of groups of {self.group}"
 
 
 @dataclass(frozen=True)
 class Launch(Options):
     """programs: as many as keep the GPU busy; runs are halved until there are so many. None: runs stay as they are."""
 
-    forward: Walk
-    backward: Walk
-    programs: int | None
+    forward: Tile
+    backward: Tile
+    min_programs: int | None
 
 
 def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
@@ -52,23 +52,23 @@ def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
         for kernel in ("forward", "backward")
     )
     forward, backward = (narrowed(row.launch, spec.channels) for row in rows)
-    return Launch(forward, backward, PROGRAMS * platform.processors)
+    return Launch(forward, backward, PROGRAMS_PER_SM * platform.num_sms)
 
 
-def narrowed(walk: Walk, channels: int) -> Walk:
-    while walk.channels >= 2 * channels and walk.channels > 16:
-        walk = replace(walk, channels=walk.channels // 2)
-    return walk
+def narrowed(tile: Tile, channels: int) -> Tile:
+    while tile.channels >= 2 * channels and tile.channels > 16:
+        tile = replace(tile, channels=tile.channels // 2)
+    return tile
 
 
-def fitted(walk: Walk, programs: int | None, batch: int, seq_len: int, channels: int) -> Walk:
+def fitted(tile: Tile, programs: int | None, batch: int, seq_len: int, channels: int) -> Tile:
     """The same with shorter runs, where programs would be too few, or longer than the sequence."""
 
     def shorter_is_better() -> bool:
-        tokens = walk.walkers * walk.run
-        count = batch * -(-seq_len // tokens) * -(-channels // walk.channels)
+        tokens = tile.parallel_runs * tile.run_tokens
+        count = batch * -(-seq_len // tokens) * -(-channels // tile.channels)
         return tokens >= 2 * seq_len or count < (programs or 0)
 
-    while walk.run % (2 * walk.group) == 0 and shorter_is_better():
-        walk = replace(walk, run=walk.run // 2)
-    return walk
+    while tile.run_tokens % (2 * tile.step_tokens) == 0 and shorter_is_better():
+        tile = replace(tile, run_tokens=tile.run_tokens // 2)
+    return tile

@@ -36,7 +36,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
     launch, rows = Launch.parse(options), _rows(x)
-    tile = fitted(launch.forward, launch.processors, len(rows), n_groups)
+    tile = fitted(launch.forward, launch.num_sms, len(rows), n_groups)
     y, r = kernels.forward(rows, _rows(z), weight.contiguous(), n_groups, eps, norm_first, tile)
     return y.view(x.shape), r
 
@@ -78,7 +78,7 @@ def partial_backward(
     something contiguous.
     """
     launch, rows = Launch.parse(options), _rows(x)
-    tile = fitted(launch.backward, launch.processors, len(rows), r.shape[1])
+    tile = fitted(launch.backward, launch.num_sms, len(rows), r.shape[1])
     into = (None if t is None else t.view(-1, t.shape[-1]) for t in (dz, dx))
     dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, *into)
     return dx.view(x.shape), dz.view(z.shape), partials
@@ -96,18 +96,18 @@ def _(dy, x, z, weight, r, norm_first, options):
     return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, z, weight, _, _, ctx.norm_first, ctx.options = inputs
     ctx.save_for_backward(x, z, weight, output[1])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dy, _):
+def _backward(ctx, dy, _):
     assert dy is not None, "r is not differentiable"
     return *gated_norm_backward(dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
 
 
-gated_norm_forward.register_autograd(_differentiate, setup_context=_keep)
+gated_norm_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from llmtrain.kernels.platform import Platform
 class Tile(row_tiles.Tile):
     """again: whether the backward reads x and z a second time, from the L1 cache, rather than keeping what it made of them."""
 
-    again: bool = True
+    reload: bool = True
 
 
 @dataclass(frozen=True)

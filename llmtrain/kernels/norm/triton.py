@@ -45,10 +45,10 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta (empty without delta), its norm, and the statistics; see kernels.forward."""
     rows, launch = _rows(x), Launch.parse(options)
-    tile = fitted(launch.forward, launch.processors, len(rows))
+    tile = fitted(launch.forward, launch.num_sms, len(rows))
     bias = None if bias is None else bias.contiguous()
-    more = None if delta is None else _rows(delta)
-    total, y, statistics = kernels.forward(rows, more, weight.contiguous(), bias, centred, eps, tile)
+    residual = None if delta is None else _rows(delta)
+    total, y, statistics = kernels.forward(rows, residual, weight.contiguous(), bias, centred, eps, tile)
     return x.new_empty(0) if total is None else total.view(x.shape), y.view(x.shape), statistics
 
 
@@ -66,9 +66,9 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of what is normed, of the weight and of the bias (empty, if there is none)."""
     rows, launch = _rows(total), Launch.parse(options)
-    tile = fitted(launch.backward, launch.processors, len(rows))
-    more = None if d_total is None else _rows(d_total)
-    dx, partials = kernels.backward(_rows(dy), more, rows, weight.contiguous(), statistics, biased, tile)
+    tile = fitted(launch.backward, launch.num_sms, len(rows))
+    residual = None if d_total is None else _rows(d_total)
+    dx, partials = kernels.backward(_rows(dy), residual, rows, weight.contiguous(), statistics, biased, tile)
     d_weight, d_bias = kernels.parameter_gradients(partials, weight, biased)
     return dx.view(total.shape), d_weight, weight.new_empty(0) if d_bias is None else d_bias
 
@@ -82,14 +82,14 @@ def _(dy, d_total, total, weight, statistics, biased, options):
     return total.new_empty(total.shape), d_weight, weight.new_empty(weight.shape if biased else 0)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, delta, weight, bias, _, _, ctx.options = inputs
     ctx.summed, ctx.biased = delta is not None, bias is not None
     ctx.save_for_backward(output[0] if ctx.summed else x, weight, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_total, dy, _):
+def _backward(ctx, d_total, dy, _):
     if dy is None:  # only the sum was used
         assert ctx.summed
         return d_total, d_total, None, None, None, None, None
@@ -99,7 +99,7 @@ def _differentiate(ctx, d_total, dy, _):
     return dx, dx if ctx.summed else None, d_weight, d_bias if ctx.biased else None, None, None, None
 
 
-norm_forward.register_autograd(_differentiate, setup_context=_keep)
+norm_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

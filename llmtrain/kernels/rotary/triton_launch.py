@@ -14,9 +14,9 @@ from llmtrain.kernels.rotary.spec import RotarySpec
 class Launch(Options):
     """tokens: of a program, a power of two. heads: that a program goes through with its cosines and sines in registers."""
 
-    tokens: int
-    heads: int
-    warps: int
+    block_tokens: int
+    block_heads: int
+    num_warps: int
 
 
 def default_launch(spec: RotarySpec, platform: Platform) -> Launch:

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.async_copy import moved_to
+from llmtrain.kernels.async_copy import copy_async
 
-BEHIND = 4
+MAX_SHORT_CHUNKS = 4
 """Chunks of short segments that one program takes."""
 
 
 @dataclass(frozen=True)
-class Walks:
+class ScanSchedule:
     """What the programs do, in int32; those of a round need states of earlier rounds only.
 
     rounds: [programs, 5]: the first of `steps` and their end; how many of them carry the state on, the others being of short
@@ -32,54 +32,54 @@ class Walks:
 
     rounds: list[Tensor]
     steps: Tensor
-    since: Tensor
-    places: int
+    segment_start: Tensor
+    state_slots: int
 
-    def to(self, device: torch.device) -> Walks:
-        rounds = [moved_to(programs, device) for programs in self.rounds]
-        return Walks(rounds, moved_to(self.steps, device), moved_to(self.since, device), self.places)
+    def to(self, device: torch.device) -> ScanSchedule:
+        rounds = [copy_async(programs, device) for programs in self.rounds]
+        return ScanSchedule(rounds, copy_async(self.steps, device), copy_async(self.segment_start, device), self.state_slots)
 
 
-def walks(lengths: Sequence[int], above: Sequence[Sequence[int]], chunk: int) -> Walks:
+def scan_schedule(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], chunk: int) -> ScanSchedule:
     """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first;
     chunk: tokens of a step, at most.
     """
-    made = _Maker(lengths, above, chunk)
+    made = _Scheduler(lengths, ancestors, chunk)
     # The longest first: they shall not be what the GPU waits for at the end.
     rounds = [_table(sorted(programs, key=lambda row: row[0] - row[1])) for programs in made.rounds if programs]
     steps = _table(made.steps)
     token = steps[:, :1] + np.arange(chunk, dtype=np.int32)
     start = np.repeat(np.array(made.starts, dtype=np.int32), lengths)
-    since = np.maximum(start[np.minimum(token, len(start) - 1)] - steps[:, :1], 0)
-    return Walks(
-        [torch.from_numpy(table) for table in rounds], torch.from_numpy(steps), torch.from_numpy(since), made.places
+    segment_start = np.maximum(start[np.minimum(token, len(start) - 1)] - steps[:, :1], 0)
+    return ScanSchedule(
+        [torch.from_numpy(table) for table in rounds], torch.from_numpy(steps), torch.from_numpy(segment_start), made.state_slots
     )
 
 
-class _Maker:
-    def __init__(self, lengths: Sequence[int], above: Sequence[Sequence[int]], chunk: int):
+class _Scheduler:
+    def __init__(self, lengths: Sequence[int], ancestors: Sequence[Sequence[int]], chunk: int):
         self.chunk = chunk
         self.ends = np.cumsum(lengths).tolist()
         self.starts = [end - length for end, length in zip(self.ends, lengths, strict=True)]
         self.steps: list[tuple[int, int]] = []
-        self.rounds: list[list[tuple[int, ...]]] = [[] for _ in range(2 + max(map(len, above), default=0))]
-        self.places = 0
+        self.rounds: list[list[tuple[int, ...]]] = [[] for _ in range(2 + max(map(len, ancestors), default=0))]
+        self.state_slots = 0
         behind: list[list[int]] = [[] for _ in lengths]
         roots: list[int] = []
-        for segment, chain in enumerate(above):
+        for segment, chain in enumerate(ancestors):
             (behind[chain[-1]] if chain else roots).append(segment)
         short = [not after and length <= chunk for after, length in zip(behind, lengths, strict=True)]
         self._add_beside(0, self._beside([one for one in roots if short[one]]), -1)
         place = [-1] * len(lengths)
-        for segment, chain in enumerate(above):
+        for segment, chain in enumerate(ancestors):
             if short[segment]:
                 continue
             beside = self._beside([one for one in behind[segment] if short[one]])
-            if len(beside) > BEHIND or not all(short[one] for one in behind[segment]):
-                place[segment], self.places = self.places, self.places + 1
+            if len(beside) > MAX_SHORT_CHUNKS or not all(short[one] for one in behind[segment]):
+                place[segment], self.state_slots = self.state_slots, self.state_slots + 1
             own = range(self.starts[segment], self.ends[segment], chunk)
             steps = [(first, min(first + chunk, self.ends[segment])) for first in own]
-            here = beside if len(beside) <= BEHIND else []
+            here = beside if len(beside) <= MAX_SHORT_CHUNKS else []
             begin = place[chain[-1]] if chain else -1
             self._add(len(chain), [*steps, *here], len(steps), begin, place[segment])
             if not here:
@@ -97,8 +97,8 @@ class _Maker:
         return found
 
     def _add_beside(self, turn: int, beside: Sequence[tuple[int, int]], begin: int) -> None:
-        for at in range(0, len(beside), BEHIND):
-            self._add(turn, beside[at : at + BEHIND], 0, begin, -1)
+        for at in range(0, len(beside), MAX_SHORT_CHUNKS):
+            self._add(turn, beside[at : at + MAX_SHORT_CHUNKS], 0, begin, -1)
 
     def _add(self, turn: int, steps: Sequence[tuple[int, int]], carried: int, begin: int, after: int) -> None:
         first = len(self.steps)

@@ -12,53 +12,53 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 
 
 @dataclass(frozen=True)
-class PassLaunch:
+class StatePassingLaunch:
     """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own; share: programs that run
     side by side on a processor.
     """
 
-    rows: int
-    columns: int
-    stages: int
+    block_dstate: int
+    block_headdim: int
+    num_stages: int
     options: dict[str, int] = field(default_factory=dict)
-    share: int = 1
+    programs_per_sm: int = 1
 
     def tiles(self, d_state: int, head_dim: int) -> int:
-        return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
+        return math.ceil(d_state / self.block_dstate) * math.ceil(head_dim / self.block_headdim)
 
 
 @dataclass(frozen=True)
-class WalkLaunch:
+class SequentialScanLaunch:
     """How the forward walks. columns of head_dim per program; described: let Hopper's copy engine fetch the tiles (through
     tensor descriptors) where the tensors allow it; share: programs that run side by side on a processor; state_first: what
     comes from the state before what comes from pairs, which takes fewer registers if there are no documents.
     """
 
-    columns: int
-    stages: int
+    block_headdim: int
+    num_stages: int
     options: dict[str, int] = field(default_factory=dict)
-    described: bool = False
-    share: int = 1
+    use_tma: bool = False
+    programs_per_sm: int = 1
     state_first: bool = False
 
 
 @dataclass(frozen=True)
-class HeadsLaunch:
+class HeadLoopLaunch:
     """How a kernel runs that takes a chunk's heads one after the other. programs: per processor, at least, where there are
     heads enough; described: as of WalkLaunch.
     """
 
-    programs: int
-    stages: int
+    programs_per_sm: int
+    num_stages: int
     options: dict[str, int] = field(default_factory=dict)
-    described: bool = False
+    use_tma: bool = False
 
-    def heads(self, per_group: int, groups_of_heads: int, processors: int) -> int:
+    def heads(self, per_group: int, chunk_groups: int, num_sms: int) -> int:
         """Of one program: all of a group if the chunks alone make enough programs, for each sums over its heads in
         registers; else fewer. groups_of_heads: chunks * groups * rows of the batch.
         """
-        wanted = 0.9 * self.programs * processors  # a little less than a whole wave is as good
-        blocks = min(per_group, max(1, math.ceil(wanted / groups_of_heads)))
+        wanted = 0.9 * self.programs_per_sm * num_sms  # a little less than a whole wave is as good
+        blocks = min(per_group, max(1, math.ceil(wanted / chunk_groups)))
         return math.ceil(per_group / blocks)
 
 
@@ -76,47 +76,47 @@ class Launch(Options):
     precision: of fp32 matrix products. processors: of the device; no row has it.
     """
 
-    chunk: int
-    walk: WalkLaunch
-    scan: HeadsLaunch
-    chunk_backward: int
-    passing: PassLaunch
-    both: PassLaunch
-    pairs: HeadsLaunch
-    states: HeadsLaunch
-    precision: str = "ieee"
-    processors: int = 1
-    halves: HeadsLaunch | None = None
-    half: bool = False
-    pair: WalkLaunch | None = None
-    wide: PassLaunch | None = None
+    chunk_size: int
+    sequential_scan: SequentialScanLaunch
+    chunk_scan: HeadLoopLaunch
+    chunk_size_bwd: int
+    state_passing: StatePassingLaunch
+    state_passing_bwd: StatePassingLaunch
+    intra_chunk_bwd: HeadLoopLaunch
+    inter_chunk_bwd: HeadLoopLaunch
+    input_precision: str = "ieee"
+    num_sms: int = 1
+    intra_chunk_halves_bwd: HeadLoopLaunch | None = None
+    fp16_states: bool = False
+    sequential_scan_shared_sm: SequentialScanLaunch | None = None
+    state_passing_bwd_wide: StatePassingLaunch | None = None
 
     @property
     def tile(self) -> int:
         """Tokens that a program of the backward takes at a time."""
-        return self.chunk_backward // (2 if self.halves else 1)
+        return self.chunk_size_bwd // (2 if self.intra_chunk_halves_bwd else 1)
 
-    def walk_for(self, heads: int, head_dim: int) -> WalkLaunch | None:
+    def sequential_scan_for(self, heads: int, head_dim: int) -> SequentialScanLaunch | None:
         """How the forward walks, once per head of all sequences, if so it leaves few processors idle at its end: its last wave
         is nearly full, or its only one more than half full.
 
         Otherwise states are passed first, then all chunks scanned at once, which moves more bytes but fills any device.
         """
         found = None
-        for walk in (self.walk, self.pair):
-            if walk is not None:
-                waves = heads * math.ceil(head_dim / walk.columns) / (walk.share * self.processors)
+        for scan in (self.sequential_scan, self.sequential_scan_shared_sm):
+            if scan is not None:
+                waves = heads * math.ceil(head_dim / scan.block_headdim) / (scan.programs_per_sm * self.num_sms)
                 if _full(waves) or 0.55 < waves <= 1:
-                    found = walk
+                    found = scan
         return found
 
-    def both_for(self, heads: int, d_state: int, head_dim: int) -> PassLaunch:
+    def state_passing_bwd_for(self, heads: int, d_state: int, head_dim: int) -> StatePassingLaunch:
         """How the backward passes states of so many heads of all sequences, and their gradients."""
-        if self.wide is not None:
-            waves = 2 * heads * self.wide.tiles(d_state, head_dim) / (self.wide.share * self.processors)
+        if self.state_passing_bwd_wide is not None:
+            waves = 2 * heads * self.state_passing_bwd_wide.tiles(d_state, head_dim) / (self.state_passing_bwd_wide.programs_per_sm * self.num_sms)
             if _full(waves):
-                return self.wide
-        return self.both
+                return self.state_passing_bwd_wide
+        return self.state_passing_bwd
 
 
 def _full(waves: float) -> bool:
@@ -127,4 +127,4 @@ def _full(waves: float) -> bool:
 def default_launch(spec: SSDSpec, platform: Platform) -> Launch:
     """What the tuning table says, for this device's number of processors."""
     shape = {"head_dim": spec.head_dim, "d_state": spec.d_state}
-    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, processors=platform.processors)
+    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, num_sms=platform.num_sms)

@@ -17,7 +17,7 @@ class Inner:
 @dataclass(frozen=True)
 class Outer(Options):
     forward: Inner
-    processors: int | None
+    num_sms: int | None
     keep: Literal["all", "nothing"] = "all"
 
 
