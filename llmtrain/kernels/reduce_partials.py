@@ -1,8 +1,5 @@
 """The second half of a sum over tokens whose first half was taken per program: a fixed order, so equal bits every run."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

@@ -1,9 +1,5 @@
 """Rows of a matrix in registers, in parts, so that a size between two powers of two wastes little: what norms share."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

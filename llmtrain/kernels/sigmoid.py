@@ -1,8 +1,5 @@
 """The sigmoid of kernels that are bound by memory only if their arithmetic is cheap."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import triton

@@ -31,14 +31,14 @@ def test_agrees_with_the_reference(channels, width, biased, batch, seq_len):
     assert all(t.dtype == torch.float32 for t in ours)
 
 
-@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
+@pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
 def test_how_it_walks_changes_nothing_but_rounding(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
     ours = around.outcome(made(20, 4, run, group, parallel_runs), tensors)
     around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
 
 
-@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
+@pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
 def test_when_tokens_are_read_changes_no_bit(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
     runs = [around.outcome(made(20, 4, run, group, parallel_runs, ahead), tensors) for ahead in (False, True)]

@@ -21,7 +21,7 @@ from llmtrain.kernels.mamba_mixer.triton import (
     mamba_mixer_forward,
 )
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import triton_launch as ssd
+from llmtrain.kernels.ssd import triton as ssd
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from tests.support import mamba_parts as around
@@ -40,15 +40,18 @@ def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: boo
     scan = replace(
         scan,
         chunk_size=32,
-        chunk_backward=backward,
-        halves=scan.pairs if halves else None,
-        passing=replace(scan.passing, rows=32, columns=16),
-        both=replace(scan.both, rows=32, columns=16),
-        tile=replace(scan.tile, columns=16),
+        chunk_size_bwd=backward,
+        intra_chunk_halves_bwd=scan.intra_chunk_bwd if halves else None,
+        state_passing=replace(scan.state_passing, block_dstate=32, block_headdim=16),
+        state_passing_bwd=replace(scan.state_passing_bwd, block_dstate=32, block_headdim=16),
+        sequential_scan=replace(scan.sequential_scan, block_headdim=16),
         num_sms=num_sms,
     )
-    tile, tile = conv1d.Walk(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
-    conv, norm = conv1d.Launch(tile, tile, min_programs=None), gated_norm.Launch(tile, tile, num_sms=None)
+    conv_tile, norm_tile = conv1d.Tile(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
+    conv, norm = (
+        conv1d.Launch(conv_tile, conv_tile, min_programs=None),
+        gated_norm.Launch(norm_tile, norm_tile, num_sms=None),
+    )
     return TritonMambaMixer(spec, Launch(conv.dump(), scan.dump(), norm.dump(), keep))
 
 

@@ -37,7 +37,9 @@ CASES = [*(("a state as wide as its head", name) for name in SHAPES), *((name, "
 def test_scan(spec, shape):
     spec, shape = SPECS[spec], SHAPES[shape]
     inputs = trees.scan_inputs(spec, sum(shape.lengths), torch.float32)
-    y = prefix_tree_scan(**inputs, scan_schedule=scan_schedule(shape.lengths, shape.ancestors, CHUNK), spec=spec, platform=platform.cpu())
+    y = prefix_tree_scan(
+        **inputs, schedule=scan_schedule(shape.lengths, shape.ancestors, CHUNK), spec=spec, platform=platform.cpu()
+    )
     torch.testing.assert_close(y[0].double(), trees.expected_scan(spec, shape, inputs), atol=1e-5, rtol=1e-4)
 
 

@@ -9,8 +9,8 @@ import torch
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton import TritonSSD, ssd_forward
-from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
+from llmtrain.kernels.ssd.triton import TritonSSD, default_launch, ssd_forward
+from llmtrain.kernels.ssd.triton_launch import Launch
 from tests.support import scans
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
@@ -91,7 +91,8 @@ def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves, d_state, num_s
     spec = SSDSpec(4, 16, d_state, 2, 64, **FP32)
     launch = small(spec, halves=halves, num_sms=num_sms)
     fetching = {
-        name: replace(getattr(launch, name), use_tma=True, num_stages=2) for name in ("sequential_scan", "chunk_scan", "intra_chunk_bwd", "inter_chunk_bwd")
+        name: replace(getattr(launch, name), use_tma=True, num_stages=2)
+        for name in ("sequential_scan", "chunk_scan", "intra_chunk_bwd", "inter_chunk_bwd")
     }
     assert_agrees(spec, 2, seq_len, True, replace(launch, **fetching))
 
@@ -169,7 +170,9 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, num_sms, d_s
     tensors[0] = tensors[0] * torch.tensor([1e-3, 1e2]).half().view(2, 1, 1, 1)
     tensors[6] = tensors[6] + longer
     launch = small(spec, halves=halves, num_sms=num_sms)
-    launch = replace(launch, fp16_states=True, state_passing_bwd=replace(launch.state_passing_bwd, block_headdim=columns))
+    launch = replace(
+        launch, fp16_states=True, state_passing_bwd=replace(launch.state_passing_bwd, block_headdim=columns)
+    )
     ours, expected = scans.outcome(TritonSSD(spec, launch), tensors), scans.exact(spec, tensors)
     wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-3}
     assert not wrong

@@ -69,7 +69,12 @@ def test_the_reviewed_table_holds_every_kernel_that_is_bound_by_memory(checks):
             *(("conv1d", "_forward"), ("conv1d", "_backward"), ("conv1d", "_reduce_partials")),
             *(("gated_norm", "_forward"), ("gated_norm", "_backward"), ("gated_norm", "_reduce_partials")),
             *(("norm", "_forward"), ("norm", "_backward"), ("norm", "_reduce_partials")),
-            *(("rotary", "_rotate"), ("ssd_step", "_step"), ("conv1d_step", "_step"), ("conv1d_tree", "_convolve")),
+            *(
+                ("rotary", "_rotate"),
+                ("ssd_step", "_step"),
+                ("conv1d_step", "_step"),
+                ("conv1d_prefix_tree", "_convolve"),
+            ),
             *(("attention_step", name) for name in ("_one_head", "_grouped", "_merge")),
         }
 

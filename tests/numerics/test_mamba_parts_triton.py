@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from llmtrain.kernels import registry, tuning
-from llmtrain.kernels.conv1d import triton_launch as conv1d
+from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.gated_norm import triton_launch as gated_norm
+from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer import triton as mixer
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm import triton as residual_norm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.rotary import triton_launch as rotary
+from llmtrain.kernels.rotary import triton as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.row_tiles import fitted
 from tests.support import mixers

@@ -11,8 +11,8 @@ from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton import launch_backward, launch_forward
-from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, default_launch
+from llmtrain.kernels.ssd.triton import default_launch, launch_backward, launch_forward
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import peak_mib
 

@@ -15,7 +15,8 @@ from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
 from llmtrain.kernels.attention.triton import Call
-from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, choose
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
+from llmtrain.kernels.attention.triton_select import choose
 from llmtrain.kernels.platform import Platform
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -131,7 +132,7 @@ class Problem:
             self._call({}).dq(self.out, self.lse, self.dout, None, self.delta)
 
     def _call(self, launches: dict[Any, Launch]) -> Call:
-        return Call(self.q, self.k, self.v, *self.settings, launches=launches, where=self.where)
+        return Call(self.q, self.k, self.v, *self.settings, launches=launches, platform=self.where)
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], dict[str, Tensor]]:
         call = self._call({} if launch is None else {part: Launch(**launch)})
@@ -164,7 +165,9 @@ class Problem:
                 continue
             both = (True, False) if hopper and one_part and not single else (False,)
             # Without descriptors only for comparison; other forms only where their registers pay.
-            plain = [Launch(m, n, num_warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
+            plain = [
+                Launch(m, n, num_warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)
+            ]
             found += plain
             if not single and depth == min(2, max(num_stages)):
                 found += [replace(plain[0], **form) for form in _forms(part)]

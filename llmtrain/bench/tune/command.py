@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from llmtrain.bench.tune import search
 from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
-from llmtrain.kernels import platform, tuning, tuning_files
+from llmtrain.kernels import platform, tuning, tuning_table
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.tuning_table import Row
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     variant = getattr(rehearsal.case, "variant", None)
     rows = [search.row(winner, rehearsal, here, args.dtype, args.seq_len, variant) for winner in winners]
     if args.operation == "ssd":
-        rows = [Row(**{**vars(r), "shared": search.shared_of("ssd", case, r.launch, here)}) for r in rows]
+        rows = [replace(r, shared=search.shared_of("ssd", case, r.launch, here)) for r in rows]
     total = time.perf_counter() - began
     print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")
     if not rows:
         print("no candidate can serve: nothing written")
         return 1
     for row in rows:
-        print(tuning_files.dump_row(row), end="")
+        print(tuning_table.dump_row(row), end="")
     if not args.dry_run:
         print(f"written to {write(args, here, rows)}")
     return 0
@@ -105,9 +106,9 @@ def write(args: argparse.Namespace, here: Platform, rows: list[Row]) -> Any:
                 f"there is no shipped table for {here.arch}; its rows come from {arch}'s: leave --into-package out"
             )
         file = tuning.FOLDER / f"{arch}.yaml"
-        tuning_files.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
+        tuning_table.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
     else:
         file = args.out or tuning.own_file(here.arch)
-        tuning_files.save(file, here.arch, rows)
+        tuning_table.save(file, here.arch, rows)
     tuning.forget()
     return file

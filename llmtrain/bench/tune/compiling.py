@@ -192,7 +192,9 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
     registers, num_warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
     shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
     programs = min(
-        65_536 // (-(-registers // 8) * 8 * 32 * num_warps), shared_all // (compiled.metadata.shared + 1024), 64 // num_warps
+        65_536 // (-(-registers // 8) * 8 * 32 * num_warps),
+        shared_all // (compiled.metadata.shared + 1024),
+        64 // num_warps,
     )
     return {
         "registers": registers,

@@ -14,7 +14,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.triton_launch import Tile, default_launch, fitted, narrowed
+from llmtrain.kernels.conv1d.triton import default_launch
+from llmtrain.kernels.conv1d.triton_launch import Tile, fitted, narrowed
 from llmtrain.kernels.platform import Platform
 
 

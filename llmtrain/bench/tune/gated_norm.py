@@ -14,7 +14,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Tile, default_launch
+from llmtrain.kernels.gated_norm.triton import default_launch
+from llmtrain.kernels.gated_norm.triton_launch import Tile
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import fitted, narrowed
 

@@ -12,8 +12,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.reference import rotate
 from llmtrain.kernels.rotary.spec import RotarySpec
-from llmtrain.kernels.rotary.triton import launch_rotary
-from llmtrain.kernels.rotary.triton_launch import Launch, default_launch
+from llmtrain.kernels.rotary.triton import default_launch, launch_rotary
+from llmtrain.kernels.rotary.triton_launch import Launch
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Case:
     """tokens: in all sequences together. heads: None: as many as make up about 2048 channels."""
 
     head_dim: int = 128
-    block_heads: int | None = None
+    heads: int | None = None
     kv_heads: int | None = None
     seq_len: int = 4096
     dtype: str = "bfloat16"
-    block_tokens: int = 16384
+    tokens: int = 16384
 
     @property
     def batch(self) -> int:
-        return max(1, self.block_tokens // self.seq_len)
+        return max(1, self.tokens // self.seq_len)
 
 
 class Problem(MemoryBound):
@@ -43,7 +43,7 @@ class Problem(MemoryBound):
         self.tolerance = TOLERANCE[case.dtype]
         self.table = default_launch(RotarySpec(case.head_dim, case.dtype), where)
         draw = Draw(device, case.dtype)
-        heads = case.block_heads or max(1, 2048 // case.head_dim)
+        heads = case.heads or max(1, 2048 // case.head_dim)
 
         def sliced(count: int) -> torch.Tensor:
             width = count * case.head_dim
@@ -67,7 +67,9 @@ class Problem(MemoryBound):
 
     def run(self, part: str, launch: Launch | None) -> Outputs:
         options = (launch or self.table).dump()
-        forward, backward = (launch_rotary(self.q, self.k, self.cos, self.sin, inverse, options) for inverse in (False, True))
+        forward, backward = (
+            launch_rotary(self.q, self.k, self.cos, self.sin, inverse, options) for inverse in (False, True)
+        )
         return (*forward, *backward)
 
     def in_float64(self) -> dict[str, Outputs]:

@@ -14,7 +14,7 @@ from llmtrain.bench.tune.compiling import Compilers, Task
 from llmtrain.bench.tune.measuring import Measured
 from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.tuning_table import Row
 
 Step = Callable[[], None]
 """To be called after each candidate."""

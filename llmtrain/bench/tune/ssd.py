@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import block_scaled_fp16 as block_scaled_fp16
-from llmtrain.kernels.ssd import chunk_cumsum as chunk_cumsum
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
 from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
 from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
 from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
-from llmtrain.kernels.ssd import state_passing as state_passing
 from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch, StatePassingLaunch, SequentialScanLaunch, default_launch
-from llmtrain.kernels.tuning_files import decode
+from llmtrain.kernels.ssd.triton import default_launch
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch, SequentialScanLaunch, StatePassingLaunch
 
-FORWARD, BACKWARD = ("sequential_scan", "state_passing", "chunk_scan"), ("state_passing_bwd", "intra_chunk_bwd", "intra_chunk_halves_bwd", "inter_chunk_bwd")
+FORWARD, BACKWARD = (
+    ("sequential_scan", "state_passing", "chunk_scan"),
+    ("state_passing_bwd", "intra_chunk_bwd", "intra_chunk_halves_bwd", "inter_chunk_bwd"),
+)
 _KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadLoopLaunch) | {
     "sequential_scan": SequentialScanLaunch,
     "state_passing": StatePassingLaunch,
@@ -100,11 +102,13 @@ class Problem:
         self.tolerance = _TOLERANCE[case.dtype]
         *self.tensors, self.dy = case.tensors(device)
         self.launch = default_launch(self.spec, where)
-        ahead = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
-        self.chunks = {"forward": ahead, "backward": ("32", "64", "128/64")}
+        fwd = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
+        self.chunks = {"forward": fwd, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
         backward = ((kernel, chunk) for kernel in BACKWARD for chunk in self.chunks["backward"])
-        self.parts += [f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "intra_chunk_halves_bwd" or "/" in chunk]
+        self.parts += [
+            f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "intra_chunk_halves_bwd" or "/" in chunk
+        ]
         self._cached: dict[tuple[int, int], dict[str, Any]] = {}
         self._exact: tuple[Tensor, ...] = ()
 
@@ -139,7 +143,7 @@ class Problem:
         return (launch.chunk_size, launch.chunk_size) if kernel in FORWARD else (launch.chunk_size_bwd, launch.tile)
 
     def _intermediates(self, chunk: int, tile: int) -> dict[str, Any]:
-        """What the kernels take from one another, for this chunk."""
+        """Tensors that the kernels pass to one another, for this chunk."""
         if (chunk, tile) in self._cached:
             return self._cached[chunk, tile]
         x, dt, A, B, C, _, dt_bias = self.tensors
@@ -148,26 +152,32 @@ class Problem:
         shapes = {
             "dA_cumsum": (batch, spec.n_heads, count, 2, chunk),
             "largest_dt": (batch, spec.n_heads, count),
-            "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
+            "states_fwd": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
             "ddA_terms": (batch, spec.n_heads, count, 3, chunk),
             "dCB": (4, batch, tiles, spec.n_groups, tile, tile),
             "dCB_halves": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
         }
-        narrow = ("plain", "dCB", "dCB_halves", "dx")
+        narrow = ("states_fwd", "dCB", "dCB_halves", "dx")
         made: dict[str, Any] = {
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        made["bc"] = block_scaled_fp16.room(B, C, tile, self.launch.fp16_states)
-        made["inter_chunk_bwd"] = state_passing.room(x, made["bc"], chunk, tile, self.launch.state_passing_bwd)
+        made["bc"] = block_scaled_fp16.empty_scaled_bc(B, C, tile, self.launch.fp16_states)
+        made["states"] = state_passing.empty_states(x, made["bc"], chunk, tile, self.launch.state_passing_bwd)
         if self.device != "meta":
             few, precision = replace(self.launch.state_passing_bwd, num_stages=1), self.launch.input_precision
-            made["dA_cumsum"], made["largest_dt"], _ = chunk_cumsum.chunk_cumsum_fwd(dt, A, dt_bias, None, (None, None), chunk, True)
-            made["plain"] = state_passing.state_passing_fwd(x, B, made["dA_cumsum"], None, None, chunk, precision, few)
+            made["dA_cumsum"], made["largest_dt"], _ = chunk_cumsum.chunk_cumsum_fwd(
+                dt, A, dt_bias, None, (None, None), chunk, True
+            )
+            made["states_fwd"] = state_passing.state_passing_fwd(
+                x, B, made["dA_cumsum"], None, None, chunk, precision, few
+            )
             made["bc"] = block_scaled_fp16.scale_bc(B, C, tile, self.launch.fp16_states)
             tensors = (x, self.dy, made["bc"], made["dA_cumsum"], made["largest_dt"])
-            made["inter_chunk_bwd"] = state_passing.state_passing_bwd(*tensors, None, None, None, None, chunk, tile, precision, few)
+            made["states"] = state_passing.state_passing_bwd(
+                *tensors, None, None, None, None, chunk, tile, precision, few
+            )
         self._cached[chunk, tile] = made
         return made
 
@@ -182,22 +192,24 @@ class Problem:
         x, _, _, B, C, D, _ = self.tensors
         dy, dA_cumsum, ddA_terms = self.dy, m["dA_cumsum"], m["ddA_terms"]
         if kernel == "sequential_scan":
-            return lambda: forward.sequential_scan(x, B, C, D, dA_cumsum, None, None, chunk, precision, how)
+            return lambda: forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, None, None, chunk, precision, how)
         if kernel == "chunk_scan":
-            return lambda: forward.chunk_scan(x, B, C, D, dA_cumsum, None, m["plain"], chunk, precision, how, num_sms)
+            return lambda: forward.chunk_scan(
+                x, B, C, D, dA_cumsum, None, m["states_fwd"], chunk, precision, how, num_sms
+            )
         if kernel == "state_passing":
             return lambda: state_passing.state_passing_fwd(x, B, dA_cumsum, None, None, chunk, precision, how)
         if kernel == "state_passing_bwd":
             both = (x, dy, m["bc"], dA_cumsum, m["largest_dt"], None, None, None, None, chunk, tile, precision, how)
             return lambda: state_passing.state_passing_bwd(*both)
         if kernel == "intra_chunk_bwd":
-            inputs = (dy, x, m["bc"], D, dA_cumsum, None, m["inter_chunk_bwd"], ddA_terms, chunk, tile, precision, how, num_sms)
+            inputs = (dy, x, m["bc"], D, dA_cumsum, None, m["states"], ddA_terms, chunk, tile, precision, how, num_sms)
             return lambda: intra_chunk.intra_chunk_bwd(*inputs)
         if kernel == "intra_chunk_halves_bwd":
             inputs = (dy, x, B, C, dA_cumsum, None, ddA_terms, m["dx"], chunk, precision, how, num_sms)
             return lambda: intra_chunk_halves.intra_chunk_halves_bwd(*inputs)
         dCB = (m["dCB"], m["dCB_halves"] if tile < chunk else None)
-        inputs = (dy, x, B, C, dA_cumsum.clone(), None, *dCB, m["inter_chunk_bwd"])  # which writes into times
+        inputs = (dy, x, B, C, dA_cumsum.clone(), None, *dCB, m["states"])  # cloned: the kernel writes into dA_cumsum
         return lambda: inter_chunk.inter_chunk_bwd(*inputs, ddA_terms, chunk, tile, precision, how, num_sms)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
@@ -219,11 +231,13 @@ class Problem:
         return run
 
     def _every(self, launch: Launch) -> Callable[[], None]:
-        """At about this device's number of processors: as many as make the forward walk, in each of its ways, or not."""
+        """The whole scan in every form of the forward, at numbers of multiprocessors near this device's that lead to each."""
         own = self.where.num_sms
         near = [replace(launch, num_sms=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
-        ways = [launch.sequential_scan, None] + ([] if launch.sequential_scan_shared_sm in (None, launch.sequential_scan) else [launch.sequential_scan_shared_sm])
-        forms = [self._whole(next(one for one in near if self._forward_form(one, self.case.batch) == way)) for way in ways]
+        ways, shared_sm = [launch.sequential_scan, None], launch.sequential_scan_shared_sm
+        if shared_sm not in ways:
+            ways.append(shared_sm)
+        forms = [self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways]
 
         def run() -> None:
             for form in forms:
@@ -232,7 +246,7 @@ class Problem:
         return run
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
-        """Of the whole scan with this part in it, on the first sequence."""
+        """Relative error of the whole scan with this part in it, on the first sequence."""
         if not self._exact:
             self._exact = self._in_float64()
         found = self._whole(self.checked(part, launch), slices=True)()
@@ -246,17 +260,20 @@ class Problem:
         else:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
-            cut: Any = {"chunk": chunk}
+            cut: Any = {"chunk_size": chunk}
             if kernel in BACKWARD:
                 halves = (self.launch.intra_chunk_halves_bwd or self.launch.intra_chunk_bwd) if tile < chunk else None
                 cut = {"chunk_size_bwd": chunk, "intra_chunk_halves_bwd": halves, "state_passing_bwd_wide": None}
             made = replace(self.launch, **(cut | {kernel: how}))
-            form = made.sequential_scan if kernel == "sequential_scan" else None if kernel in FORWARD else self._forward_form(made, 1)
+            form = None if kernel in FORWARD else self._forward_form(made, 1)
+            if kernel == "sequential_scan":
+                form = made.sequential_scan
         if self._forward_form(made, 1) == form:
             return made
         if form is None:
             return replace(made, num_sms=4 * self.case.heads * self.case.head_dim)
-        return replace(made, num_sms=1, sequential_scan_shared_sm=None if form == made.sequential_scan else made.sequential_scan_shared_sm)
+        shared_sm = None if form == made.sequential_scan else made.sequential_scan_shared_sm
+        return replace(made, num_sms=1, sequential_scan_shared_sm=shared_sm)
 
     def _forward_form(self, launch: Launch, batch: int) -> SequentialScanLaunch | None:
         return launch.sequential_scan_for(batch * self.case.heads, self.case.head_dim)
@@ -270,13 +287,13 @@ class Problem:
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
         tried = [self.launch]
-        for ahead, back in itertools.product(self.chunks["forward"], self.chunks["backward"]):
-            launches: Any = {kernel: self._best(best, f"{kernel}/{ahead}") for kernel in FORWARD}
-            kernels = [kernel for kernel in BACKWARD if kernel != "intra_chunk_halves_bwd" or "/" in back]
-            launches |= {kernel: self._best(best, f"{kernel}/{back}") for kernel in kernels}
+        for fwd, bwd in itertools.product(self.chunks["forward"], self.chunks["backward"]):
+            launches: Any = {kernel: self._best(best, f"{kernel}/{fwd}") for kernel in FORWARD}
+            kernels = [kernel for kernel in BACKWARD if kernel != "intra_chunk_halves_bwd" or "/" in bwd]
+            launches |= {kernel: self._best(best, f"{kernel}/{bwd}") for kernel in kernels}
             if None in launches.values():
                 continue
-            cut: Any = {"chunk": int(ahead), "chunk_size_bwd": sizes(f"pairs/{back}")[1]}
+            cut: Any = {"chunk_size": int(fwd), "chunk_size_bwd": sizes(f"intra_chunk_bwd/{bwd}")[1]}
             # What is searched serves all numbers of programs.
             cut |= {other: None for kernel, other in _OTHERS.items() if self._searched(best, kernel)}
             launches = {"intra_chunk_halves_bwd": None} | launches
@@ -289,7 +306,7 @@ class Problem:
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], part: str) -> Any:
-        """The fastest; of a kernel that was not searched, the table's, at its own chunk."""
+        """The fastest launch; for a kernel that was not searched, the table's, at its own chunk."""
         kernel, *cut = sizes(part)
         attempts = best.get(part)
         if attempts:
@@ -303,6 +320,6 @@ class Problem:
 
 
 def sizes(part: str) -> tuple[str, int, int]:
-    """Its kernel, chunk and tile."""
+    """Kernel, chunk and tile of a part."""
     kernel, chunk, *tile = part.split("/")
     return kernel, int(chunk), int(tile[0] if tile else chunk)

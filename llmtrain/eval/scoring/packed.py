@@ -12,7 +12,7 @@ from torch import Tensor
 from llmtrain.eval.scoring.batching import Row
 from llmtrain.eval.scoring.packing import Segment
 from llmtrain.kernels.async_copy import copy_async
-from llmtrain.kernels.attention.prefix_tree import PrefixTree, tree
+from llmtrain.kernels.attention.prefix_tree import PrefixTree, build_prefix_tree
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import TokenScores
 
@@ -90,7 +90,7 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
         lengths.append(padding)
         ancestors.append(())
     parts = [copy_async(torch.from_numpy(np.array(values, dtype=np.int64)), device) for values in (ids, scored, labels)]
-    return _Call(parts[0][None], parts[1], parts[2], tree(lengths, ancestors).to(device), owners)
+    return _Call(parts[0][None], parts[1], parts[2], build_prefix_tree(lengths, ancestors).to(device), owners)
 
 
 def _answers(running: _Running, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:

@@ -10,7 +10,6 @@ all keys of a part, so only its log-sum-exp needs to know.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.attention.documents import Documents
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
 BLOCK_QUERIES = 32
@@ -62,12 +60,13 @@ class PrefixTree:
     def to(self, device: torch.device) -> PrefixTree:
         segments = Documents(copy_async(self.segments.starts, device), copy_async(self.segments.ends, device))
         depths = [
-            Depth(*(copy_async(t, device) for t in (one.starts, one.ends, one.distance_offset, one.tiles))) for one in self.depths
+            Depth(*(copy_async(t, device) for t in (one.starts, one.ends, one.distance_offset, one.tiles)))
+            for one in self.depths
         ]
         return PrefixTree(self.lengths, self.ancestors, copy_async(self.positions, device), segments, depths)
 
 
-def tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTree:
+def build_prefix_tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTree:
     """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first.
 
     At each depth, segments that continue the same one must follow each other, and in its order.
@@ -98,26 +97,8 @@ def tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTr
     return PrefixTree(lengths, ancestors, positions[None], segments, depths)
 
 
-@functools.cache
-def _slopes(spec: AttentionSpec) -> Slopes:
-    """For good: to make them anew would wait for the GPU."""
-    return Slopes(spec)
-
-
 def refusal(spec: AttentionSpec, platform: Platform) -> str | None:
     """Why trees cannot be read here, or None."""
     if spec.sliding_window is not None:
         return "a sliding window ends by distances, which parts of a tree do not have"
     return registry.refusal("attention", "triton", spec, platform)
-
-
-def prefix_tree_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: PrefixTree) -> Tensor:
-    """q: [1, T, n_heads, head_dim]; k, v: [1, T, n_kv_heads, head_dim] -> like q. No gradients."""
-    from llmtrain.kernels.attention.prefix_tree_triton import merge_ancestors
-    from llmtrain.kernels.attention.triton import attend
-
-    slopes = _slopes(spec).on(q.device)
-    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.segments)
-    for depth in tree.depths:
-        merge_ancestors(q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.distance_offset, depth.tiles, vendor)
-    return out

@@ -4,30 +4,49 @@ For the tiles of queries alone that continue something at a depth of the tree: t
 The loop is the forward kernel's; the two log-sum-exps say how much each part counts. No gradients.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
-
 from __future__ import annotations
+
+import functools
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES
+from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES, PrefixTree
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.attention.triton import attend
 from llmtrain.kernels.attention.triton_forward import attend_tile
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
     LOWEST,
     load_rows,
     parts_of,
-    tile_ranges,
     store_rows,
+    tile_ranges,
     zeros,
 )
 
 _LOG2_E = 1.4426950408889634
+
+
+@functools.cache
+def _slopes(spec: AttentionSpec) -> Slopes:
+    """Made once: a copy from the host would wait for the GPU."""
+    return Slopes(spec)
+
+
+def prefix_tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: PrefixTree
+) -> Tensor:
+    """q: [1, T, n_heads, head_dim]; k, v: [1, T, n_kv_heads, head_dim] -> like q. No gradients."""
+    slopes = _slopes(spec).on(q.device)
+    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.segments)
+    for depth in tree.depths:
+        merge_ancestors(
+            q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.distance_offset, depth.tiles, vendor
+        )
+    return out
 
 
 def merge_ancestors(

@@ -9,9 +9,6 @@ that a row may not see. (Two tiles, 160 = 128 + 32, were compiled: their layouts
 waits at barriers that bring the scores of the two together.)
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-
 from __future__ import annotations
 
 import torch

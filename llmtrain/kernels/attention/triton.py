@@ -3,9 +3,6 @@
 The kernels are in triton_forward.py and triton_backward.py, their launch parameters in triton_launch.py.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportReturnType=false
-
 from __future__ import annotations
 
 import functools
@@ -23,7 +20,8 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
-from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, choose, pairs_in_flight
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch
+from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.platform import Platform
 

@@ -6,10 +6,6 @@ into dS. The first kernel also makes D, from the dO that it reads anyway, for th
 size of q k^T.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
-
 from __future__ import annotations
 
 import triton
@@ -17,15 +13,15 @@ import triton.language as tl
 
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
-    softcap_score,
-    dot_transposed,
-    load_rows,
     dot_accumulate,
-    program_tile,
+    dot_transposed,
     in_range,
-    visible_range,
-    tile_ranges,
+    load_rows,
+    program_tile,
+    softcap_score,
     store_rows,
+    tile_ranges,
+    visible_range,
     zeros,
 )
 
@@ -245,7 +241,17 @@ def _add_dkdv(
 
 @triton.jit
 def _weights(
-    score, lse_log2, column, distance, visible, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr
+    score,
+    lse_log2,
+    column,
+    distance,
+    visible,
+    scale,
+    softcap,
+    slopes,
+    slope,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """exp(score - lse) from q k^T, and the softcap's derivative; either way round.
 

@@ -5,10 +5,6 @@ the largest score so far, the sum of exponentials relative to it and the sum of 
 q once, k and v once per tile of queries (from L2, mostly); writes the output and the log-sum-exp.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
-
 from __future__ import annotations
 
 import triton
@@ -17,15 +13,15 @@ import triton.language as tl
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
     LOWEST,
-    softcap_score,
-    dot_transposed,
-    load_rows,
     dot_accumulate,
-    program_tile,
+    dot_transposed,
     in_range,
-    visible_range,
-    tile_ranges,
+    load_rows,
+    program_tile,
+    softcap_score,
     store_rows,
+    tile_ranges,
+    visible_range,
     zeros,
 )
 

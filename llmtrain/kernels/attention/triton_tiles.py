@@ -10,10 +10,6 @@ those that all of its queries see (their tiles need no mask), follow from its fi
 the keys it is the same with the directions in time exchanged.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton
@@ -153,7 +149,14 @@ def visible_range(i, starts, ends, seq_len, LOOK_BACK: tl.constexpr, LOOK_AHEAD:
 
 @triton.jit
 def tile_ranges(
-    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, LOOK_BACK: tl.constexpr, LOOK_AHEAD: tl.constexpr
+    begin,
+    starts,
+    ends,
+    seq_len,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOOK_BACK: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
 ):
     """What the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
 

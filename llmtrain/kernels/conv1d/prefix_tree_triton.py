@@ -3,9 +3,6 @@
 A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of what that continues.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

@@ -1,8 +1,5 @@
 """One token of the causal depthwise convolution and SiLU in one Triton kernel, the shift of the window included."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

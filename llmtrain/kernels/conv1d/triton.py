@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.triton_launch import Launch, default_launch, fitted
+from llmtrain.kernels.conv1d.triton_launch import PROGRAMS_PER_SM, Launch, fitted, narrowed
 from llmtrain.kernels.platform import Platform
+
+
+def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, no wider than the channels."""
+    tiles = tuning.forward_backward("conv1d", spec.dtype, {"width": spec.width}, platform)
+    return Launch(*(narrowed(tile, spec.channels) for tile in tiles), PROGRAMS_PER_SM * platform.num_sms)
 
 
 def build(spec: Conv1dSpec, platform: Platform, variant: str) -> TritonConv1d:

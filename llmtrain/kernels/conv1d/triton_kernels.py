@@ -5,10 +5,6 @@ group at a time, and keeps what the next group needs in registers: tokens earlie
 are the next group. So every number is read once, but for a group at either end of a run.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 import torch
@@ -74,14 +70,14 @@ def parameter_gradients(partials: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _grid(x: Tensor, tile: Tile) -> tuple[int, int, int]:
     batch, seq_len, channels = x.shape
-    return triton.cdiv(channels, tile.channels), triton.cdiv(seq_len, tile.parallel_runs * tile.run_tokens), batch
+    return triton.cdiv(channels, tile.block_channels), triton.cdiv(seq_len, tile.parallel_runs * tile.run_tokens), batch
 
 
 def _constants(weight: Tensor, tile: Tile) -> dict[str, int]:
     assert tile.step_tokens >= weight.shape[1] - 1, "a group does not reach as far back as the taps"
     return {
         "WIDTH": weight.shape[1],
-        "BLOCK_CHANNELS": tile.channels,
+        "BLOCK_CHANNELS": tile.block_channels,
         "PARALLEL_RUNS": tile.parallel_runs,
         "RUN_TOKENS": tile.run_tokens,
         "STEP_TOKENS": tile.step_tokens,
@@ -268,7 +264,9 @@ def _backward(
         reaches = _taps_in_documents(ids, t, seq_len, STEP_TOKENS + WIDTH - 1, WIDTH)
         du = ()
         for j in tl.static_range(STEP_TOKENS):
-            du = du + (_d_preactivation(upstream[j], window, STEP_TOKENS + j, weights, bias_row, reaches[j], ids, WIDTH),)
+            du = du + (
+                _d_preactivation(upstream[j], window, STEP_TOKENS + j, weights, bias_row, reaches[j], ids, WIDTH),
+            )
 
         added = ()
         for k in tl.static_range(WIDTH):
@@ -303,7 +301,19 @@ def _backward(
 
 @triton.jit
 def _after(
-    dy, x, now, weights, bias_row, ids, end, seq_len, dy_token, x_token, valid, WIDTH: tl.constexpr, STEP_TOKENS: tl.constexpr
+    dy,
+    x,
+    now,
+    weights,
+    bias_row,
+    ids,
+    end,
+    seq_len,
+    dy_token,
+    x_token,
+    valid,
+    WIDTH: tl.constexpr,
+    STEP_TOKENS: tl.constexpr,
 ):
     """du of the tokens after a run that reach back into it. now: the run's last group."""
     tokens = now + _in_fp32(_load_step(x, end, x_token, seq_len, valid, WIDTH - 1))
@@ -311,7 +321,9 @@ def _after(
     reaches = _taps_in_documents(ids, end, seq_len, WIDTH - 1, WIDTH)
     found = ()
     for j in tl.static_range(WIDTH - 1):
-        found = found + (_d_preactivation(upstream[j], tokens, STEP_TOKENS + j, weights, bias_row, reaches[j], ids, WIDTH),)
+        found = found + (
+            _d_preactivation(upstream[j], tokens, STEP_TOKENS + j, weights, bias_row, reaches[j], ids, WIDTH),
+        )
     return found
 
 

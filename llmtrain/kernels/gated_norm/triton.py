@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch
+from llmtrain.kernels.gated_norm.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import fitted
+from llmtrain.kernels.row_tiles import fitted, narrowed
+
+
+def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, no wider than a group."""
+    tiles = tuning.forward_backward("gated_norm", spec.dtype, {"group_size": spec.group_size}, platform)
+    return Launch(*(narrowed(tile, spec.group_size) for tile in tiles), platform.num_sms)
 
 
 def build(spec: GatedNormSpec, platform: Platform, variant: str) -> TritonGatedNorm:

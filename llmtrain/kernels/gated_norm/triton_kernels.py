@@ -4,10 +4,6 @@ A row is one token's group of channels (rows.py). It stays in registers, or (`ag
 after its sum is known. r: the reciprocal root mean square, kept for the backward.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -60,7 +56,20 @@ def backward(
     size, programs = dim // n_groups, triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(dy, x, z, weight, r, dx, dz, partials, tokens, tile.max_tiles, size, *(t.stride(0) for t in (dy, x, z, dx, dz))),
+        *(
+            dy,
+            x,
+            z,
+            weight,
+            r,
+            dx,
+            dz,
+            partials,
+            tokens,
+            tile.max_tiles,
+            size,
+            *(t.stride(0) for t in (dy, x, z, dx, dz)),
+        ),
         **_constants(size, norm_first, tile),
         RELOAD=tile.reload,
     )

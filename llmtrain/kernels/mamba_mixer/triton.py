@@ -177,7 +177,9 @@ def launch_backward(
     del y, partials
     d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
     dx, dB, dC = sizes.conv_parts(d_conv)
-    ssd.backward_into(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, (dx, d_dt, dB, dC, d_initial, scan_partials))
+    ssd.backward_into(
+        dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, (dx, d_dt, dB, dC, d_initial, scan_partials)
+    )
     del dy
     _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, document_ids, launch.conv1d, dxBC)
     d_conv_weight, d_conv_bias = conv1d.kernels.parameter_gradients(partials, conv_weight, conv_bias)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import Launch, fitted
+from llmtrain.kernels.row_tiles import Launch, fitted, narrowed
 
 
 def default_launch(spec: NormSpec, platform: Platform) -> Launch:
-    return Launch.of_table("norm", spec.dtype, {"dim": spec.dim}, platform)
+    """Launch parameters from the tuning table, no wider than a row."""
+    tiles = tuning.forward_backward("norm", spec.dtype, {"dim": spec.dim}, platform)
+    return Launch(*(narrowed(tile, spec.dim) for tile in tiles), platform.num_sms)
 
 
 def build(spec: NormSpec, platform: Platform, variant: str) -> TritonNorm:

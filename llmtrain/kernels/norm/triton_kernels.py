@@ -4,11 +4,6 @@ A row is one token, in registers as a whole (rows.py). u: the normed row before 
 root mean square or, of LayerNorm, standard deviation. Statistics, [1 or 2, tokens] in fp32: r and, of LayerNorm, the means.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +27,8 @@ def forward(
     total = None if delta is None else torch.empty_like(x)
     y, statistics = torch.empty_like(x), torch.empty((1 + centred, tokens), dtype=torch.float32, device=x.device)
     _forward[(triton.cdiv(tokens, tile.block_rows * tile.max_tiles),)](
-        *(x, delta, weight, bias, total, y, statistics, tokens, tile.max_tiles, dim, eps), **_constants(dim, centred, tile)
+        *(x, delta, weight, bias, total, y, statistics, tokens, tile.max_tiles, dim, eps),
+        **_constants(dim, centred, tile),
     )
     return total, y, statistics
 
@@ -197,7 +193,10 @@ def _backward(
         mean = r
         if CENTRED:
             mean = tl.load(statistics + tokens + row, mask=inside, other=0.0)[:, None]
-        products, sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32), tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        products, sums = (
+            tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),
+            tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),
+        )
         to_weights, to_biases = (), ()
         for p in tl.static_range(PARTS):
             u, upstream = _normed(xs[p], mean, r, CENTRED), dys[p].to(tl.float32)

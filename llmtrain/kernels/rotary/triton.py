@@ -4,9 +4,6 @@ A rotation's gradient is the rotation back, so the backward is the same kernel w
 tables alone.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-
 from __future__ import annotations
 
 import torch
@@ -14,9 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
-from llmtrain.kernels.rotary.triton_launch import Launch, default_launch
+from llmtrain.kernels.rotary.triton_launch import Launch
+
+
+def default_launch(spec: RotarySpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table."""
+    return tuning.select("rotary", spec.dtype, {"head_dim": spec.head_dim}, platform).launch
 
 
 def build(spec: RotarySpec, platform: Platform, variant: str) -> TritonRotary:
@@ -115,7 +118,23 @@ def _rotate(
         )
     else:
         first = (block - q_blocks) * BLOCK_HEADS
-        _heads(k + row * k_row, out_k, row, t, column, inside, c, s, first, n_k, seq_len, k_token, k_head, HALF, BLOCK_HEADS)
+        _heads(
+            k + row * k_row,
+            out_k,
+            row,
+            t,
+            column,
+            inside,
+            c,
+            s,
+            first,
+            n_k,
+            seq_len,
+            k_token,
+            k_head,
+            HALF,
+            BLOCK_HEADS,
+        )
 
 
 @triton.jit

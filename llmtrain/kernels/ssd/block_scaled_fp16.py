@@ -4,10 +4,6 @@ What passes through states may so be kept in the backward of 16 bits: the gradie
 (docs/kernels.md). B and C are put so once, exactly but for what is below 2^-38 of a tile's largest number.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -18,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.head_blocks import token_stride
-from llmtrain.kernels.ssd.triton_forward import padded, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded
 
 
 class ScaledBC(NamedTuple):

@@ -4,10 +4,6 @@ These kernels touch one number per token and head, 1/64 of x: they are apart so 
 with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false
-
 from __future__ import annotations
 
 import torch
@@ -78,7 +74,9 @@ def chunk_cumsum_bwd(
     """
     batch, seq_len, n_heads = dt.shape
     chunks = ddA_terms.shape[2]
-    assert d_dt.stride(2) == 1 and param_partials.shape == (batch, chunks, 3, n_heads) and param_partials.is_contiguous()
+    assert (
+        d_dt.stride(2) == 1 and param_partials.shape == (batch, chunks, 3, n_heads) and param_partials.is_contiguous()
+    )
     _chunk_cumsum_bwd[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
         *(dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, d_dt, param_partials),
         *(seq_len, n_heads, n_heads // cb_diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
@@ -123,7 +121,9 @@ def _chunk_cumsum_fwd(
     step = tl.where(valid, step, 0.0)
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
     padded = tl.num_programs(1) * CHUNK
-    dA_cumsum += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    dA_cumsum += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[
+        :, None
+    ]
     tl.store(dA_cumsum, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
     tl.store(dA_cumsum + CHUNK, step, mask=h_valid[None, :])
     if largest_dt is not None:

@@ -3,10 +3,6 @@
 Sums over the heads of one program stay in registers; over programs they are added in a fixed order.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import torch

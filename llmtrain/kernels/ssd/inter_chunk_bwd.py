@@ -5,11 +5,6 @@ after it, R. Either one program does both, and reads S once; or, where states ar
 all registers, one kernel each.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 import torch
@@ -18,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.block_scaled_fp16 import load_exponents, split_exponents
-from llmtrain.kernels.ssd.head_blocks import sum_head_blocks, head_blocks, empty_head_blocks, token_stride
+from llmtrain.kernels.ssd.head_blocks import empty_head_blocks, head_blocks, sum_head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
-from llmtrain.kernels.ssd.triton_forward import padded, tma_descriptor, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 _SMALL_DSTATE = 64
@@ -73,10 +68,20 @@ def inter_chunk_bwd(
         assert not (compute_dB and compute_dC) or token == token_stride(dC)
         if blocks > 1:  # else their sums are final
             token = n_groups * d_state
-            into_B, into_C = empty_head_blocks(dB, blocks) if compute_dB else dB, empty_head_blocks(dC, blocks) if compute_dC else dC
+            into_B, into_C = (
+                empty_head_blocks(dB, blocks) if compute_dB else dB,
+                empty_head_blocks(dC, blocks) if compute_dC else dC,
+            )
         _inter_chunk_bwd[n_groups * blocks, chunks * tiles, batch](
             *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, before, after),
-            *(*split_exponents(states.exponents), *split_exponents(states.added_exponents), into_B, into_C, ddA_state, ddA_terms),
+            *(
+                *split_exponents(states.exponents),
+                *split_exponents(states.added_exponents),
+                into_B,
+                into_C,
+                ddA_state,
+                ddA_terms,
+            ),
             *(seq_len, dCB.shape[0], 0 if dCB_halves is None else dCB_halves.shape[0], *strides),
             COMPUTE_DB=compute_dB,
             COMPUTE_DC=compute_dC,
@@ -151,7 +156,10 @@ def _inter_chunk_bwd(
     b_tile, c_tile = load_tile(B, q, n, B_token, seq_len, D_STATE), load_tile(C, q, n, C_token, seq_len, D_STATE)
     d_b, d_c = tl.zeros((TILE, BLOCK_DSTATE), tl.float32), tl.zeros((TILE, BLOCK_DSTATE), tl.float32)
     if PARTS == 2:
-        far_b, far_c = load_tile(B, q, far_n, B_token, seq_len, D_STATE), load_tile(C, q, far_n, C_token, seq_len, D_STATE)
+        far_b, far_c = (
+            load_tile(B, q, far_n, B_token, seq_len, D_STATE),
+            load_tile(C, q, far_n, C_token, seq_len, D_STATE),
+        )
         d_far_b, d_far_c = tl.zeros((TILE, BLOCK_DSTATE), tl.float32), tl.zeros((TILE, BLOCK_DSTATE), tl.float32)
     seq_idx_t, seq_idx_last = None, None
     if seq_idx is not None:

@@ -15,10 +15,6 @@ states on either side of a chunk. T is computed once and serves all; the sum ove
 once per program. The row and column sums of one fp32 matrix make up da: taken from y, rounded, they would not cancel.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import torch
@@ -29,7 +25,7 @@ from torch import Tensor
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, load_exponents, split_exponents
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
-from llmtrain.kernels.ssd.triton_forward import opaque_zero, padded, tma_descriptor, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, opaque_zero, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
@@ -73,7 +69,18 @@ def intra_chunk_bwd(
     use_tma = all(view is not None for view in views)
     dy, x, after, into = views if use_tma else (dy, x, states.values[1], dx)
     _intra_chunk_bwd[n_groups * blocks, tiles, batch](
-        *(dy, x, bc.B, bc.C, *split_exponents(bc.exponents), D, dA_cumsum, seq_idx, after, split_exponents(states.exponents)[1]),
+        *(
+            dy,
+            x,
+            bc.B,
+            bc.C,
+            *split_exponents(bc.exponents),
+            D,
+            dA_cumsum,
+            seq_idx,
+            after,
+            split_exponents(states.exponents)[1],
+        ),
         *(into, dCB, cb_diagonal, ddA_terms),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -127,8 +134,12 @@ def _intra_chunk_bwd(
     tokens = seq_len
     seq_len -= first  # tokens from here on
 
-    b_tile = load_tile(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
-    c_tile = load_tile(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
+    b_tile = load_tile(
+        B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE
+    )
+    c_tile = load_tile(
+        C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE
+    )
     seq_idx_t, seq_idx_last = None, None
     if seq_idx is not None:
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
@@ -162,7 +173,9 @@ def _intra_chunk_bwd(
         a_end = tl.load(dA_cumsum + of_head + CHUNK - 1)
         state_exponent, highest = 0.0, 0.0
         if d_exponents is not None:
-            state_exponent = load_exponents(d_exponents, (row * chunks + chunk) * N_HEADS + head, p, HEAD_DIM, EXPONENT_BLOCK)
+            state_exponent = load_exponents(
+                d_exponents, (row * chunks + chunk) * N_HEADS + head, p, HEAD_DIM, EXPONENT_BLOCK
+            )
             highest = tl.max(state_exponent) if HEAD_DIM > EXPONENT_BLOCK else state_exponent
         a_end += b_exponent + highest
         to_end = tl.exp2(a_end - a)

@@ -9,10 +9,6 @@ So a matrix over pairs takes no exponentials, only a weight per row and per colu
 the same for all heads. Row and column sums come from one fp32 matrix, as there.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import torch
@@ -21,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
-from llmtrain.kernels.ssd.triton_forward import padded, tma_descriptor, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 

@@ -37,7 +37,9 @@ class ScanSchedule:
 
     def to(self, device: torch.device) -> ScanSchedule:
         rounds = [copy_async(programs, device) for programs in self.rounds]
-        return ScanSchedule(rounds, copy_async(self.steps, device), copy_async(self.segment_start, device), self.state_slots)
+        return ScanSchedule(
+            rounds, copy_async(self.steps, device), copy_async(self.segment_start, device), self.state_slots
+        )
 
 
 def scan_schedule(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], chunk: int) -> ScanSchedule:
@@ -52,7 +54,10 @@ def scan_schedule(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], ch
     start = np.repeat(np.array(made.starts, dtype=np.int32), lengths)
     segment_start = np.maximum(start[np.minimum(token, len(start) - 1)] - steps[:, :1], 0)
     return ScanSchedule(
-        [torch.from_numpy(table) for table in rounds], torch.from_numpy(steps), torch.from_numpy(segment_start), made.state_slots
+        [torch.from_numpy(table) for table in rounds],
+        torch.from_numpy(steps),
+        torch.from_numpy(segment_start),
+        made.state_slots,
     )
 
 

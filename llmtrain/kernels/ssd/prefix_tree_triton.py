@@ -4,10 +4,6 @@ The arithmetic is that of triton_forward.py. Time steps come first, in a kernel 
 thread would compute those of many tokens.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +17,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.prefix_tree import ScanSchedule
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_forward import opaque_zero, padded, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, opaque_zero, padded
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def launch_for(spec: SSDSpec, platform: Platform) -> Launch:
 
 
 def prefix_tree_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, scan_schedule: ScanSchedule,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, schedule: ScanSchedule,
     spec: SSDSpec, platform: Platform,
 ) -> Tensor:  # fmt: skip
     """x: [1, T, heads, head_dim]; dt: [1, T, heads], before bias and softplus; A, D, dt_bias: [heads]; B, C: [1, T, groups,
@@ -64,16 +60,16 @@ def prefix_tree_scan(
     launch = launch_for(spec, platform)
     columns = min(padded(head_dim), 64, max(16, launch.state // padded(d_state)))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    states = torch.empty((scan_schedule.state_slots, n_heads, d_state, head_dim), dtype=torch.float32, device=x.device)
-    chunk, n_steps = scan_schedule.segment_start.shape[1], scan_schedule.steps.shape[0]
+    states = torch.empty((schedule.state_slots, n_heads, d_state, head_dim), dtype=torch.float32, device=x.device)
+    chunk, n_steps = schedule.segment_start.shape[1], schedule.steps.shape[0]
     dA_cumsum = torch.empty((n_heads, n_steps, 2, chunk), dtype=torch.float32, device=x.device)
     _prefix_tree_cumsum[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), n_steps](
-        dt, A, dt_bias, scan_schedule.steps, scan_schedule.segment_start, dA_cumsum, n_heads, dt.stride(1),
+        dt, A, dt_bias, schedule.steps, schedule.segment_start, dA_cumsum, n_heads, dt.stride(1),
         *(spec.dt_limit or (None, None)), CHUNK=chunk, HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
-    for programs in scan_schedule.rounds:
+    for programs in schedule.rounds:
         _prefix_tree_scan[triton.cdiv(head_dim, columns) * n_heads, programs.shape[0]](
-            x, B, C, D, dA_cumsum, y, programs, scan_schedule.steps, scan_schedule.segment_start, states,
+            x, B, C, D, dA_cumsum, y, programs, schedule.steps, schedule.segment_start, states,
             n_steps, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
             N_HEADS=n_heads, HEADS_PER_GROUP=n_heads // n_groups, HEAD_DIM=head_dim, D_STATE=d_state,
             CHUNK=chunk, BLOCK_DSTATE=padded(d_state), BLOCK_HEADDIM=columns, NUM_STAGES=launch.num_stages,
@@ -102,7 +98,9 @@ def _prefix_tree_cumsum(
         step = tl.minimum(step, dt_max)
     step = tl.where(inside, step, 0.0)
     rate = tl.load(A + h, mask=h < n_heads, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
-    begins = tl.broadcast_to((tl.load(segment_start + at * CHUNK + q) == q).to(tl.int32)[:, None], (CHUNK, HEADS_PER_PROGRAM))
+    begins = tl.broadcast_to(
+        (tl.load(segment_start + at * CHUNK + q) == q).to(tl.int32)[:, None], (CHUNK, HEADS_PER_PROGRAM)
+    )
     a, _ = tl.associative_scan((step * rate[None, :], begins), 0, _sums_of_segments)
     to = dA_cumsum + (h.to(tl.int64) * tl.num_programs(1) + at)[None, :] * (2 * CHUNK) + q[:, None]
     tl.store(to, a, mask=(h < n_heads)[None, :])

@@ -4,11 +4,6 @@ For the backward states and their gradients are passed in one launch: each is bo
 of the device. They are in the dtype of x, and so is what is added to them; or in fp16 with powers of two (triton_half.py).
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -19,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of
-from llmtrain.kernels.ssd.triton_forward import padded, load_tile
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded
 from llmtrain.kernels.ssd.triton_launch import StatePassingLaunch
 
 
@@ -56,7 +51,20 @@ def state_passing_fwd(
     batch, _, n_heads, head_dim = x.shape
     shape = (batch, dA_cumsum.shape[2], n_heads, B.shape[3], head_dim)
     states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _block_headdim(launch, head_dim))
-    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, (initial_state, None, last_state), states, chunk, chunk, precision, launch)
+    _launch(
+        x,
+        x,
+        ScaledBC(B, B, None),
+        dA_cumsum,
+        None,
+        seq_idx,
+        (initial_state, None, last_state),
+        states,
+        chunk,
+        chunk,
+        precision,
+        launch,
+    )
     return states.values
 
 
@@ -228,17 +236,28 @@ def _state_passing(
             weight = tl.where(seq_idx_t == tl.where(reverse, seq_idx_prev, seq_idx_last), weight, 0.0)
         v = v.to(tl.float32)
         if exponents is not None:
-            k_exponent = tl.load(bc_exponents + (batch_dir * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
+            k_exponent = tl.load(
+                bc_exponents + (batch_dir * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0
+            )
             v_exponent = exponent_of(tl.max(tl.abs(v)))
-            tl.store(added_exponents + ((batch_dir * chunks * TILES + tile) * n_heads + head) * PARTS + part, v_exponent, mask=top == 0)
+            tl.store(
+                added_exponents + ((batch_dir * chunks * TILES + tile) * n_heads + head) * PARTS + part,
+                v_exponent,
+                mask=top == 0,
+            )
             # No less than what a state of this size, divided by as much, overflows with.
             v_exponent = tl.maximum(v_exponent, exponent_of(bound) - k_exponent - dt_exponent - 60.0)
-            v_fp16, product_exponent = (v * weight[:, None] * tl.exp2(-v_exponent)).to(tl.float16), v_exponent + k_exponent + dt_exponent
+            v_fp16, product_exponent = (
+                (v * weight[:, None] * tl.exp2(-v_exponent)).to(tl.float16),
+                v_exponent + k_exponent + dt_exponent,
+            )
             kept = state * (chunk_decay * tl.exp2(state_exponent - product_exponent))
             state, state_exponent = tl.dot(tl.trans(k), v_fp16, acc=kept, input_precision=PRECISION), product_exponent
             bound = bound * chunk_decay + tl.exp2(product_exponent + 28.0) * TILE
         else:
-            state = tl.dot(tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * chunk_decay, input_precision=PRECISION)
+            state = tl.dot(
+                tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * chunk_decay, input_precision=PRECISION
+            )
     if last_state is not None:
         tl.store(last_state + outside, state * tl.exp2(state_exponent), mask=valid & (reverse == BIDIRECTIONAL))
 

@@ -16,21 +16,27 @@ parameter of each direction, not the spec's: results do not depend on it but for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.reduce_partials import reduce_partials
-from llmtrain.kernels.ssd import block_scaled_fp16 as block_scaled_fp16
-from llmtrain.kernels.ssd import chunk_cumsum as chunk_cumsum
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
 from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
 from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
 from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
-from llmtrain.kernels.ssd import state_passing as state_passing
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
+from llmtrain.kernels.ssd.triton_launch import Launch
+
+
+def default_launch(spec: SSDSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, for this device's number of multiprocessors."""
+    shape = {"head_dim": spec.head_dim, "d_state": spec.d_state}
+    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, num_sms=platform.num_sms)
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSD:
@@ -91,12 +97,16 @@ def launch_forward(
     """y, and the last state (an empty tensor without with_last)."""
     launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
-    dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False)
+    dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
+        dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False
+    )
     initial, final_state = _state(initial_state), None
     if with_final_state:
         final_state = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
     if (walk := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
-        y = forward.sequential_scan(x, B, C, D, dA_cumsum, seq_idx, initial, launch.chunk_size, launch.input_precision, walk, final_state)
+        y = forward.sequential_scan(
+            x, B, C, D, dA_cumsum, seq_idx, initial, launch.chunk_size, launch.input_precision, walk, final_state
+        )
     else:
         passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
         states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)
@@ -170,13 +180,17 @@ def backward_into(
     dx, d_dt, dB, dC, d_initial, param_partials = into
     chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states)
+    dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
+        dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states
+    )
     initial, d_final = _state(initial_state), _state(d_final_state)
     d_initial_out = None if initial is None else d_initial
     bc = block_scaled_fp16.scale_bc(B, C, tile, launch.fp16_states, (dB, dC))
     both = launch.state_passing_bwd_for(x.shape[0] * x.shape[2], B.shape[3], x.shape[3])
     passing = (chunk, tile, precision, both)
-    states = state_passing.state_passing_bwd(x, dy, bc, dA_cumsum, largest_dt, seq_idx, initial, d_final, d_initial_out, *passing)
+    states = state_passing.state_passing_bwd(
+        x, dy, bc, dA_cumsum, largest_dt, seq_idx, initial, d_final, d_initial_out, *passing
+    )
     ddA_terms = torch.empty((*dA_cumsum.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
     _, dCB, cb_diagonal = intra_chunk.intra_chunk_bwd(
         *(dy, x, bc, D, dA_cumsum, seq_idx, states, ddA_terms),
@@ -190,7 +204,9 @@ def backward_into(
         *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, ddA_terms),
         *(chunk, tile, precision, launch.inter_chunk_bwd, launch.num_sms, dB, dC),
     )
-    chunk_cumsum.chunk_cumsum_bwd(dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, chunk, d_dt, param_partials)
+    chunk_cumsum.chunk_cumsum_bwd(
+        dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, chunk, d_dt, param_partials
+    )
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:

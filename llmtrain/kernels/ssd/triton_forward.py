@@ -13,10 +13,6 @@ No exponent is positive, so nothing overflows. A document that begins at t drops
 its beginning are masked, found by counting the beginnings within the chunk.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import torch
@@ -257,8 +253,12 @@ def _chunk_scan(
     tokens = seq_len
     seq_len -= first  # tokens from here on
 
-    b_tile = load_tile(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
-    c_tile = load_tile(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
+    b_tile = load_tile(
+        B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE
+    )
+    c_tile = load_tile(
+        C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE
+    )
     seq_idx_t = None
     if seq_idx is not None:
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)

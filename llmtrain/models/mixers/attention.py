@@ -87,8 +87,12 @@ class Attention(nn.Module):
 
     def tree_context(self, tree: PrefixTree) -> AttentionContext:
         """For packed texts that begin alike."""
+        from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
+
         return self.cached_context(
-            tree.cached, tree.positions, partial(trees.prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+            tree.cached,
+            tree.positions,
+            partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree),
         )
 
     def no_trees(self) -> str | None:

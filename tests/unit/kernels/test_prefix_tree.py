@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from llmtrain.kernels.attention.prefix_tree import TILE, PrefixTree, refusal, tree
+from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES, PrefixTree, build_prefix_tree, refusal
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform, cpu
 
@@ -18,7 +18,7 @@ ABOVE = [(), (0,), (0, 1), (0, 1), (0,), (0, 4), (0, 4), (), (), (8,), (8,), (8,
 def visible(made: PrefixTree) -> torch.Tensor:
     """[T, T]: how many of the parts let i see j."""
     at = torch.arange(made.positions.shape[1])
-    seen = (at >= made.own.starts[0, :, None]) & (at <= made.own.ends[0, :, None]) & (at <= at[:, None])
+    seen = (at >= made.segments.starts[0, :, None]) & (at <= made.segments.ends[0, :, None]) & (at <= at[:, None])
     return sum(((at >= d.starts[:, None]) & (at <= d.ends[:, None])).int() for d in made.depths) + seen.int()
 
 
@@ -30,7 +30,7 @@ def by_definition(lengths, ancestors) -> tuple[torch.Tensor, list[int]]:
 
 
 def test_a_token_sees_its_own_segment_and_what_that_continues_once():
-    made = tree(LENGTHS, ABOVE)
+    made = build_prefix_tree(LENGTHS, ABOVE)
     seen, places = by_definition(LENGTHS, ABOVE)
     assert torch.equal(visible(made), seen.int())
     assert made.positions[0].tolist() == places
@@ -38,41 +38,41 @@ def test_a_token_sees_its_own_segment_and_what_that_continues_once():
 
 
 def test_intervals_never_fall_as_the_kernels_want_them():
-    made = tree(LENGTHS, ABOVE)
-    for part in (made.own, *made.depths):
+    made = build_prefix_tree(LENGTHS, ABOVE)
+    for part in (made.segments, *made.depths):
         for edge in (part.starts, part.ends):
             assert edge.dtype == torch.int32 and edge.is_contiguous()
             assert (edge.flatten().diff() >= 0).all()
 
 
 def test_distances_are_those_in_the_text():
-    made = tree(LENGTHS, ABOVE)
+    made = build_prefix_tree(LENGTHS, ABOVE)
     places, at = made.positions[0], torch.arange(sum(LENGTHS))
     for depth in made.depths:
         for i in random.Random(0).sample(range(len(at)), 20):
             for j in range(int(depth.starts[i]), int(depth.ends[i]) + 1):
-                assert i - j - depth.apart[i] == places[i] - places[j]
+                assert i - j - depth.distance_offset[i] == places[i] - places[j]
 
 
 def test_tiles_are_those_that_see_anything():
     lengths, ancestors = [*LENGTHS, 200, 3, 90], [*ABOVE, (), (), (12,)]
-    made = tree(lengths, ancestors)
+    made = build_prefix_tree(lengths, ancestors)
     for depth in made.depths:
-        sees = {int(i) // TILE for i in torch.nonzero(depth.starts <= depth.ends)}
+        sees = {int(i) // BLOCK_QUERIES for i in torch.nonzero(depth.starts <= depth.ends)}
         assert depth.tiles.tolist() == sorted(sees)
-    assert len(made.depths[0].tiles) < sum(lengths) // TILE
+    assert len(made.depths[0].tiles) < sum(lengths) // BLOCK_QUERIES
 
 
 def test_texts_alone_have_no_depth():
-    made = tree([3, 1, 4], [(), (), ()])
+    made = build_prefix_tree([3, 1, 4], [(), (), ()])
     assert not made.depths and made.positions[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 
 def test_it_moves_whole():
-    made = tree(LENGTHS, ABOVE)
+    made = build_prefix_tree(LENGTHS, ABOVE)
     moved = made.to(torch.device("cpu"))
     assert torch.equal(moved.positions, made.positions)
-    for a, b in zip((moved.own, *moved.depths), (made.own, *made.depths), strict=True):
+    for a, b in zip((moved.segments, *moved.depths), (made.segments, *made.depths), strict=True):
         assert all(
             torch.equal(x, y) and x.dtype == torch.int32
             for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
