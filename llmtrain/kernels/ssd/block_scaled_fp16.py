@@ -1,7 +1,8 @@
-"""Numbers in fp16 with a power of two for each tile: an eighth of bf16's rounding in the same bytes.
+"""Block-scaled fp16: fp16 with one power of two per tile, an eighth of bf16's rounding error in the same bytes.
 
-What passes through states may so be kept in the backward of 16 bits: the gradient of A is a small difference of it
-(docs/kernels.md). B and C are put so once, exactly but for what is below 2^-38 of a tile's largest number.
+The backward for 16-bit inputs may keep states and their gradients in this format: the gradient of A is a small difference of
+products with them (docs/kernels.md). B and C are converted once, exactly except for what is below 2^-38 of a tile's largest
+number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from llmtrain.kernels.ssd.triton_forward import load_tile, padded
 
 
 class ScaledBC(NamedTuple):
-    """B and C: [batch, T, groups, d_state]; if there are exponents, fp16, to be multiplied by 2^exponent: one for each tile of
+    """B and C, [batch, T, groups, d_state]. With exponents they are fp16, to be multiplied by 2^exponent: one per tile of
     tokens, [2, batch, tiles, groups] in fp32.
     """
 
@@ -28,8 +29,10 @@ class ScaledBC(NamedTuple):
 
 
 def scale_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Tensor, Tensor] | None = None) -> ScaledBC:
-    """In fp16, if wanted, and from 16 bits; else as they are. into: memory for them, like B and C and with heads side by side
-    (the gradients of B and C, which come when these are no longer needed).
+    """B and C in block-scaled fp16 if `fp16` and they have 16 bits; else as they are.
+
+    into: memory for the result, like B and C with contiguous groups (that of their gradients, which are written when the
+        result is no longer needed).
     """
     bc, (batch, seq_len, n_groups, d_state) = empty_scaled_bc(B, C, tile, fp16, into), B.shape
     if bc.exponents is not None:
@@ -44,7 +47,7 @@ def scale_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Tensor, Te
 
 
 def empty_scaled_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Tensor, Tensor] | None = None) -> ScaledBC:
-    """Where keys_of puts them, or has them."""
+    """Memory for the result of scale_bc; B and C themselves where they are not converted."""
     if not fp16 or B.element_size() > 2:
         return ScaledBC(B, C, None)
     b, c = into or (torch.empty(B.shape, dtype=B.dtype, device=B.device) for _ in range(2))
@@ -54,7 +57,7 @@ def empty_scaled_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Ten
 
 
 def split_exponents(exponents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of states and of their gradients."""
+    """Exponents of the states and of their gradients."""
     return (None, None) if exponents is None else (exponents[0], exponents[1])
 
 
@@ -63,7 +66,7 @@ def _scale_to_fp16(
     B, C, b, c, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group, b_token, c_token,
     D_STATE: tl.constexpr, TILE: tl.constexpr, BLOCK_DSTATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (B's groups and then C's, tile, row of the batch)."""
+    """Program (groups of B, then groups of C; tile; row of the batch)."""
     groups, tiles, batch = tl.num_programs(0) // 2, tl.num_programs(1), tl.num_programs(2)
     which, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -83,13 +86,13 @@ def _scale_to_fp16(
 
 @triton.jit
 def exponent_of(largest):
-    """e, so that a number no larger than `most` is at most 2^14 after division by 2^e."""
+    """The e for which a number of magnitude at most `largest` is at most 2^14 after division by 2^e."""
     return tl.floor(tl.log2(tl.maximum(largest, 1e-30))) - 13.0
 
 
 @triton.jit
 def load_exponents(exponents, state, p, HEAD_DIM: tl.constexpr, EXPONENT_BLOCK: tl.constexpr):
-    """Of one state, or what is added to it: of every column, [1, columns]; or one number, if a program passed all of them on."""
+    """Exponents of one state (or of a tile added to it): one per column, [1, columns], or one number if all columns share it."""
     PARTS: tl.constexpr = (HEAD_DIM + EXPONENT_BLOCK - 1) // EXPONENT_BLOCK
     if PARTS == 1:
         return tl.load(exponents + state)

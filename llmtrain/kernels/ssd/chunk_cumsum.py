@@ -1,7 +1,7 @@
-"""Time steps of Mamba-2 in Triton: softplus and limits, running log-decays, document resets; and their gradients.
+"""Time steps of Mamba-2 in Triton: softplus and limits of dt, cumulative sums of dA per chunk, documents; and the gradients.
 
-These kernels touch one number per token and head, 1/64 of x: they are apart so that the others read decays in fp32
-with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
+These kernels touch one number per token and head, 1/64 of x. They are kernels of their own so that the others read decays
+in fp32 with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS_PER_PROGRAM = 16  # of one program: 32 bytes of dt in bf16, what memory hands out at least
+_HEADS_PER_PROGRAM = 16  # 32 bytes of dt in bf16, the smallest memory transaction
 
 
 def chunk_cumsum_fwd(
@@ -23,13 +23,16 @@ def chunk_cumsum_fwd(
     chunk: int,
     with_largest_dt: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the other kernels read of the time steps, padded to whole chunks.
+    """Cumulative log-decays, time steps and document indices for the other kernels, padded to whole chunks.
 
-    dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins.
-    Returns times, [batch, heads, chunks, 2, chunk] in fp32: the running sums of log2(decay) from the start of the chunk,
-    and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. The longest step of every chunk,
-    [batch, heads, chunks], if it is wanted. And how many documents have begun in the chunk so far, [batch, padded T] in int32.
-    Padding has steps of 0: it neither decays the state nor adds to it.
+    dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins. Returns
+
+    - dA_cumsum, [batch, heads, chunks, 2, chunk] in fp32: at 0 the running sum of log2(decay) from the start of the chunk, at
+      1 dt = clamp(softplus(dt + bias)), side by side so that one address serves both;
+    - the largest dt of each chunk, [batch, heads, chunks], or None;
+    - seq_idx, [batch, padded T] in int32: the documents that have begun since the start of the chunk; None without documents.
+
+    Padding has dt = 0: it neither decays the state nor adds to it.
     """
     batch, seq_len, n_heads = dt.shape
     chunks = triton.cdiv(seq_len, chunk)
@@ -62,15 +65,15 @@ def chunk_cumsum_bwd(
     d_dt: Tensor,
     param_partials: Tensor,
 ) -> None:
-    """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
-    and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
+    """Fill d_dt, the gradient of the raw dt (heads contiguous), and param_partials, the gradients of A, D and dt_bias by
+    sequence and chunk, [batch, chunks, 3, heads], from the results of the other kernels; all of these are fp32.
 
-    vectors: [batch, heads, chunks, 3, chunk], per head and token, in the terms of triton_pairs.py:
+    ddA_terms: [batch, heads, chunks, 3, chunk], per head and token, in the notation of intra_chunk_bwd.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i,   later_j = sum_{i > j} G_ij L_ij T_ij,
         same_j = T_jj, in this order
-    times: as of decays, but with after_j = 2^(a_end - a_j) x_j . B_j R where the steps were
-    diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, parts, heads], to be
-        added up over parts.
+    dA_cumsum: from chunk_cumsum_fwd, but with after_j = 2^(a_end - a_j) x_j . B_j R in place of dt
+    cb_diagonal: G_jj, [batch, chunks, groups, chunk]
+    ddA_state: 2^a_end S . R, [batch, chunks, parts, heads], to be summed over parts
     """
     batch, seq_len, n_heads = dt.shape
     chunks = ddA_terms.shape[2]
@@ -202,7 +205,7 @@ def _chunk_cumsum_bwd(
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
     to = row * d_dt_row + t[:, None].to(tl.int64) * d_dt_token + h[None, :]
     tl.store(d_dt + to, d_shifted.to(d_dt.dtype.element_ty), mask=valid)
-    # Of A, D and the bias.
+    # Gradients of A, D and the bias.
     param_partials += (row * chunks + chunk) * 3 * n_heads + h
     tl.store(param_partials, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
     tl.store(param_partials + n_heads, tl.sum(same, 0), mask=h_valid)

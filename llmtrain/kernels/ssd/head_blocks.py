@@ -1,6 +1,6 @@
-"""Kernels that take a chunk's heads one after the other: how many to a program, and how what several programs found is added.
+"""Heads per program for kernels whose programs loop over the heads of a chunk, and the sum of several programs' results.
 
-Sums over the heads of one program stay in registers; over programs they are added in a fixed order.
+Sums over the heads of one program stay in registers; sums over programs are taken in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _ELEMENTS = 1024  # elements per program of a sum
 
 
 def token_stride(t: Tensor) -> int:
-    """Of a tensor to write, [batch, T, heads, width]: heads side by side, one sequence after the other."""
+    """Token stride of an output [batch, T, heads, width] whose heads, and whose sequences, follow each other without gaps."""
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
-    token = row if seq_len == 1 else token  # that of a single token means nothing
+    token = row if seq_len == 1 else token  # the stride of a single token is arbitrary
     assert element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
     return token
 
@@ -32,7 +32,7 @@ def head_blocks(x: Tensor, n_groups: int, tiles: int, launch: HeadLoopLaunch, nu
 
 
 def empty_head_blocks(like: Tensor, blocks: int) -> Tensor:
-    """Where the programs of all blocks put their sums over heads, [blocks, *like]."""
+    """Memory for the sums over heads of each block of heads, [blocks, *like] in fp32."""
     return torch.empty((blocks, *like.shape), dtype=torch.float32, device=like.device)
 
 
@@ -48,7 +48,7 @@ def sum_head_blocks(parts: Tensor, out: Tensor) -> None:
 def _sum_head_blocks(
     parts, out, count, blocks, WIDTH: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (tile of elements). WIDTH: of a token, in parts; TOKEN: from one to the next, in out."""
+    """Program (tile of elements). WIDTH: elements of a token in parts; TOKEN_STRIDE: of out."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     of_part = at.to(tl.int64)

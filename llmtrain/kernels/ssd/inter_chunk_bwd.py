@@ -1,8 +1,8 @@
-"""Mamba-2's state-space duality in Triton, backward: what passes through the states before and after a chunk.
+"""Mamba-2's state-space duality in Triton, backward: the terms of the states before and after each chunk; dB and dC.
 
-In the terms of triton_pairs.py: dC comes through the state before the chunk, S, and dB through the gradient of the state
-after it, R. Either one program does both, and reads S once; or, where states are so wide that its sums over heads would fill
-all registers, one kernel each.
+In the notation of intra_chunk_bwd.py: dC depends on the state before the chunk, S, and dB on the gradient of the state after
+it, R. Either one program computes both, and reads S once; or, where d_state is so large that the sums over heads of both would
+fill all registers, each has a launch of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descripto
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 _SMALL_DSTATE = 64
-"""d_state up to which one program does both sides."""
+"""Largest d_state for which one program computes both dB and dC."""
 
 
 def inter_chunk_bwd(
@@ -43,10 +43,10 @@ def inter_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dB, dC, and 2^a_end S . R by parts of the states, [batch, chunks, parts, heads].
 
-    With all that becomes of the gradients of pairs. d_pairs, and d_across from triton_across.py if tiles are halves of
-    chunks: by blocks of heads, whose number may be another here. Adds to the first of `vectors`, and puts after_j
-    (see decay_gradients) into `times` in place of the steps. dB, dC: where to put them, slices of one tensor (as dx of
-    through_pairs).
+    dB and dC include the terms over pairs: dCB of intra_chunk_bwd, and dCB_halves of intra_chunk_halves_bwd if tiles are halves
+    of chunks, by blocks of heads, whose number may differ from that of the blocks here. Adds to ddA_terms[..., 0, :], and writes
+    after_j (see chunk_cumsum_bwd) into `dA_cumsum` in place of dt. dB, dC: memory for them, slices of one tensor (see
+    `token_stride`); None: allocated.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
@@ -57,7 +57,7 @@ def inter_chunk_bwd(
     ddA_state = torch.empty((batch, chunks, parts, n_heads), dtype=torch.float32, device=dy.device)
     dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
-    # A last chunk without a second tile would take that of the next sequence: only loads through a mask know its end.
+    # A last chunk without a second tile would read that of the next sequence: only masked loads stop at its end.
     wanted = launch.use_tma and d_state == rows and seq_len % chunk == 0
     views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
     views += [tma_descriptor(wanted, t.view(1, -1, 1, head_dim), rows // parts) for t in states.values]
@@ -66,7 +66,7 @@ def inter_chunk_bwd(
     for compute_dB, compute_dC in [(True, True)] if rows <= _SMALL_DSTATE else [(True, False), (False, True)]:
         into_B, into_C, token = dB, dC, token_stride(dB if compute_dB else dC)
         assert not (compute_dB and compute_dC) or token == token_stride(dC)
-        if blocks > 1:  # else their sums are final
+        if blocks > 1:  # sums of one block are final
             token = n_groups * d_state
             into_B, into_C = (
                 empty_head_blocks(dB, blocks) if compute_dB else dB,
@@ -94,7 +94,7 @@ def inter_chunk_bwd(
             PARTS=parts,
             BLOCK_DSTATE=rows // parts,
             BLOCK_HEADDIM=padded(head_dim),
-            EXPONENT_BLOCK=states.columns,
+            EXPONENT_BLOCK=states.block_headdim,
             HEADS_PER_PROGRAM=heads,
             TOKEN_STRIDE=token,
             USE_TMA=use_tma,
@@ -122,8 +122,8 @@ def _inter_chunk_bwd(
 ):  # fmt: skip
     """Program (group and block of its heads, tile, row of the batch).
 
-    The tiles of a chunk see the same states. If PARTS is 2, each adds up S . R for its own half of their rows, the near one,
-    and takes the far one apart; else the first of them does it for all rows.
+    The tiles of a chunk read the same states. If PARTS is 2, each of the two tiles sums S . R over its own half of their rows
+    (`state`; the other half is `far_state`); else the first tile sums over all rows.
     """
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
@@ -166,7 +166,7 @@ def _inter_chunk_bwd(
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
         seq_idx_last = tl.load(seq_idx + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
 
-    # Each block of heads here takes the pairs of as many blocks there. A last chunk may have no second tile of pairs.
+    # Each block of heads takes dCB of its share of the blocks there. A last chunk may have no second tile of dCB.
     tiles_of_dCB = (tokens + TILE - 1) // TILE
     for other in range(block, tl.where(seq_len > 0, dCB_blocks, 0), BLOCKS):
         dCB_at = dCB + (((other * batch + row) * tiles_of_dCB + tile) * N_GROUPS + group) * (TILE * TILE)
@@ -180,7 +180,7 @@ def _inter_chunk_bwd(
             if PARTS == 2:
                 d_far_c += tl.dot(tl.trans(dcb), far_b, input_precision=PRECISION)
     if dCB_halves is not None:
-        # Keys of the first half and queries of the second: each takes what the other's matrix gives it.
+        # B of the first half and C of the second: the gradient of each needs the other.
         for other in range(block, dCB_halves_blocks, BLOCKS):
             dCB_at = dCB_halves + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (TILE * TILE)
             dcb = tl.load(dCB_at + q[:, None] * TILE + q[None, :])
@@ -198,7 +198,7 @@ def _inter_chunk_bwd(
     end = tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=NUM_STAGES):
         of_head = head * chunks * (2 * CHUNK)
-        # S is needed on both sides, for S . R.
+        # dB needs S too, for S . R.
         if USE_TMA:
             token, at = (
                 tl.program_id(2) * tokens + first,
@@ -258,7 +258,7 @@ def _inter_chunk_bwd(
                 taken = tl.dot(x_tile, tl.trans(far_d_state), input_precision=PRECISION)
                 after += tl.sum(taken * far_b.to(tl.float32), 1)
                 d_far_b += taken * (to_end * dt)[:, None]
-            # In the place of the steps, which nothing reads any more.
+            # In place of dt, which nothing reads any more.
             tl.store(dt_at, after * to_end)
         if COMPUTE_DC:
             from_start = tl.exp2(a + dy_exponent)

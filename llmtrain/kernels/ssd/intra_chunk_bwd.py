@@ -1,6 +1,6 @@
-"""Mamba-2's state-space duality in Triton, backward: what passes through the pairs of a chunk; and the terms of all of it.
+"""Mamba-2's state-space duality in Triton, backward: gradients within chunks; and the notation of the whole backward.
 
-In the terms of triton_forward.py, with R the gradient of the state after the chunk, kept transposed like S, and for
+In the notation of triton_forward.py, with R the gradient of the state after the chunk, kept transposed like S, and for
 each head, j <= i:   G_ij = C_i . B_j,   L_ij = 2^(a_i - a_j),   T_ij = dy_i . x_j,
 
     u_j = sum_i G_ij L_ij dy_i + 2^(a_end - a_j) B_j R        dx_j = dt_j u_j + D dy_j,   ddt_j = x_j . u_j + ...
@@ -10,9 +10,9 @@ each head, j <= i:   G_ij = C_i . B_j,   L_ij = 2^(a_i - a_j),   T_ij = dy_i . x
     da_j = - sum_{i > j} G_ij L_ij T_ij dt_j - dt_j 2^(a_end - a_j) x_j . B_j R
     da_end = 2^a_end S . R + sum_j dt_j 2^(a_end - a_j) x_j . B_j R
 
-(da is that of the natural log.) Here are dx and what passes through pairs; triton_states.py has what passes through the
-states on either side of a chunk. T is computed once and serves all; the sum over heads of T L dt is multiplied with B and C
-once per program. The row and column sums of one fp32 matrix make up da: taken from y, rounded, they would not cancel.
+(da is the gradient of the natural log of the decay.) This file has dx and all terms over pairs i, j; inter_chunk_bwd.py has the
+terms of the states before and after a chunk. T is computed once and serves all; dCB, the sum over heads of T L dt, is multiplied
+with B and C once per program. da is made of row and column sums of one fp32 matrix: taken from y, rounded, they would not cancel.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def intra_chunk_bwd(
     num_sms: int,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What passes through the pairs of a tile, and all of dx but what comes to it through other tiles of its chunk.
+    """Gradients over the pairs of each tile, and all of dx except what comes through other tiles of the same chunk.
 
-    Fills `vectors`, [batch, heads, chunks, 3, chunk] (see decay_gradients). dx: where to put it
-    (`token_stride` says what it may be), else memory of its own. Returns dx; the gradients of the pairs by blocks of heads,
-    [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j, [batch, chunks, groups, chunk].
+    Fills `ddA_terms`, [batch, heads, chunks, 3, chunk] (see chunk_cumsum_bwd). dx: memory for it (see `token_stride`);
+    None: allocated. Returns dx; dCB by blocks of heads, [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j,
+    [batch, chunks, groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]
     chunks, tiles = dA_cumsum.shape[2], triton.cdiv(seq_len, tile)
     heads, blocks = head_blocks(x, n_groups, tiles, launch, num_sms)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
-    # What comes next multiplies them with B and C, in their dtype.
+    # inter_chunk_bwd multiplies it with B and C, in their dtype.
     dCB = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
     cb_diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
     strides = tuple(s for t in (dy, x, bc.B, bc.C) for s in t.stride()[:3])
@@ -91,7 +91,7 @@ def intra_chunk_bwd(
         TILE=tile,
         BLOCK_DSTATE=padded(d_state),
         BLOCK_HEADDIM=padded(head_dim),
-        EXPONENT_BLOCK=states.columns,
+        EXPONENT_BLOCK=states.block_headdim,
         HEADS_PER_PROGRAM=heads,
         TOKEN_STRIDE=token_stride(dx),
         USE_TMA=use_tma,
@@ -118,7 +118,7 @@ def _intra_chunk_bwd(
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     tiles, batch = tl.num_programs(1), tl.num_programs(2)
-    # The tiles of a chunk are neighbours: one finds in the L2 cache the states that the other has read.
+    # The tiles of a chunk are neighbours: one finds the states that the other has read in the L2 cache.
     chunk, chunks, within = tile // TILES, (tiles + TILES - 1) // TILES, tile % TILES * TILE
     first = tile * TILE
     q, n, p = tl.arange(0, TILE), tl.arange(0, BLOCK_DSTATE), tl.arange(0, BLOCK_HEADDIM)
@@ -144,7 +144,7 @@ def _intra_chunk_bwd(
     if seq_idx is not None:
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
         seq_idx_last = tl.load(seq_idx + row * chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
-    # Powers of two are put back where an exponential is taken anyway.
+    # Exponents are added where an exponential is taken anyway.
     b_exponent, cb_exponent = 0.0, 0.0
     if d_exponents is not None:
         at = (row * tiles + tile) * N_GROUPS + group
@@ -188,8 +188,8 @@ def _intra_chunk_bwd(
         d_pair = tl.dot(x_tile, tl.trans(dy_tile), input_precision=PRECISION)
         tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == later, d_pair, 0.0), 1))
         decay = tl.exp2((a + cb_exponent)[None, :] - a[:, None])  # overflows only where it is masked
-        dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^of_pair, after the loop
-        # B C^T again for every head: held over the loop it would cost as many registers as d_bc.
+        dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^cb_exponent, after the loop
+        # B C^T is computed again for every head: held over the loop it would cost as many registers as dcb.
         decayed = tl.where(pair_mask, tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION) * decay, 0.0)
         d_pair *= decayed
         tl.store(found + CHUNK, tl.sum(d_pair, 1))
@@ -198,7 +198,7 @@ def _intra_chunk_bwd(
         if d_exponents is not None and HEAD_DIM > EXPONENT_BLOCK:
             u *= tl.exp2(state_exponent - highest)
         u = tl.dot(decayed.to(dy_tile.dtype), dy_tile, acc=u, input_precision=PRECISION)
-        # Where j = i nothing decays: in da it cancels, and its rounding could be all that is left. So it is not in there.
+        # Where j = i nothing decays: in da the term cancels, and its rounding could be all that is left, so it is left out there.
         on_dy = tl.load(D + head).to(tl.float32) + same * dt
         d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
         if USE_TMA:

@@ -1,7 +1,7 @@
-"""Mamba-2's state-space duality in Triton, backward: what passes from the first half of a chunk to its second half.
+"""Mamba-2's state-space duality in Triton, backward: gradients over pairs across the two halves of a chunk.
 
-Where the kernels of triton_pairs.py take half a chunk at a time. In their terms, with j in the first half, i in the
-second, and a_mid at the end of the first, decays fall apart into two factors, neither of which can overflow:
+Needed where the kernel of intra_chunk_bwd.py takes half a chunk at a time. In its notation, with j in the first half, i in the
+second, and a_mid at the end of the first, the decay is a product of two factors, neither of which can overflow:
 
     L_ij = 2^(a_mid - a_j) 2^(a_i - a_mid)
 
@@ -35,9 +35,9 @@ def intra_chunk_halves_bwd(
     launch: HeadLoopLaunch,
     num_sms: int,
 ) -> Tensor:
-    """Adds to dx and to the first two of `vectors`, after through_pairs.
+    """Add to dx and to the first two of `ddA_terms`, after intra_chunk_bwd.
 
-    Returns the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].
+    Returns dCB between the halves by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].
     """
     seq_len, n_heads, head_dim = x.shape[1:]
     n_groups, d_state = B.shape[2:]
@@ -45,7 +45,7 @@ def intra_chunk_halves_bwd(
     heads, blocks = head_blocks(x, n_groups, chunks, launch, num_sms)
     dCB_halves = torch.empty((blocks, x.shape[0], chunks, n_groups, tile, tile), dtype=B.dtype, device=x.device)
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
-    # A last chunk without a second half would take that of the next sequence: only loads through a mask know its end.
+    # A last chunk without a second half would read that of the next sequence: only masked loads stop at its end.
     wanted = launch.use_tma and seq_len % chunk == 0
     views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
     use_tma = all(view is not None for view in views)
@@ -123,7 +123,7 @@ def _intra_chunk_halves_bwd(
         to_mid, from_mid = tl.exp2(a_mid - a), tl.exp2(tl.load(of_head + TILE + q) - a_mid)
         weight = to_mid * dt
 
-        # What depends on j alone comes after the product.
+        # Factors of j alone are applied after the product.
         u = tl.dot((cb * from_mid[None, :]).to(dy_tile.dtype), dy_tile, input_precision=PRECISION) * weight[:, None]
         to = dx + head * HEAD_DIM + q[:, None] * TOKEN_STRIDE + p[None, :]
         d_x = tl.load(to, mask=inside, other=0.0).to(tl.float32) + u

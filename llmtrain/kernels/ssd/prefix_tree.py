@@ -1,9 +1,9 @@
-"""Mamba-2's scan of packed texts that begin alike: what they share stands in the sequence, and is scanned, once.
+"""Schedule of Mamba-2's scan over packed requests that share prefixes: a shared prefix is in the sequence, and is scanned, once.
 
-A segment is a run of tokens that continues earlier ones (kernels/attention/prefix_tree.py). A program goes through a
-segment in chunks with the state in registers. Short segments that end there (the choices after a question) stand side by side behind what they
-continue: as many of them as fit are one more chunk of that program, in which each sees itself and the state alone. What
-continues a segment otherwise begins from its state in memory, in a later launch.
+A segment is a run of tokens that continues earlier segments (kernels/attention/prefix_tree.py). A program scans a segment in
+chunks with the state in registers. Short segments without continuations (the choices after a question) follow the segment that
+they continue: as many of them as fit make one more chunk of that program, in which each depends on itself and the state alone.
+Other continuations of a segment start from its state in memory, in a later launch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from torch import Tensor
 from llmtrain.kernels.async_copy import copy_async
 
 MAX_SHORT_CHUNKS = 4
-"""Chunks of short segments that one program takes."""
+"""Most chunks of short segments per program."""
 
 
 @dataclass(frozen=True)
 class ScanSchedule:
-    """What the programs do, in int32; those of a round need states of earlier rounds only.
+    """Work of the programs, all in int32.
 
-    rounds: [programs, 5]: the first of `steps` and their end; how many of them carry the state on, the others being of short
-    segments; the place of the state it begins from and of the one it leaves, -1: none. steps: [n, 2], first token and end.
-    since: [n, chunk], for each token of a step the place in it where its segment begins, or this step of it. places: of states.
+    rounds: one tensor [programs, 5] per launch, which needs states of earlier launches only. Columns: the first of `steps` and
+        their end; the number of these steps that update the state (the others are of short segments); the slot of the state
+        it starts from, and of the one it stores (-1: none).
+    steps: [n, 2], first token and end of each chunk.
+    segment_start: [n, chunk], for each token of a step the position in the step at which its segment begins (0 if earlier).
+    state_slots: number of states kept in memory.
     """
 
     rounds: list[Tensor]
@@ -47,7 +50,7 @@ def scan_schedule(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], ch
     chunk: tokens of a step, at most.
     """
     made = _Scheduler(lengths, ancestors, chunk)
-    # The longest first: they shall not be what the GPU waits for at the end.
+    # The longest first, so that the GPU does not wait for them at the end.
     rounds = [_table(sorted(programs, key=lambda row: row[0] - row[1])) for programs in made.rounds if programs]
     steps = _table(made.steps)
     token = steps[:, :1] + np.arange(chunk, dtype=np.int32)
@@ -91,7 +94,7 @@ class _Scheduler:
                 self._add_beside(len(chain) + 1, beside, place[segment])
 
     def _beside(self, segments: Sequence[int]) -> list[tuple[int, int]]:
-        """Neighbours among these short segments, as many together as fit a chunk: (first token, end)."""
+        """Adjacent short segments grouped into chunks: (first token, end)."""
         found: list[tuple[int, int]] = []
         for one in segments:
             first, end = found[-1] if found else (0, -1)

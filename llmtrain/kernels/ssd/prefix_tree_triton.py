@@ -1,7 +1,7 @@
-"""The scan of packed texts that begin alike, in Triton; forward only. See tree.py for what a program does.
+"""Mamba-2's scan over packed requests that share prefixes, in Triton; forward only. prefix_tree.py has the schedule.
 
-The arithmetic is that of triton_forward.py. Time steps come first, in a kernel of their own: computed where they are used, every
-thread would compute those of many tokens.
+The arithmetic is that of triton_forward.py. Time steps are computed first, in a kernel of their own: computed where they are
+used, every thread would compute those of many tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llmtrain.kernels.ssd.triton_forward import load_tile, opaque_zero, padded
 
 @dataclass(frozen=True)
 class Launch:
-    """Untuned; for AMD compiled only. chunk: tokens of a step; state: elements of a program's part of the state. On Hopper one
-    stage alone reads beside shared memory (Triton 3.6, found by compute-sanitizer).
+    """Untuned; for AMD compiled only. chunk_size: tokens of a step; state: elements of a program's tile of the state. On Hopper a
+    single stage makes the kernel read outside its shared memory (Triton 3.6, found by compute-sanitizer).
     """
 
     chunk_size: int
@@ -37,7 +37,7 @@ _LAUNCH = {
     "nvidia": Launch(32, 2048, 2),
     "amd": Launch(64, 4096, 1, {"num_warps": 4, "matrix_instr_nonkdim": 16}),
 }
-_HEADS_PER_PROGRAM = 16  # of a program of _times_tree
+_HEADS_PER_PROGRAM = 16  # of a program of _prefix_tree_cumsum
 
 
 def launch_for(spec: SSDSpec, platform: Platform) -> Launch:
@@ -51,7 +51,7 @@ def prefix_tree_scan(
     spec: SSDSpec, platform: Platform,
 ) -> Tensor:  # fmt: skip
     """x: [1, T, heads, head_dim]; dt: [1, T, heads], before bias and softplus; A, D, dt_bias: [heads]; B, C: [1, T, groups,
-    d_state]: slices, perhaps, of something whose last dim is contiguous; walks: in steps of the launch's chunk.
+    d_state], whose last dim is contiguous; schedule: in steps of the launch's chunk size.
     Returns y like x, contiguous. No gradients.
     """
     n_heads, head_dim = x.shape[2:]
@@ -83,8 +83,8 @@ def _prefix_tree_cumsum(
     dt, A, dt_bias, steps, segment_start, dA_cumsum, n_heads, dt_token, dt_min, dt_max,
     CHUNK: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of heads, step). times: [heads, steps, 2, CHUNK]: a, log2 of what is left behind each token of the state
-    that its segment finds in this step; and a - log2(time step), inf behind the end, which neither decays a state nor adds to it.
+    """Program (block of heads, step). dA_cumsum: [heads, steps, 2, CHUNK]: at 0 a, the running sum of log2(decay) since the
+    token's segment or this step of it began; at 1 a - log2(dt), inf beyond the end: padding neither decays a state nor adds to it.
     """
     q, h = tl.arange(0, CHUNK), tl.program_id(0) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     at = tl.program_id(1)
@@ -135,7 +135,7 @@ def _prefix_tree_scan(
     skip = tl.load(D + head).to(tl.float32)
 
     states += head * (D_STATE * HEAD_DIM)
-    size: tl.constexpr = N_HEADS * D_STATE * HEAD_DIM  # of the states at a place, each [d_state, head_dim]
+    size: tl.constexpr = N_HEADS * D_STATE * HEAD_DIM  # of the states in a slot, each [d_state, head_dim]
     state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
     if before >= 0:
         state = load_tile(states + before.to(tl.int64) * size, n, p, HEAD_DIM, D_STATE, HEAD_DIM)
@@ -159,13 +159,13 @@ def _prefix_tree_scan(
         to = y + start * (N_HEADS * HEAD_DIM) + q[:, None] * (N_HEADS * HEAD_DIM) + p[None, :]
         tl.store(to, out.to(y.dtype.element_ty), mask=(q < left)[:, None] & (p < HEAD_DIM)[None, :])
 
-        # Short segments leave the state as it is.
+        # Short segments do not update the state.
         added = tl.where(i < carried, tl.exp2(a_end - weight), 0.0)
         weighted = (x_tile.to(tl.float32) * added[:, None]).to(x_tile.dtype)
         kept = tl.where(i < carried, tl.exp2(a_end), 1.0)
         state = tl.dot(tl.trans(b_tile), weighted, acc=state * kept, input_precision=PRECISION)
     after = tl.load(programs + 4)
     if after >= 0:
-        n += opaque_zero(after.to(tl.float32))  # else addresses take registers over the whole loop
+        n += opaque_zero(after.to(tl.float32))  # otherwise addresses take registers over the whole loop
         to = states + after.to(tl.int64) * size + n[:, None] * HEAD_DIM + p[None, :]
         tl.store(to, state, mask=(n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :])

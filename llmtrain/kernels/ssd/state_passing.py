@@ -1,7 +1,8 @@
-"""States of Mamba-2's scan at the borders of chunks, in Triton: a program goes from chunk to chunk with a tile of one.
+"""State passing of Mamba-2's scan in Triton: a program loops over the chunks with a tile of one head's state in registers.
 
-For the backward states and their gradients are passed in one launch: each is bound by latency, and together they fill more
-of the device. They are in the dtype of x, and so is what is added to them; or in fp16 with powers of two (triton_half.py).
+In the backward, states (first chunk to last) and their gradients (last to first) are passed in one launch: each direction is
+bound by latency, and together they fill more of the device. Both are stored in the dtype of x, or in block-scaled fp16
+(block_scaled_fp16.py).
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from llmtrain.kernels.ssd.triton_launch import StatePassingLaunch
 
 
 class States(NamedTuple):
-    """States before all chunks, and then the gradients of those after them.
+    """States before each chunk (index 0 of the first dimension), and gradients of the states after each chunk (index 1).
 
     values: [2, batch, chunks, heads, d_state, head_dim], in the dtype of x; or, if there are exponents, fp16, to be
-    multiplied by 2^exponent. exponents: [2, batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added:
-    the same of what is added to them, x or dy, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
+        multiplied by 2^exponent.
+    exponents: [2, batch, chunks, heads, parts] in fp32, one per part of `block_headdim` columns of head_dim.
+    added_exponents: [2, batch, tiles, heads, parts] in fp32, those of the tiles of x and dy that are added to the states:
+        x or dy divided by 2^exponent is at most 2^14.
     """
 
     values: Tensor
     exponents: Tensor | None
     added_exponents: Tensor | None
-    columns: int
+    block_headdim: int
 
 
 def state_passing_fwd(
@@ -43,10 +46,11 @@ def state_passing_fwd(
     launch: StatePassingLaunch,
     last_state: Tensor | None = None,
 ) -> Tensor:
-    """The states before all chunks, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
+    """States before each chunk, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
 
-    x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; start, and last (the state after all, filled if it is
-    wanted): [batch, heads, head_dim, d_state], fp32 and contiguous.
+    x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; dA_cumsum, seq_idx: see chunk_cumsum_fwd;
+    initial_state, and last_state (the state after the last token, filled if given): [batch, heads, head_dim, d_state],
+    fp32 and contiguous.
     """
     batch, _, n_heads, head_dim = x.shape
     shape = (batch, dA_cumsum.shape[2], n_heads, B.shape[3], head_dim)
@@ -83,11 +87,12 @@ def state_passing_bwd(
     precision: str,
     launch: StatePassingLaunch,
 ) -> States:
-    """The states before all chunks, and the gradients of those after them, which are passed on from the last chunk to the
-    first: dy and C in place of x and B.
+    """States before each chunk, and gradients of the states after each chunk, which are passed from the last chunk to the
+    first with dy and C in place of x and B.
 
-    longest: of decays, wanted in fp16. end: the gradient of the last state; d_start: that of start, filled if it is wanted;
-    both as start of pass_states. tile: tokens that are read at a time, a chunk or a part of one.
+    largest_dt: see chunk_cumsum_fwd; needed for fp16. d_final_state: gradient of the state after the last token;
+    d_initial_state: gradient of the initial state, filled if given; both shaped like initial_state of state_passing_fwd.
+    tile: tokens that are read at a time, a chunk or a part of one.
     """
     states = empty_states(x, bc, chunk, tile, launch)
     ends = (initial_state, d_final_state, d_initial_state)
@@ -96,7 +101,7 @@ def state_passing_bwd(
 
 
 def empty_states(x: Tensor, bc: ScaledBC, chunk: int, tile: int, launch: StatePassingLaunch) -> States:
-    """Where pass_both puts what it finds."""
+    """Memory for the result of state_passing_bwd."""
     batch, seq_len, n_heads, head_dim = x.shape
     chunks, scaled = triton.cdiv(seq_len, chunk), bc.exponents is not None
     shape = (2, batch, chunks, n_heads, bc.B.shape[3], head_dim)
@@ -110,7 +115,7 @@ def empty_states(x: Tensor, bc: ScaledBC, chunk: int, tile: int, launch: StatePa
 
 
 def _block_headdim(launch: StatePassingLaunch, head_dim: int) -> int:
-    return min(launch.columns, padded(head_dim))
+    return min(launch.block_headdim, padded(head_dim))
 
 
 def _launch(
@@ -127,7 +132,7 @@ def _launch(
     precision: str,
     launch: StatePassingLaunch,
 ) -> None:
-    """In both directions if `states` has room for both."""
+    """Launch the kernel, in both directions if `states` has room for both."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]
     bidirectional, block_dstate = states.values.ndim == 6, min(launch.block_dstate, padded(d_state))
@@ -142,7 +147,7 @@ def _launch(
         TILE=tile,
         PADDED_DSTATE=padded(d_state),
         BLOCK_DSTATE=block_dstate,
-        BLOCK_HEADDIM=states.columns,
+        BLOCK_HEADDIM=states.block_headdim,
         BIDIRECTIONAL=bidirectional,
         PRECISION=precision,
         NUM_STAGES=launch.num_stages,
@@ -152,14 +157,14 @@ def _launch(
 
 @triton.jit
 def _state_passing(
-    x, dy, B, C, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state, states, exponents, added_exponents,
-    seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
+    x, dy, B, C, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+    states, exponents, added_exponents, seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
     C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PADDED_DSTATE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers from end to end."""
+    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers for all chunks."""
     PARTS: tl.constexpr = (HEAD_DIM + BLOCK_HEADDIM - 1) // BLOCK_HEADDIM
     part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * BLOCK_DSTATE
     head, batch_dir = tl.program_id(1), tl.program_id(2)
@@ -168,7 +173,7 @@ def _state_passing(
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
     TILES: tl.constexpr = CHUNK // TILE
     tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
-    # `every` counts rows of the batch in both directions, as do states and exponents.
+    # batch_dir counts rows of the batch in both directions: the first two dimensions of states and exponents.
     row, reverse = batch_dir, False
     if BIDIRECTIONAL:
         batch = tl.num_programs(2) // 2
@@ -184,13 +189,13 @@ def _state_passing(
     x += row * x_row + head * x_head
     dA_cumsum += of_row * chunks * (2 * CHUNK)
     B += row * B_row + group * B_group
-    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
+    inside = n[:, None] * HEAD_DIM + p[None, :]  # offsets in a stored state, which is transposed
     state_at_ends = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
     outside = state_at_ends + n[:, None]
 
     state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
-    # No number of the state exceeds `bound`, in no tile of its rows. It is looser than a maximum, but no one waits for it, and
-    # fp16 has range enough. The state is kept divided by 2^of_state.
+    # No element of the state exceeds `bound` in magnitude, in any tile of its rows. The bound is looser than a maximum but needs
+    # no reduction over threads, and fp16 has range enough. The state in registers is divided by 2^state_exponent.
     bound, state_exponent = 0.0, 0.0
     if initial_state is not None:
         state = tl.load(initial_state + outside, mask=valid & (not reverse), other=0.0)
@@ -221,7 +226,7 @@ def _state_passing(
         a_begin = tl.load(dA_chunk - 1, mask=within > 0, other=0.0)
         dt = tl.load(dA_chunk + CHUNK + q)
         chunk_decay = tl.exp2(a_end - a_begin)
-        # Steps may exceed 1, decays may not.
+        # dt may exceed 1, decays do not.
         dt_exponent = 0.0
         if exponents is not None:
             dt_exponent = tl.maximum(tl.ceil(tl.log2(tl.load(largest_dt + of_row * chunks + chunk))), -100.0)
@@ -245,7 +250,7 @@ def _state_passing(
                 v_exponent,
                 mask=top == 0,
             )
-            # No less than what a state of this size, divided by as much, overflows with.
+            # At least so large that a state of this size, divided by the same power, does not overflow.
             v_exponent = tl.maximum(v_exponent, exponent_of(bound) - k_exponent - dt_exponent - 60.0)
             v_fp16, product_exponent = (
                 (v * weight[:, None] * tl.exp2(-v_exponent)).to(tl.float16),

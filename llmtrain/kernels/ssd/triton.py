@@ -1,16 +1,15 @@
 """Mamba-2's state-space duality in Triton: the operator, its gradient, and the order of its kernels.
 
-Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
-at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward: time steps; the states at the chunks' borders again and, at the same time, their gradients, in reverse (x and dy in,
-both out); what passes through pairs (x, dy and gradients of states once in, dx once out); where tiles of pairs are half a
-chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what passes through states (x, dy, states
-and their gradients once in; of wide states twice those before chunks); the gradients of the time steps. No atomics: every
-sum has a fixed order.
+Forward: chunk_cumsum; then the sequential chunk scan, with the state in registers (reads x once, writes y once), or state
+passing and then the chunk scan of all chunks in parallel (reads x twice, writes and reads states, writes y once).
+Backward: chunk_cumsum; state passing of the states and, in reverse, of their gradients (reads x and dy, writes both);
+intra_chunk_bwd (reads x, dy and gradients of states once, writes dx once); intra_chunk_halves_bwd where tiles are half a chunk
+(reads half of x, dy and dx, writes half of dx); inter_chunk_bwd (reads x, dy, states and their gradients once; the states before
+chunks twice where d_state is large); chunk_cumsum_bwd. No atomics: every sum has a fixed order.
 
-Matrix products take the dtype of x, or those with states fp16 (`Launch.half`); decays, time steps and the state passed on
-are fp32. The chunk is a launch
-parameter of each direction, not the spec's: results do not depend on it but for rounding.
+Matrix products are in the dtype of x, or those with states in fp16 (`Launch.fp16_states`); decays, time steps and the state
+that is passed on are fp32. The chunk size is a launch parameter of each direction, not the spec's: results depend on it only
+by rounding.
 """
 
 from __future__ import annotations
@@ -173,8 +172,8 @@ def backward_into(
     launch: Launch,
     into: Sequence[Tensor],
 ) -> None:
-    """into: where to put the gradients of x, dt, B and C (slices, perhaps, of something contiguous; B's and C's of the same), of
-    the initial state, if there is one, and what parameter_gradients takes.
+    """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
+    C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, param_partials = into
@@ -210,12 +209,12 @@ def backward_into(
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
-    """Room for the gradient of the initial state, which is empty if there is none."""
+    """Memory for the gradient of the initial state; empty if there is none."""
     return like.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
 
 
 def empty_param_partials(dt: Tensor, launch: Launch) -> Tensor:
-    """For the gradients of A, D and dt_bias by sequence and chunk."""
+    """Memory for the gradients of A, D and dt_bias by sequence and chunk, [batch, chunks, 3, heads]."""
     batch, seq_len, n_heads = dt.shape
     return dt.new_empty((batch, -(-seq_len // launch.chunk_size_bwd), 3, n_heads), dtype=torch.float32)
 

@@ -1,16 +1,16 @@
 """Mamba-2's state-space duality in Triton, forward.
 
-Either one walk per head over the chunks, which holds the state in registers and moves the fewest bytes; or, where heads
-are too few to fill the device, the states at the chunks' borders first, and then all chunks at once.
+Two forms. The sequential chunk scan: one program per head loops over the chunks with the state in registers, which moves the
+fewest bytes. Or, where heads are too few to fill the device, state passing (state_passing.py), then all chunks in parallel.
 
-Chunked form of arXiv:2405.21060, section 6. With a the running sum of log2(decay) inside a chunk, S the state before
-the chunk, kept transposed, [d_state, head_dim]:
+Chunked form of arXiv:2405.21060, section 6. With a the running sum of log2(decay) within a chunk, S the state before
+the chunk, stored transposed, [d_state, head_dim]:
 
     S' = 2^a_end S + sum_j (dt_j 2^(a_end - a_j)) B_j x_j^T
     y_i = 2^a_i C_i S + sum_{j <= i} (C_i . B_j) 2^(a_i - a_j) dt_j x_j + D x_i
 
-No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms that cross
-its beginning are masked, found by counting the beginnings within the chunk.
+No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms between tokens of
+different seq_idx are masked.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, SequentialScanLau
 
 
 def padded(size: int) -> int:
-    """What a matrix instruction takes: a power of two from 16 on."""
+    """The next power of two, at least 16: a size that matrix instructions take."""
     return max(16, triton.next_power_of_2(size))
 
 
 def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
-    """A descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns` (one head).
+    """A tensor descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns`.
 
-    With it Hopper's copy engine fetches tiles, and no thread computes an address. None where it is not wanted or cannot:
-    heads and sequences must lie one after the other, aligned to 16 bytes, in whole blocks of powers of two.
+    With it Hopper's TMA loads tiles, and no thread computes addresses. None where it is not wanted or not possible: heads and
+    sequences must follow each other without gaps, aligned to 16 bytes, in whole blocks of powers of two.
     """
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
@@ -57,14 +57,14 @@ def sequential_chunk_scan(
     launch: SequentialScanLaunch,
     final_state: Tensor | None = None,
 ) -> Tensor:
-    """y, like x but contiguous. Fills `last`, if it is wanted; it and start are as of pass_states.
+    """y, like x but contiguous. Fills `final_state` if given; it and initial_state are as in state_passing_fwd.
 
-    Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
+    Reads x once, and B and C once per head (mostly from the L2 cache); writes y.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns = min(launch.columns, padded(head_dim))
+    columns = min(launch.block_headdim, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     wanted = launch.use_tma
     tiles = [tma_descriptor(wanted, t, chunk, columns) for t in (x, y)]
@@ -102,7 +102,7 @@ def chunk_scan(
     launch: HeadLoopLaunch,
     num_sms: int,
 ) -> Tensor:
-    """y, like x but contiguous, from the states before every chunk, as of pass_states."""
+    """y, like x but contiguous, from the states before each chunk, which state_passing_fwd returns."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = C.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -142,15 +142,16 @@ def load_tile(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def opaque_zero(value):
-    """0, in a way that the compiler cannot know: what is compared with it is not taken for the same in every turn of a
-    loop. Masks of pairs, [CHUNK, CHUNK], would be kept over the whole loop otherwise, in 32 registers or more.
+    """0, computed so that the compiler cannot prove it: a comparison with it is not loop-invariant.
+
+    Otherwise masks over pairs, [CHUNK, CHUNK], would be kept over the whole loop, in 32 registers or more.
     """
     return (value > 1e30).to(tl.int32)
 
 
 @triton.jit
 def _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION: tl.constexpr):
-    """What each earlier token, or the same, counts in the output of one: C B^T, decayed."""
+    """Weight of each token j <= i in the output at i: C B^T, decayed, times dt_j."""
     scores = tl.dot(c_tile, tl.trans(b_tile), input_precision=PRECISION)
     scores *= tl.exp2(a[:, None] - a[None, :]) * dt[None, :]  # overflows only where it is masked
     return tl.where(pair_mask, scores, 0.0)
@@ -164,7 +165,7 @@ def _sequential_chunk_scan(
     BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, USE_TMA: tl.constexpr, STATE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a head's columns, head, row of the batch): one chunk after the other."""
+    """Program (tile of a head's columns, head, row of the batch): loops over the chunks."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_heads = tl.num_programs(1)
     group = head // HEADS_PER_GROUP
@@ -220,7 +221,9 @@ def _sequential_chunk_scan(
         if USE_TMA:
             y.store([at, head * HEAD_DIM + left], out.to(y.dtype))
         else:
-            to = y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]  # y moves on: an offset from the first token spills
+            to = (
+                y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]
+            )  # y advances: offsets from the first token spill registers
             tl.store(to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
             y += CHUNK * n_heads * HEAD_DIM
         weighted = (x_tile.to(tl.float32) * (to_end * dt)[:, None]).to(x_tile.dtype)
@@ -237,7 +240,7 @@ def _chunk_scan(
     CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, chunk, row of the batch): one head after the other."""
+    """Program (group and block of its heads, chunk, row of the batch): loops over the heads."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -280,7 +283,7 @@ def _chunk_scan(
         if seq_idx is not None:
             from_start = tl.where(seq_idx_t == 0, from_start, 0.0)
             pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
-        # C B^T again for every head: held over the loop it would cost registers, read from memory time.
+        # C B^T is computed again for every head: held over the loop it costs registers, loaded from memory time.
         scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
         out = tl.dot(c_tile, state, input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
