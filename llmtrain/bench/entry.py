@@ -1,4 +1,4 @@
-"""How every bench ends, whether it is run by `python -m` or from a script."""
+"""End of every bench, whether it is run by `python -m` or from a script."""
 
 from __future__ import annotations
 

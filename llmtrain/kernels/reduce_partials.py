@@ -1,4 +1,4 @@
-"""The second half of a sum over tokens whose first half was taken per program: a fixed order, so equal bits every run."""
+"""Second half of a sum over tokens whose first half was taken per program, in a fixed order: equal bits in every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROWS, _COLUMNS, _WARPS = 128, 32, 8
 
 
 def reduce_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
-    """Fills `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
+    """Fill `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
 
     They are contiguous, of any dtype and shape; together they have as many elements as there are columns.
     """

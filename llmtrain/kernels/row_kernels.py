@@ -1,4 +1,4 @@
-"""Rows of a matrix in registers, in parts, so that a size between two powers of two wastes little: what norms share."""
+"""Device functions of norms: rows of a matrix in registers, in parts, so that sizes between powers of two waste little."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_part(base, row, stride, tokens, size, p: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RELOAD: tl.constexpr):
-    """Part p of some rows, [rows, columns]; zeros outside. AGAIN: a second time, from the L1 cache; `.ca` keeps the compiler
+    """Part p of some rows, [rows, columns]; zeros outside. RELOAD: a second read, from the L1 cache; `.ca` keeps the compiler
     from merging both reads.
     """
     column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -20,7 +20,7 @@ def load_part(base, row, stride, tokens, size, p: tl.constexpr, BLOCK_COLUMNS: t
 
 @triton.jit
 def load_parts(base, row, stride, tokens, size, PARTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """All parts of some rows."""
+    """The parts of some rows, as a tuple."""
     found = ()
     for p in tl.static_range(PARTS):
         found = found + (load_part(base, row, stride, tokens, size, p, BLOCK_COLUMNS, False),)

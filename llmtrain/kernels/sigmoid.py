@@ -1,4 +1,4 @@
-"""The sigmoid of kernels that are bound by memory only if their arithmetic is cheap."""
+"""A cheap sigmoid for kernels that would otherwise be bound by arithmetic instead of memory."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def read_shipped(arch: str) -> Table:
 
 
 def own_file(arch: str) -> Path:
-    """Where the user's rows for this architecture are, or would be."""
+    """Path of the user's rows for this architecture, whether it exists or not."""
     if named := os.environ.get("LLMTRAIN_TUNING"):
         return Path(named)
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"

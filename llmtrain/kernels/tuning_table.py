@@ -26,7 +26,7 @@ _RATES = ("tflops", "gbps")
 
 @plain_dataclass(frozen=True)
 class Kernel:
-    """What the rows of a kernel hold. shape: names of its sizes; launch: the dataclass of its parameters."""
+    """Kind of a kernel's rows. shape: names of its sizes; launch: the dataclass of its parameters."""
 
     shape: tuple[str, ...]
     launch: type[Options]

@@ -1,4 +1,4 @@
-"""The convolution and the scan of packed texts that begin alike, on a GPU, against fp64 and one text at a time."""
+"""The convolution and the scan of packed requests that share prefixes, on a GPU, against fp64 and one text at a time."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def assert_as_exact(spec: SSDSpec, tensors: list[Tensor], ids: Tensor | None) ->
     assert not worse
 
 
-@pytest.mark.parametrize("num_sms", [1, 132, 10_000], ids=["walks", "this device", "passes and scans"])
+@pytest.mark.parametrize("num_sms", [1, 132, 10_000], ids=["sequential scan", "this device", "state passing"])
 def test_every_form_of_the_forward_in_fp32(num_sms):
     tensors = scans.inputs(GROUPED, 2, 333, FP32, True, "cuda")
     found = scans.outcome(kernel(GROUPED, FP32, num_sms=num_sms), tensors)
@@ -80,7 +80,7 @@ def test_every_form_of_the_forward_in_fp32(num_sms):
     assert not wrong
 
 
-@pytest.mark.parametrize("num_sms", [1, 10_000], ids=["walks", "passes and scans"])
+@pytest.mark.parametrize("num_sms", [1, 10_000], ids=["sequential scan", "state passing"])
 def test_two_runs_are_equal_bit_by_bit(num_sms):
     tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
     runs = [scans.outcome(kernel(ZAMBA, num_sms=num_sms), tensors) for _ in range(2)]

@@ -13,7 +13,7 @@ from tests.support import mamba_parts as around
 def made(
     channels: int, width: int, run: int = 8, group: int = 4, parallel_runs: int = 2, ahead: bool = False
 ) -> TritonConv1d:
-    """Several programs, walkers and groups in a small problem."""
+    """Several programs, runs and steps in a small problem."""
     tile = Tile(16, parallel_runs, run, group, 1, prefetch=ahead)
     return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(tile, tile, min_programs=None))
 
@@ -32,7 +32,7 @@ def test_agrees_with_the_reference(channels, width, biased, batch, seq_len):
 
 
 @pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
-def test_how_it_walks_changes_nothing_but_rounding(run, group, parallel_runs):
+def test_the_launch_changes_nothing_but_rounding(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
     ours = around.outcome(made(20, 4, run, group, parallel_runs), tensors)
     around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))

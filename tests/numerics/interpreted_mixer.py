@@ -32,7 +32,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: bool = False) -> TritonMambaMixer:
-    """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
+    """Several programs of every kernel in a small problem. One multiprocessor: the sequential scan; many: heads are spread over
     programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
     """
     scan = ssd.default_launch(spec.ssd, GPU)
@@ -67,10 +67,10 @@ ODD = mixers.spec(4, 12, 5, n_groups=2, norm_groups=2)
 SMALL = mixers.spec(2, 12, 5, n_groups=2, norm_groups=2)
 CASES = {
     "odd sizes, groups, a state": (ODD, 2, 37, True, True, {}),
-    "the same on many processors": (ODD, 2, 37, True, True, {"num_sms": 1000}),
+    "the same on many multiprocessors": (ODD, 2, 37, True, True, {"num_sms": 1000}),
     "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
     "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
-    "halves of chunks on many processors": (ODD, 2, 37, True, True, {"halves": True, "num_sms": 1000}),
+    "halves of chunks on many multiprocessors": (ODD, 2, 37, True, True, {"halves": True, "num_sms": 1000}),
     "convolved again, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": "scan"}),
     "all computed again": (ODD, 1, 33, False, True, {"keep": "nothing", "halves": True}),
     "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"num_sms": 1000}),

@@ -1,4 +1,4 @@
-"""The convolution and the scan of packed texts that begin alike; run by test_ssd_triton.py under TRITON_INTERPRET=1."""
+"""The convolution and the scan of packed requests that share prefixes; run by test_ssd_triton.py under TRITON_INTERPRET=1."""
 
 import pytest
 import torch

@@ -28,8 +28,8 @@ def small(
     tile: int = 16,
     state_first: bool = False,
 ) -> Launch:
-    """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
-    all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
+    """Several chunks and tiles of the state in a small problem. One multiprocessor: the sequential scan, and one program takes
+    all heads of a chunk; many: state passing and chunk scan, and heads are spread over programs. halves: the backward's chunks
     are of two tiles.
     """
     launch = default_launch(spec, GPU)
@@ -58,7 +58,7 @@ FP32: Any = {"dtype": "float32"}
 MANY = {"num_sms": 1000}
 CASES = {
     "ragged, odd sizes, groups, a state": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {}),
-    "the same on many processors": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, MANY),
+    "the same on many multiprocessors": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, MANY),
     "a block of heads that is not full": (
         SSDSpec(3, 16, 40, 1, 64, **FP32),
         1,
@@ -67,9 +67,9 @@ CASES = {
         {"forward": 16, "num_sms": 2},
     ),
     "one token": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, {}),
-    "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
+    "one token on many multiprocessors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
     "states of two parts": (SSDSpec(4, 16, 70, 2, 64, **FP32), 2, 37, True, {}),
-    "the same states on many processors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
+    "the same states on many multiprocessors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
     "what comes from the state first": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {"state_first": True}),
     "limited dt": (SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32), 1, 33, True, {}),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
@@ -85,8 +85,8 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
 @both_tiles
 @pytest.mark.parametrize("seq_len", [48, 64])
 @pytest.mark.parametrize("d_state", [16, 128])
-@pytest.mark.parametrize("num_sms", [1, 1000], ids=["walks", "passes and scans"])
-def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves, d_state, num_sms):
+@pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])
+def test_tiles_may_be_loaded_by_tma(seq_len, halves, d_state, num_sms):
     """Two sequences, one after the other; of 48 tokens a last chunk of 32 has no second half but that of the next sequence."""
     spec = SSDSpec(4, 16, d_state, 2, 64, **FP32)
     launch = small(spec, halves=halves, num_sms=num_sms)
@@ -161,7 +161,7 @@ def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_
 @pytest.mark.parametrize("columns", [16, 64], ids=["exponents of parts", "of whole states"])
 @pytest.mark.parametrize("longer", [0.0, 5.0], ids=["short steps", "steps above 1"])
 @pytest.mark.parametrize(
-    "d_state, processors", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
+    "d_state, num_sms", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
 )
 def test_states_in_fp16_with_powers_of_two(halves, columns, longer, num_sms, d_state):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
@@ -179,9 +179,7 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, num_sms, d_s
 
 
 @both_tiles
-@pytest.mark.parametrize(
-    "limits, described", [(None, True), ((0.05, 0.3), False)], ids=["copy engine", "limited steps"]
-)
+@pytest.mark.parametrize("limits, use_tma", [(None, True), ((0.05, 0.3), False)], ids=["TMA", "limited dt"])
 def test_documents_with_states_in_fp16(halves, limits, use_tma):
     """As the measured rows run: borders inside chunks, two in one, and at a chunk's end; every gradient."""
     spec = SSDSpec(4, 40, 24, 2, 64, dt_limit=limits, dtype="float16")

@@ -29,7 +29,7 @@ def test_packed_texts_that_begin_alike():
     run_interpreted("tree_kernels")
 
 
-def test_the_forward_walks_where_that_fills_the_device():
+def test_the_sequential_scan_is_taken_where_it_fills_the_device():
     """One program to a processor of 132, or two."""
     launch = default_launch(SSDSpec(80, 64, 128, 1, 256), H200)
     one, two = launch.sequential_scan, launch.sequential_scan_shared_sm

@@ -57,7 +57,7 @@ ALONE = {
     "conv1d_step": ("conv1d/step_triton.py",),
     "conv1d_prefix_tree": ("conv1d/prefix_tree_triton.py", "sigmoid.py"),
 }
-"""Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
+"""Files of the kernels whose launches are in their code: of cached decoding, and of packed requests that share prefixes."""
 MEMORY_BOUND = (
     "conv1d",
     "gated_norm",

@@ -1,4 +1,4 @@
-"""Packed texts that begin alike, for the kernels of the convolution and the scan; and what is right, by one text at a time."""
+"""Packed requests that share prefixes, for the kernels of the convolution and the scan; expected results, request by request."""
 
 from __future__ import annotations
 

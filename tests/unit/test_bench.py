@@ -332,7 +332,7 @@ def test_exact_gradients_are_those_of_all_sequences_together():
 
 
 def test_a_form_of_the_forward_is_checked_by_running_it():
-    """One sequence of 60 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
+    """One sequence of 60 heads fills no H200, where the sequential scan would go unchecked for the other form."""
     made = problem("ssd", {"heads": 60}, "meta", H200)
     assert made._forward_form(made.launch, 1) is None
     for part in made.parts:

@@ -76,7 +76,7 @@ class Case:
         return (torch.arange(self.seq_len, device=device) // self.document).expand(self.batch, -1)
 
     def flops(self) -> float:
-        """Of the forward pass: 4 head_dim per pair that is seen."""
+        """FLOP of the forward pass: 4 head_dim per visible pair."""
         spec, pairs = self.spec, self.spec.pairs(self.seq_len, self.causal)
         if self.packed:
             whole, rest = divmod(self.seq_len, self.document)
@@ -99,7 +99,7 @@ class Case:
 
 
 def _forms(part: str) -> list[dict[str, Any]]:
-    """Of a kernel, beside the plain one; see triton_launch.Launch."""
+    """Forms of a kernel beside the plain one; see triton_launch.Launch."""
     if part != "dkdv":
         return []
     return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
@@ -184,7 +184,7 @@ class Problem:
         return worst
 
     def _in_float64(self) -> dict[str, Tensor]:
-        """Of the last sequence's first key head and the query heads that share it."""
+        """Exact results for the last sequence's first key head and the query heads that share it."""
         spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.case.ids("cuda")
         bias = score_bias(spec, self.case.seq_len, torch.device("cuda"))[:group]
         if not self.case.causal:

@@ -1,4 +1,4 @@
-"""What `llmtrain bench tune` does, from its arguments to the row in the table."""
+"""The verb `llmtrain bench tune`, from its arguments to the row in the table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def case_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the operation's Case takes. Raises ValueError for a --shape that is none."""
+    """Fields of the operation's Case. Raises ValueError for a malformed --shape."""
     case: dict[str, Any] = {"dtype": args.dtype}
     for word in args.shape:
         name, equals, size = word.partition("=")
@@ -71,7 +71,7 @@ def case_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_parts(parts: list[str], wanted: list[str] | None) -> list[str]:
-    """Of the parts (KERNEL or KERNEL/CHUNK) those that are wanted by name. Raises ValueError for a name that is none."""
+    """The parts (KERNEL or KERNEL/CHUNK) that are wanted by name. Raises ValueError for an unknown name."""
     if wanted is None:
         return parts
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels without launching them, for a GPU that is here or not, and says what they take.
+"""Compilation of Triton kernels without launching them, for a GPU that is here or not, and the resources that they take.
 
 The operation is called as on a GPU, with tensors that have no memory; where it would launch a kernel, the kernel is
 compiled, with the pointer hints of a real launch. What was compiled lies in Triton's cache on disk, where a process with
@@ -28,7 +28,7 @@ NUM_SMS = 132  # of the stand-in, where the number matters at all
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker compiles: `part` of an operation (a module of this package) by `launch`, for the problem `case`.
+    """Task of a worker: compile `part` of an operation (a module of this package) by `launch`, for the problem `case`.
 
     launch: plain data, None: what the tables say. environment: of the worker.
     """
@@ -56,7 +56,7 @@ class Compiled:
         return max((kernel["shared"] for kernel in self.kernels), default=0)
 
     def problem(self, limit: int | None) -> str | None:
-        """Why it must not run, or None. limit: bytes of shared memory."""
+        """Reason for which it must not run, or None. limit: bytes of shared memory."""
         if self.failed:
             return self.failed
         if spilled := [kernel["kernel"] for kernel in self.kernels if kernel["spilled"]]:
@@ -122,7 +122,7 @@ def default_workers() -> int:
 
 
 class StandIn:
-    """In place of Triton's GPU driver."""
+    """Replacement of Triton's GPU driver."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -138,7 +138,7 @@ class StandIn:
 
 
 def platform_of(arch: str) -> Platform:
-    """As far as launches depend on it."""
+    """A platform of this architecture, as far as launches depend on it."""
     return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, NUM_SMS)
 
 
@@ -176,7 +176,7 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
-    """From the cubin; what spills lives on the stack. Occupancy: warps of a multiprocessor, of at most 64.
+    """Resources from the cubin; spilled registers live on the stack. Occupancy: warps of a multiprocessor, of at most 64.
 
     Serialized: ptxas may find no registers for products in flight, or meet other writers of their sums (C7511, C7515 of
     its -v). It then waits after every instruction of a product (gsb0), where Triton wanted that once per product.
@@ -213,7 +213,7 @@ def _tool(name: str, *words: str) -> str:
 
 
 def _amd(text: str) -> dict[str, int]:
-    """From the assembly. Spilled: registers, or bytes of private memory. Occupancy: waves of a SIMD."""
+    """Resources from the assembly. Spilled: registers, or bytes of private memory. Occupancy: waves of a SIMD."""
     spills = [_number(rf"\.{what}: +(\d+)", text) for what in ("vgpr_spill_count", "private_segment_fixed_size")]
     return {
         "registers": _number(r"\.vgpr_count: +(\d+)", text),

@@ -54,19 +54,19 @@ class Problem(MemoryBound):
             self.ids = numbers.expand(case.batch, -1).contiguous()
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """What a thread holds of a token's channels: 4 or 8 numbers forward; backward, which needs about 30 registers for
-        each, 2 to 8.
+        """Candidates in which a thread holds 4 or 8 of a token's channels forward, and 2 to 8 backward, which needs about 30
+        registers for each.
         """
         yield self._fitted(getattr(self.table, part))
         forward, lanes = part == "forward", 64 if self.where.vendor == "amd" else 32
         held = (4, 8) if forward else (2, 4) if quick else (2, 4, 8)
         widths = (128, 256, 512) if forward else (64, 128, 256)
         runs = ((64, 4), (32, 4), *(() if quick else ((128, 4), (64, 8), (48, 3), (96, 3))))
-        fetched: tuple[dict[str, Any], ...] = ({}, {"prefetch": True}, {"num_stages": 2})
+        prefetches: tuple[dict[str, Any], ...] = ({}, {"prefetch": True}, {"num_stages": 2})
         for channels, parallel_runs, num_warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
             if channels * parallel_runs // (lanes * num_warps) not in held:
                 continue
-            for (run, group), how in itertools.product(runs, fetched):
+            for (run, group), how in itertools.product(runs, prefetches):
                 if how and (parallel_runs != 4 or (run, group) not in runs[:2]):
                     continue
                 if group >= self.case.width - 1 and (parallel_runs == 4 or (group == 4 and run in (32, 64))):

@@ -50,10 +50,11 @@ class Problem(MemoryBound):
             self.r = torch.rsqrt(mean + self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in registers.
+        """Candidates in which a thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in
+        registers.
 
-        Programs of a processor: a number that as many as may run there at once (1 to 3, forward 4 or 6) divide, so that no
-        wave is left half empty. `long`: as long as that allows.
+        Programs per multiprocessor: a multiple of the number that can run there at once (1 to 3, forward 4 or 6), so that no
+        wave is half empty. `long`: as many tiles as that allows.
         """
         yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.group_size
@@ -68,11 +69,11 @@ class Problem(MemoryBound):
             if forward:
                 yield Tile(columns, num_warps, 1)
             programs = (12, 24) if forward else (2, 6)
-            for share, how in itertools.product(programs, self._fetched(forward, quick)):
+            for per_sm, how in itertools.product(programs, self._fetched(forward, quick)):
                 if row > 28 and not how.get("reload", True):
                     continue
-                if not (forward and how and share == 24):  # what fetches ahead begins seldom
-                    yield Tile(columns, num_warps, long, programs_per_sm=share, **how)
+                if not (forward and how and per_sm == 24):  # prefetching pays in few, long programs
+                    yield Tile(columns, num_warps, long, programs_per_sm=per_sm, **how)
         if size <= 256:  # narrow groups: how many rows at once
             for rows, num_warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
                 columns = 1 << (size - 1).bit_length()
@@ -80,14 +81,14 @@ class Problem(MemoryBound):
                     yield Tile(columns, num_warps, run, rows)
 
     def _fetched(self, forward: bool, quick: bool) -> list[dict[str, Any]]:
-        """How a row is: with what is fetched through shared memory, a second read would be fetched so as well."""
-        again: list[dict[str, Any]] = [{}, {"prefetch": True}]
+        """Ways to read a row: if tiles are prefetched through shared memory, a second read goes through it as well."""
+        reloaded: list[dict[str, Any]] = [{}, {"prefetch": True}]
         through = [{"num_stages": num_stages} for num_stages in ((3,) if quick and not forward else (2, 3))]
         if forward:
-            return [*again, *through]
+            return [*reloaded, *through]
         # Held in registers, a row leaves room for few programs, which must fetch ahead.
-        kept = [{"prefetch": True}, *through] if quick else [*again, *through]
-        return [*again, *({**how, "reload": False} for how in kept)]
+        kept = [{"prefetch": True}, *through] if quick else [*reloaded, *through]
+        return [*reloaded, *({**how, "reload": False} for how in kept)]
 
     def _fitted(self, tile: Tile) -> Tile:
         return fitted(narrowed(tile, self.case.group_size), self.table.num_sms, self.case.tokens, self.case.groups)

@@ -51,9 +51,9 @@ class Problem(MemoryBound):
             self.statistics = _statistics(self.x.float(), bool(case.centred), self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 4 to 16 numbers of a part and up to 32 of a row; so do the sums of the backward.
+        """Candidates in which a thread holds 4 to 16 numbers of a part and up to 32 of a row, as do the sums of the backward.
 
-        A run without bound stays so in the row: it is `fitted` to the tokens at every launch, here too.
+        `max_tiles` without bound stays so in the row: it is `fitted` to the tokens at every launch, here too.
         """
         yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.dim
@@ -105,7 +105,7 @@ class Problem(MemoryBound):
 
 
 def _statistics(x: Tensor, centred: bool, eps: float) -> Tensor:
-    """As the kernels keep them: see triton_kernels.py."""
+    """Statistics as the kernels keep them: see triton_kernels.py."""
     mean = x.mean(-1, keepdim=True) * centred
     r = torch.rsqrt((x - mean).square().mean(-1) + eps)
     return torch.stack((r, mean[:, 0])) if centred else r[None]

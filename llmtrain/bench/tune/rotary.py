@@ -57,7 +57,7 @@ class Problem(MemoryBound):
             self.cos, self.sin = angle.cos(), angle.sin()
 
     def launches(self, part: str, quick: bool) -> Iterator[Launch]:
-        """A thread holds 2 to 16 numbers of a head's half."""
+        """Candidates in which a thread holds 2 to 16 numbers of a head's half."""
         yield self.table
         lanes, columns = 64 if self.where.vendor == "amd" else 32, 1 << (self.case.head_dim // 2 - 1).bit_length()
         tokens = (16, 32, 64) if quick else (8, 16, 32, 64, 128)

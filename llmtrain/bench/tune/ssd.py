@@ -285,7 +285,7 @@ class Problem:
         return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
-        """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
+        """The fastest whole scan over pairs of chunk sizes, each with the best launch of each kernel; and the table's launch."""
         tried = [self.launch]
         for fwd, bwd in itertools.product(self.chunks["forward"], self.chunks["backward"]):
             launches: Any = {kernel: self._best(best, f"{kernel}/{fwd}") for kernel in FORWARD}

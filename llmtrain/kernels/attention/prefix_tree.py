@@ -1,11 +1,11 @@
-"""Attention of packed texts that begin alike: what they share stands in the sequence once.
+"""Prefix trees: packed requests that share prefixes, each of which is in the sequence once; and their attention.
 
 A segment is a run of tokens. It continues other segments (a question, before it a few-shot prompt), which stand earlier in
-the sequence, and its tokens see those and themselves. For each depth of the tree, the keys that a token sees there are one
+the sequence, and its tokens see those and themselves. At each depth of the tree, the keys that a token sees there are one
 interval, as in packed documents. So attention first runs on the segments, with the kernels for documents; then once per
-depth, for the tokens that see something there, and the parts are joined by their log-sum-exps (tree_triton.py). Between a
-segment and what it continues there are other segments: ALiBi's distances there are too long by a number that is the same for
-all keys of a part, so only its log-sum-exp needs to know.
+depth, for the tokens that see something there, and the partial results are merged by their log-sum-exps
+(prefix_tree_triton.py). Between a segment and its ancestors there are other segments: ALiBi's distances are too long by a
+number that is the same for all keys of an ancestor, so a correction of that part's log-sum-exp is enough.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
 
 BLOCK_QUERIES = 32
-"""Queries of a program that looks at one depth: few are what continues something, and they stand together."""
+"""Queries per program of the kernel for one depth: few tokens continue something, and they are neighbours."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """What tokens see at one depth: keys starts .. ends, [T], which seem to be `apart` tokens too far; empty intervals lie
-    between the others. tiles: those of TILE tokens that see anything. All in int32.
+    """Keys that tokens see at one depth: starts .. ends, [T], whose distances are too long by `distance_offset` tokens. Empty
+    intervals lie between the others. tiles: tiles of BLOCK_QUERIES tokens that see anything. All in int32.
     """
 
     starts: Tensor
@@ -42,7 +42,7 @@ class Depth:
 
 @dataclass
 class PrefixTree:
-    """lengths, above: as of `tree`. places: [1, T], of each token in its own text. own: what it sees in its own segment."""
+    """lengths, ancestors: see build_prefix_tree. positions: [1, T], of each token in its own request. segments: as documents."""
 
     lengths: Sequence[int]
     ancestors: Sequence[Sequence[int]]
@@ -52,7 +52,7 @@ class PrefixTree:
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), or what it made for an earlier layer."""
+        """make(), or its result from an earlier layer."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
@@ -67,11 +67,12 @@ class PrefixTree:
 
 
 def build_prefix_tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTree:
-    """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first.
+    """A prefix tree, on the CPU. lengths: tokens of each segment, in order; ancestors: the earlier segments that it continues, the
+    outermost first.
 
     At each depth, segments that continue the same one must follow each other, and in its order.
     """
-    # In numpy, which takes a tenth of torch's time for lists and for such small arrays.
+    # numpy takes a tenth of torch's time for lists and for such small arrays.
     size = np.array(lengths, dtype=np.int32)
     end = size.cumsum(dtype=np.int32)
     start = end - size
@@ -83,12 +84,12 @@ def build_prefix_tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]
 
     depths = []
     for depth in range(max(map(len, ancestors), default=0)):
-        in_range = np.array([chain[depth] if depth < len(chain) else -1 for chain in ancestors])
-        nothing = in_range < 0
-        # A segment that continues none at this depth sees nothing, between what was seen before and what comes.
-        last = np.maximum.accumulate(np.where(nothing, -1, end[in_range] - 1))
-        first = np.where(nothing, last + 1, start[in_range])
-        distance_offset = np.where(nothing, 0, (start - offset) - (start - offset)[in_range])
+        seen = np.array([chain[depth] if depth < len(chain) else -1 for chain in ancestors])
+        nothing = seen < 0
+        # A segment without an ancestor at this depth gets an empty interval, between those before and after it.
+        last = np.maximum.accumulate(np.where(nothing, -1, end[seen] - 1))
+        first = np.where(nothing, last + 1, start[seen])
+        distance_offset = np.where(nothing, 0, (start - offset) - (start - offset)[seen])
         per_tile = np.bincount(inside[np.repeat(~nothing, size)] // BLOCK_QUERIES)
         tiles = torch.from_numpy(np.flatnonzero(per_tile).astype(np.int32))
         depths.append(Depth(spread(first), spread(last), spread(distance_offset), tiles))
@@ -98,7 +99,7 @@ def build_prefix_tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]
 
 
 def refusal(spec: AttentionSpec, platform: Platform) -> str | None:
-    """Why trees cannot be read here, or None."""
+    """Reason for which prefix trees cannot be read here, or None."""
     if spec.sliding_window is not None:
-        return "a sliding window ends by distances, which parts of a tree do not have"
+        return "a sliding window needs distances, which are not exact between segments of a prefix tree"
     return registry.refusal("attention", "triton", spec, platform)

@@ -1,7 +1,7 @@
-"""What a segment continues, in Triton: its queries see the keys of an earlier segment, and the result joins what is there.
+"""Attention over a prefix tree in Triton: queries see the keys of an ancestor, and the result is merged with that so far.
 
-For the tiles of queries alone that continue something at a depth of the tree: the answers to a question, not the question.
-The loop is the forward kernel's; the two log-sum-exps say how much each part counts. No gradients.
+Only for the tiles of queries that have an ancestor at a depth of the tree: the answers to a question, not the question.
+The loop is the forward kernel's; the two log-sum-exps are the weights of the two results. No gradients.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def merge_ancestors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, slopes: Tensor | None,
     starts: Tensor, ends: Tensor, distance_offset: Tensor, tiles: Tensor, vendor: str,
 ) -> None:  # fmt: skip
-    """Adds to `out` and `lse`, of what was seen until now, the keys starts .. ends of each query.
+    """Merge into `out` and `lse`, the results so far, those of the keys starts .. ends of each query.
 
     q, out: [1, T, n_heads, head_dim], out contiguous; k, v: [1, T, n_kv_heads, head_dim]; lse: [1, n_heads, T]; slopes:
-    [n_heads] in fp32; starts, ends, apart: [T] in int32, `apart` what ALiBi's distances are too long by; tiles: which tiles of
-    queries see anything.
+    [n_heads] in fp32; starts, ends, distance_offset: [T] in int32, see Depth; tiles: the tiles of queries that see anything.
     """
     seq_len, n_heads, head_dim = q.shape[1:]
     assert out.is_contiguous() and lse.is_contiguous() and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -106,7 +105,7 @@ def _merge_ancestors(
             BLOCK_N, HEAD_DIM, PARTS, False, PRECISION,
         )  # fmt: skip
 
-    if slopes is not None:  # as in attention_forward; and the distances of these keys are too long
+    if slopes is not None:  # as in attention_forward; and the distances to these keys are too long
         row_max -= slope * (i - begin - tl.load(distance_offset + i, mask=inside, other=0))
     found = row_max + tl.log2(row_sum)  # -inf where nothing is seen
     lse += head * seq_len

@@ -1,8 +1,8 @@
-"""Attention of one new token per row to a cache, in Triton: memory-bound, so what counts is to read the cache once.
+"""Attention of one new token per row to a cache, in Triton. It is memory-bound: the cache should be read once.
 
-The slots of a row are shared out over several programs ("flash-decoding", Dao et al. 2023), each of which keeps an
-online softmax over its share; a second kernel merges the shares. A share is cut from the slots that the row may see
-at this position, not from the capacity: all programs stay busy while the cache fills, and no other slot is read.
+The slots of a row are split over several programs ("flash-decoding", Dao et al. 2023), each of which keeps an online
+softmax over its share; a second kernel merges the shares. The slots that the row may see at this position are split, not
+the capacity: all programs stay busy while the cache fills, and no other slot is read.
 
 A head_dim that is no power of two is padded to one in registers; the padding is masked, hence not read. So are slots
 that a row may not see. (Two tiles, 160 = 128 + 32, were compiled: their layouts differ, and each step of the loop then
@@ -51,7 +51,7 @@ class TritonAttentionStep:
         if spec.dtype == "float32":
             tile //= 2
             if self.group > 1:
-                self.options["num_warps"] *= 2  # or the products, three for one, spill registers at head_dim 256
+                self.options["num_warps"] *= 2  # otherwise the three products of tf32x3 spill registers at head_dim 256
 
         # tl.dot wants at least 16 of everything.
         self.columns = max(16, triton.next_power_of_2(spec.head_dim))
@@ -76,7 +76,7 @@ class TritonAttentionStep:
 
         splits = self.splits(batch, capacity)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # With one split its result is the result.
+        # The result of a single split is final.
         parts, weights = out, None
         if splits > 1:
             parts = torch.empty(batch, spec.n_heads, splits, spec.head_dim, dtype=torch.float32, device=q.device)
@@ -253,7 +253,7 @@ def _merge(
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = the mean of the shares, weighted by 2^weights. Program (row * n_heads + head, columns).
+    """Merge the shares: out = their mean, weighted by 2^weights. Program (row * n_heads + head, columns).
 
     parts: [batch, n_heads, SPLITS, head_dim]; weights: [batch, n_heads, SPLITS], log2 of the sum of a share's
     exponentials, -inf where the share is empty.
@@ -292,7 +292,7 @@ def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def _change(score, scale, softcap, slopes, slope, distance):
-    """From q k^T to the score, times log2(e): 2^x is what the hardware has."""
+    """log2(e) times the score from q k^T: the hardware computes 2^x."""
     score = score * scale
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; libdevice.tanh fails in the interpreter.

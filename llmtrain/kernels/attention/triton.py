@@ -45,7 +45,7 @@ class TritonAttention:
         self.spec, self.slopes = spec, Slopes(spec)
 
     def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
-        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one each."""
+        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one document per sequence."""
         return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
@@ -130,7 +130,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     q, k, v, scale, causal, window, softcap, slopes, starts, ends = inputs
     ctx.save_for_backward(*output, q, k, v, slopes, starts, ends)
     ctx.settings = (scale, causal, window, softcap)
-    ctx.set_materialize_grads(False)  # nobody uses the gradient of lse, as a rule
+    ctx.set_materialize_grads(False)  # the gradient of lse is rarely used
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -151,9 +151,10 @@ def _platform_of(device: torch.device) -> Platform:
 
 
 class Call:
-    """One attention, forward or backward: what its kernels are launched with.
+    """The kernel launches of one attention, forward or backward.
 
-    launches and where: in place of the table's and the tensors' own, for tuning and for compiling without a GPU.
+    launches, platform: override the table's launch parameters and the tensors' platform, for tuning and for compiling without
+    a GPU.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Call:
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out like q, and lse [batch, n_heads, T]."""
+        """Output like q, and lse [batch, n_heads, T]."""
         q, k, v = self.q, self.k, self.v
         out = q.new_empty(q.shape)
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
@@ -216,7 +217,7 @@ class Call:
         return dq, *self.dkdv(lse, dout, delta)
 
     def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
-        """Fills delta too, which dkdv reads."""
+        """dq; also fills delta, which dkdv reads."""
         dout = _rows_contiguous(dout)
         assert out.is_contiguous() and lse.is_contiguous() and delta.is_contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -251,8 +252,8 @@ class Call:
     def _launch(
         self, launch: Launch, rows: int, steps: int, heads: int, reread: int, use_tma: bool
     ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-        """Grid, sizes and constants. rows: of a program's tile; steps: of the tiles in its loop; heads: that it has
-        programs for; reread: heads that each program walks over.
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: number of heads with
+        programs of their own; reread: heads that each program loops over.
         """
         pairs = self.batch * heads
         reads = 2 * reread * self.seq_len * self.head_dim * self.q.element_size()
@@ -271,17 +272,17 @@ class Call:
             "BLOCK_N": launch.block_n,
             "NUM_STAGES": launch.num_stages,
             "USE_TMA": use_tma,
-            # fp32's accuracy in both.
+            # Both have the accuracy of fp32.
             "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
         }
         return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
 
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
-        """How to launch `kernel`, and whether the copy engine fetches `tensors`, whose tiles it walks over.
+        """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
 
-        A row for one variant is for whole tiles, fetched as it says, and dkdv's for a head of keys per head of queries:
-        what else it does takes the registers that the row puts into its tiles. Other calls take the row for any variant,
-        or dkdv's `grouped`.
+        A row for one variant is for whole tiles, loaded with or without TMA as it says, and dkdv's for one head of keys per head
+        of queries: anything else takes registers that the row uses for larger tiles. Other calls take the row without a
+        variant, or dkdv's `grouped`.
         """
 
         def use_tma(launch: Launch) -> bool:
@@ -297,7 +298,7 @@ class Call:
         return launch, use_tma(launch)
 
     def _variant(self) -> str:
-        """As tuning tables name it; `mixed` without causality, and where more than one thing is beyond the plain."""
+        """Variant by its name in tuning tables; `mixed` without causality, or with several features beyond plain attention."""
         if not self.causal:
             return "mixed"
         features = {
@@ -313,8 +314,8 @@ class Call:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
 
     def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
-        """Whether the copy engine can fetch `rows` rows of these: in tiles of one width and whole tiles long, aligned to 16
-        bytes, heads and sequences one after the other.
+        """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
+        with heads and sequences that follow each other without gaps.
         """
         parts = parts_of(self.head_dim)
         return (
@@ -330,7 +331,7 @@ class Call:
 
 
 def _loop_rows(kernel: Kernel, launch: Launch) -> int:
-    """Rows of the tiles that a program walks over."""
+    """Rows of the tiles that a program loops over."""
     return launch.block_m if kernel == "dkdv" else launch.block_n
 
 
@@ -339,6 +340,6 @@ def _rows_contiguous(t: Tensor) -> Tensor:
 
 
 def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """[batch * T, heads * head_dim] in blocks of `rows` of a head."""
+    """Tensor descriptor of t as [batch * T, heads * head_dim], in blocks of `rows` rows of a head."""
     batch, seq_len, heads, head_dim = t.shape
     return TensorDescriptor(t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, head_dim])

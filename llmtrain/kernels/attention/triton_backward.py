@@ -38,7 +38,7 @@ def attention_dq(
 ):  # fmt: skip
     """dq and delta = rowsum(dout * out) - dlse. Program: tile of queries x (sequence, head), as in the forward kernel.
 
-    dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. DESCRIBED: k and v
+    dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. USE_TMA: k and v
     are tensor descriptors. out_scale: the scale of the score; scale and softcap: times log2(e).
     """
     LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
@@ -107,7 +107,7 @@ def _add_dq(
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values into acc = dS K."""
+    """Add one tile of keys and values to acc = dS K."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_N)
     j = start + tl.arange(0, BLOCK_N)
@@ -138,15 +138,15 @@ def attention_dkdv(
 ):  # fmt: skip
     """dk and dv, summed over the query heads that share them. Program: tile of BLOCK_N keys x (sequence, kv head).
 
-    Arguments as of attention_dq, which has written delta; dk, dv: contiguous. DESCRIBED: q and dout are tensor
+    Arguments as of attention_dq, which has written delta; dk, dv: contiguous. USE_TMA: q and dout are tensor
     descriptors. Scores are kept with keys as rows: weights and their gradients are then left operands, from registers.
-    The early keys, which the most queries see, begin.
+    The early keys, which the most queries see, start first.
 
-    DV_FIRST: dO V^T waits for P^T dO, where registers for both are short. MERGED: every tile is
-    masked, in one loop, which takes fewer registers than one loop with masks and one without.
+    DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
+    in one loop, which takes fewer registers than one loop with masks and one without.
     """
     N_KV: tl.constexpr = N_HEADS // GROUP
-    # Which queries a key sees: the other direction in time.
+    # The queries that see a key: the other direction in time.
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     LOOK_BACK: tl.constexpr = 0 if CAUSAL else LOOK_AHEAD
     LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
@@ -182,7 +182,7 @@ def attention_dkdv(
                     batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
                     True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
                 )  # fmt: skip
-        # All that is left of this head, or what needs no mask.
+        # All tiles of this head with SINGLE_LOOP, else those that need no mask.
         for start in tl.range(a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, BLOCK_M, num_stages=NUM_STAGES):
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
@@ -208,7 +208,7 @@ def _add_dkdv(
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     DV_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO."""
+    """Add one tile of queries to dk_acc = dS^T Q and dv_acc = P^T dO."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_M)
     i = start + tl.arange(0, BLOCK_M)
@@ -230,7 +230,7 @@ def _add_dkdv(
     dv_acc = dot_accumulate(weight, dout_tile, dv_acc, PARTS, PRECISION)
     if DV_FIRST:
         dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
-    # Read as late as this: it takes as many registers as a score has columns.
+    # Loaded late: it takes as many registers as a score has columns.
     sums = tl.load(delta + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None)
     dscore = weight * (dweight - sums[None, :])
     if softcap is not None:
@@ -253,9 +253,10 @@ def _weights(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """exp(score - lse) from q k^T, and the softcap's derivative; either way round.
+    """exp(score - lse) from q k^T, and the softcap's derivative; for scores with queries or with keys as rows.
 
-    minus: log2(e) lse, plus the part of ALiBi that a query has for all keys; column: key's position, the other part.
+    lse_log2: log2(e) lse, plus the part of ALiBi that is the same for all keys of a query; column: the key's position, for the
+    other part.
     """
     d_softcap = score
     if softcap is not None:
@@ -268,7 +269,7 @@ def _weights(
         score = score - slope * tl.abs(distance)
     weight = tl.exp2(score - lse_log2)
     if MASKED:
-        # After the exponential: that of a query that sees nothing (lse = -inf) is infinite here.
+        # After the exponential, which is infinite for a query that sees nothing (lse = -inf).
         weight = tl.where(visible, weight, 0.0)
     return weight, d_softcap
 
@@ -278,7 +279,7 @@ def _delta(
     out, dout_tile, dlse, delta, pair, begin, seq_len,
     N_HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dout * out) - dlse of one tile of queries, stored and returned. out: of this sequence and head."""
+    """rowsum(dout * out) - dlse of one tile of queries, stored and returned. out: pointer to this sequence and head."""
     i = begin + tl.arange(0, ROWS)
     stats = pair.to(tl.int64) * seq_len + i
     outs = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, ROWS, HEAD_DIM, PARTS, True, False)

@@ -1,6 +1,6 @@
 """The forward kernel of attention: FlashAttention-2 (Dao, arXiv:2307.08691) with tiles as in triton_tiles.py.
 
-One program per tile of queries and head. It walks over the tiles of keys that its queries see and keeps, per query,
+One program per tile of queries and head. It loops over the tiles of keys that its queries see and keeps, per query,
 the largest score so far, the sum of exponentials relative to it and the sum of values; the scores stay on chip. Reads
 q once, k and v once per tile of queries (from L2, mostly); writes the output and the log-sum-exp.
 """
@@ -36,10 +36,10 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
+    """Attention forward: out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
-    lse: [batch, n_heads, T] in fp32. DESCRIBED: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
+    lse: [batch, n_heads, T] in fp32. USE_TMA: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
     scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N.
     """
     LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
@@ -48,7 +48,7 @@ def attention_forward(
     UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
     tiles = tl.cdiv(seq_len, BLOCK_M)
     tile, pair = program_tile(tiles, pairs, pairs_in_flight)
-    if CAUSAL:  # the late queries see the most keys: they begin, lest one of them run on alone at the end
+    if CAUSAL:  # late queries see the most keys: they start first, so that none of them runs alone at the end
         tile = tiles - 1 - tile
     batch, head = pair // N_HEADS, pair % N_HEADS
     kv_head = head // GROUP
@@ -91,7 +91,7 @@ def attention_forward(
                 BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
 
-    # A query that sees nothing: zeros, and -inf.
+    # A query that sees no key gets zeros, and -inf.
     out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
     inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
     store_rows(out, acc, inverse[:, None], begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
@@ -107,7 +107,7 @@ def attend_tile(
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values, from row `start` on, into (acc, top, total)."""
+    """Add one tile of keys and values, from row `start` on, to (acc, row_max, row_sum)."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_N)
     j = start + tl.arange(0, BLOCK_N)
@@ -119,8 +119,8 @@ def attend_tile(
     elif slopes is not None:
         score = score * scale
     if slopes is not None and CAUSAL:
-        # -slope * (i - j) = slope * (j - begin) - slope * (i - begin): the softmax does not see what is the same for
-        # all keys of a query, so the second term waits for the log-sum-exp.
+        # -slope * (i - j) = slope * (j - begin) - slope * (i - begin): the softmax does not depend on a term that is the same
+        # for all keys of a query, so the second term is added to the log-sum-exp alone.
         score += (slope * (j - begin))[None, :]
     elif slopes is not None:
         score -= slope * tl.abs(i[:, None] - j[None, :])

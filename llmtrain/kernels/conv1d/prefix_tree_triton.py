@@ -1,6 +1,6 @@
-"""The causal depthwise convolution and SiLU of packed texts that begin alike, in Triton; forward only.
+"""The causal depthwise convolution and SiLU over a prefix tree, in Triton; forward only.
 
-A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of what that continues.
+A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of the segment that it continues.
 """
 
 from __future__ import annotations

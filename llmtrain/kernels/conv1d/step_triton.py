@@ -10,7 +10,7 @@ from torch import Tensor
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
 
-# Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many processors.
+# Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many multiprocessors.
 _LAUNCH = {
     "nvidia": {"channels": 256, "num_warps": 2},
     "amd": {"channels": 256, "num_warps": 1},

@@ -46,7 +46,7 @@ def launch_forward(
     options: str,
     y: Tensor | None = None,
 ) -> Tensor:
-    """y: where to put the output, a slice, perhaps, of something contiguous."""
+    """y: memory for the output, possibly a slice of a contiguous tensor; None: allocated."""
     x, launch = _addressable(x), Launch.parse(options)
     tile = fitted(launch.forward, launch.min_programs, *x.shape)
     return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), tile, y)
@@ -87,7 +87,7 @@ def partial_backward(
     options: str,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x (put into dx, if given), and what parameter_gradients takes."""
+    """The gradient of x (written into dx, if given), and the partial sums for parameter_gradients."""
     dy, x, launch = _addressable(dy), _addressable(x), Launch.parse(options)
     tile = fitted(launch.backward, launch.min_programs, *x.shape)
     return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), tile, dx)
@@ -121,7 +121,7 @@ conv1d_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _addressable(t: Tensor) -> Tensor:
-    """Channels side by side, and offsets within a sequence that fit 32 bits."""
+    """The tensor with contiguous channels, and offsets within a sequence that fit 32 bits."""
     t = t if t.stride(2) == 1 else t.contiguous()
     assert t.shape[1] * max(t.stride(1), t.shape[2]) < 1 << 31
     return t

@@ -1,8 +1,8 @@
 """The causal depthwise convolution with SiLU in Triton, forward and backward, and the launches of both.
 
-A program has a tile of channels and several walkers; each goes through its run of tokens from the last to the first, a
-group at a time, and keeps what the next group needs in registers: tokens earlier than a group are read for its taps and
-are the next group. So every number is read once, but for a group at either end of a run.
+A program has a tile of channels and several runs of tokens side by side. It loops over each run from the last token to the
+first, `step_tokens` at a time, and keeps in registers what the next step needs: the tokens before a step are read for its taps
+and are the next step. So every element is read once, except for one step at either end of a run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def backward(
     tile: Tile,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x (put into dx, if given, whose channels lie side by side), and what adds up to those of the weight and
-    then, if there is one, the bias: [programs, columns] in fp32.
+    """The gradient of x (written into dx, if given, whose channels are contiguous), and partial sums of the gradients of the
+    weight and then, if there is one, the bias: [programs, columns] in fp32.
     """
     _, seq_len, channels = x.shape
     width = weight.shape[1]
@@ -50,7 +50,7 @@ def backward(
     assert dx.stride(2) == 1 and seq_len * dx.stride(1) < 1 << 31
     strides = (s for t in (dy, x, dx) for s in t.stride()[:2])
     grid = _grid(x, tile)
-    # Per program and channel: of every tap, and then of the bias.
+    # Per program and channel: the gradient of every tap, and then of the bias.
     columns = channels * (width + (bias is not None))
     partials = torch.empty((grid[1] * grid[2], columns), dtype=torch.float32, device=x.device)
     _backward[grid](
@@ -61,7 +61,7 @@ def backward(
 
 
 def parameter_gradients(partials: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of the weight, and of the bias (empty where there is none), from the partial sums, [any number, columns]."""
+    """Gradients of the weight, and of the bias (empty where there is none), from the partial sums, [any number, columns]."""
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     d_bias = weight.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     reduce_partials(partials, d_weight, None if bias is None else d_bias)
@@ -74,7 +74,7 @@ def _grid(x: Tensor, tile: Tile) -> tuple[int, int, int]:
 
 
 def _constants(weight: Tensor, tile: Tile) -> dict[str, int]:
-    assert tile.step_tokens >= weight.shape[1] - 1, "a group does not reach as far back as the taps"
+    assert tile.step_tokens >= weight.shape[1] - 1, "a step is shorter than the taps reach back"
     return {
         "WIDTH": weight.shape[1],
         "BLOCK_CHANNELS": tile.block_channels,
@@ -89,7 +89,7 @@ def _constants(weight: Tensor, tile: Tile) -> dict[str, int]:
 
 @triton.jit
 def _load_step(base, t, token_stride, seq_len, valid, STEP_TOKENS: tl.constexpr):
-    """The tokens t, t + 1, ... of every walker, each [walkers, channels]; zeros outside the sequence."""
+    """The tokens t, t + 1, ... of every run, each [runs, channels]; zeros outside the sequence."""
     found = ()
     for j in tl.static_range(STEP_TOKENS):
         inside = ((t + j >= 0) & (t + j < seq_len))[:, None] & valid
@@ -99,7 +99,7 @@ def _load_step(base, t, token_stride, seq_len, valid, STEP_TOKENS: tl.constexpr)
 
 @triton.jit
 def _in_fp32(group):
-    """Once, for a group is used in two turns of the loop."""
+    """The same in fp32, converted once: a step's tokens are used in two iterations of the loop."""
     found = ()
     for j in tl.static_range(len(group)):
         found = found + (group[j].to(tl.float32),)
@@ -108,7 +108,7 @@ def _in_fp32(group):
 
 @triton.jit
 def _load_weights(weight, bias, channel, channels, WIDTH: tl.constexpr):
-    """Weights by how many tokens they reach back, and the bias, each [1, channels] in fp32."""
+    """Weights, ordered by the distance they reach back, and the bias, each [1, channels] in fp32."""
     valid = channel < channels
     found = ()
     for k in tl.static_range(WIDTH):
@@ -123,7 +123,7 @@ def _load_weights(weight, bias, channel, channels, WIDTH: tl.constexpr):
 
 @triton.jit
 def _taps_in_document(ids, t, seq_len, WIDTH: tl.constexpr):
-    """How many tokens before t belong to its document, at most width - 1. Without documents, nothing that is used."""
+    """Number of tokens before t in its document, at most width - 1. Not used without documents."""
     taps = t
     if ids is not None:
         taps = tl.zeros_like(t)
@@ -138,7 +138,7 @@ def _taps_in_document(ids, t, seq_len, WIDTH: tl.constexpr):
 
 @triton.jit
 def _taps_in_documents(ids, t, seq_len, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Of the tokens t, t + 1, ..."""
+    """_taps_in_document of the tokens t, t + 1, ..."""
     found = ()
     for j in tl.static_range(COUNT):
         found = found + (_taps_in_document(ids, t + j, seq_len, WIDTH),)
@@ -147,7 +147,7 @@ def _taps_in_documents(ids, t, seq_len, COUNT: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _mask_document(value, taps, distance: tl.constexpr, ids):
-    """Zero in place of what is further away than the document reaches."""
+    """The value, or zero where it is further away than the document reaches."""
     if ids is not None and distance > 0:
         value = tl.where((taps >= distance)[:, None], value, 0.0)
     return value

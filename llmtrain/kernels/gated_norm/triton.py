@@ -81,8 +81,8 @@ def partial_backward(
     dz: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z, and what parameter_gradient takes. dz, dx: where to put them: like z and x, slices of
-    something contiguous.
+    """The gradients of x and z, and the partial sums for parameter_gradient. dz, dx: memory for the gradients, slices of
+    contiguous tensors; None: allocated.
     """
     launch, rows = Launch.parse(options), _rows(x)
     tile = fitted(launch.backward, launch.num_sms, len(rows), r.shape[1])

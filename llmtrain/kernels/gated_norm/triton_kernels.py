@@ -1,7 +1,7 @@
 """The gated RMSNorm in Triton, forward and backward, and the launches of both.
 
-A row is one token's group of channels (rows.py). It stays in registers, or (`again`) is read once more from the L1 cache
-after its sum is known. r: the reciprocal root mean square, kept for the backward.
+A row is one token's group of channels (row_kernels.py). It stays in registers, or (`reload`) is read once more from the L1
+cache after its sum is known. r: the reciprocal root mean square, kept for the backward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def backward(
     dz: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z (put into dx and dz, if given), and what adds up to that of weight, [programs, dim] in fp32.
+    """The gradients of x and z (written into dx and dz, if given), and partial sums of that of weight, [programs, dim] in fp32.
 
     dy, x, z, dz, dx: [tokens, dim], channels contiguous.
     """
@@ -77,7 +77,7 @@ def backward(
 
 
 def parameter_gradient(partials: Tensor, weight: Tensor) -> Tensor:
-    """Of the weight, from the partial sums, [any number, dim]."""
+    """Gradient of the weight, from the partial sums, [any number, dim]."""
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     reduce_partials(partials, d_weight)
     return d_weight

@@ -1,7 +1,7 @@
 """The inside of a Mamba-2 mixer as one operator: the Triton kernels of its three parts, and one gradient buffer.
 
-Apart, the parts hand autograd the gradients of z, xBC and dt, which it copies into that of the projection's output, and
-those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place.
+As three operators, autograd copies the gradients of z, xBC and dt into that of the projection's output, and those of x, B and
+C into that of the convolution's. Here the kernels write them in place.
 
 Saved for the backward: the inputs (the projection's output and the parameters); the outputs of the convolution and of
 the scan, as Launch.keep says; the norm's reciprocal root mean squares, fp32 [tokens, groups].
@@ -27,9 +27,9 @@ Keep = Literal["all", "scan", "nothing"]
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """conv1d, ssd, gated_norm: the parts' own, dumped.
+    """conv1d, ssd, gated_norm: the parts' launch parameters, as text.
 
-    keep: which outputs the backward finds rather than computes again: "all", the convolution's and the scan's, each about as
+    keep: the outputs saved for the backward rather than computed again: "all", the convolution's and the scan's, each about as
         large as the mixer's own; "scan": not the convolution's, which is one pass over memory; "nothing".
     """
 
@@ -74,13 +74,13 @@ class TritonMambaMixer:
         initial_state: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """As the reference. The output is contiguous."""
+        """The reference's arguments. The output is contiguous."""
         spec, scan, norm = self.spec, self.spec.ssd, self.spec.gated_norm
         assert zxbcdt.shape[2:] == (sum(spec.widths),) and norm_weight.shape == (norm.dim,)
         assert conv_weight.shape == (spec.conv1d.channels, spec.conv1d.width)
         assert A.shape == D.shape == dt_bias.shape == (scan.n_heads,)
         assert document_ids is None or document_ids.shape == zxbcdt.shape[:2]
-        if document_ids is not None:  # once, for the kernels of both directions
+        if document_ids is not None:  # converted once for both directions
             document_ids = document_ids.to(torch.int32).contiguous()
         tensors = (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids)
         limits = scan.dt_limit or (None, None)
@@ -163,7 +163,7 @@ def launch_backward(
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     d_initial, scan_partials = ssd.initial_gradient(initial_state, zxbcdt), ssd.empty_param_partials(dt, scan)
     dz, dxBC, d_dt = sizes.parts(d_zxbcdt)
-    # dxBC is written last; until then it lends its memory to dy, or to the convolution's output made again.
+    # dxBC is written last; until then its memory holds dy, or the recomputed output of the convolution.
     if launch.keeps_conv:
         dy = dxBC[..., : sizes.d_inner]
     else:
@@ -223,7 +223,7 @@ mamba_mixer_forward.register_autograd(_backward, setup_context=_setup_context)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the columns of the projection's output and of the convolution's are divided."""
+    """Division of the columns of the projection's output and of the convolution's."""
 
     d_inner: int
     channels: int

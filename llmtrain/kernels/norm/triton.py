@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of a residual stream in Triton: the operators and the backend. No atomics.
 
-The sum with what a layer adds to the stream is part of the norm: it is read once, and its gradient joins the norm's in the
-pass that computes the latter.
+The sum with a layer's output is part of the norm: it is read once, and its gradient is added to the norm's in the pass that
+computes the latter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _(x, delta, weight, bias, centred, eps, options):
 def launch_backward(
     dy: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, statistics: Tensor, biased: bool, options: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what is normed, of the weight and of the bias (empty, if there is none)."""
+    """The gradients of the norm's input, of the weight and of the bias (empty, if there is none)."""
     rows, launch = _rows(total), Launch.parse(options)
     tile = fitted(launch.backward, launch.num_sms, len(rows))
     residual = None if d_total is None else _rows(d_total)

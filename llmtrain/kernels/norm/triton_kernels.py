@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm of x + delta in Triton, forward and backward, and the launches of both.
 
-A row is one token, in registers as a whole (rows.py). u: the normed row before weight and bias; r: the reciprocal of its
+A row is one token, in registers as a whole (row_kernels.py). u: the normed row before weight and bias; r: the reciprocal of its
 root mean square or, of LayerNorm, standard deviation. Statistics, [1 or 2, tokens] in fp32: r and, of LayerNorm, the means.
 """
 
@@ -23,7 +23,7 @@ def forward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """x + delta (None without delta), its norm, and the statistics. x, delta: [tokens, dim], contiguous. centred: LayerNorm."""
     tokens, dim = x.shape
-    assert not tile.prefetch, "the forward fetches nothing ahead into registers"
+    assert not tile.prefetch, "the forward does not prefetch into registers"
     total = None if delta is None else torch.empty_like(x)
     y, statistics = torch.empty_like(x), torch.empty((1 + centred, tokens), dtype=torch.float32, device=x.device)
     _forward[(triton.cdiv(tokens, tile.block_rows * tile.max_tiles),)](
@@ -42,8 +42,8 @@ def backward(
     biased: bool,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of what is normed (d_total: what comes to it from elsewhere), and what adds up to those of the weight and,
-    if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
+    """The gradient of the norm's input (d_total: the part of it that bypasses the norm), and partial sums of those of the weight
+    and, if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
     """
     tokens, dim = total.shape
     programs = triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
@@ -59,7 +59,7 @@ def backward(
 
 
 def parameter_gradients(partials: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
-    """Of the weight and the bias, like the weight, from the partial sums."""
+    """Gradients of the weight and the bias, like the weight, from the partial sums."""
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     d_bias = torch.empty_like(d_weight) if biased else None
     reduce_partials(partials, d_weight, d_bias)

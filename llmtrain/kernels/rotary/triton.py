@@ -1,6 +1,6 @@
 """Rotary positions in Triton: queries and keys in one launch, each read once and written once.
 
-A rotation's gradient is the rotation back, so the backward is the same kernel with the angles negated; it needs the
+A rotation's gradient is the inverse rotation, so the backward is the same kernel with the angles negated; it needs the
 tables alone.
 """
 
@@ -38,7 +38,7 @@ class TritonRotary:
 
 def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, options: str) -> tuple[Tensor, Tensor]:
     """q, k: [batch, T, heads, head_dim], slices of a projection without a copy if head_dim is contiguous; cos, sin:
-    [T, 1, head_dim / 2] or [batch, T, 1, head_dim / 2] in fp32. back: rotates by the negative angles.
+    [T, 1, head_dim / 2] or [batch, T, 1, head_dim / 2] in fp32. inverse: rotates by the negative angles.
     """
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()

@@ -46,8 +46,8 @@ class ScanSchedule:
 
 
 def scan_schedule(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], chunk: int) -> ScanSchedule:
-    """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first;
-    chunk: tokens of a step, at most.
+    """The schedule, on the CPU. lengths: tokens of each segment, in order; ancestors: the earlier segments that it continues, the
+    outermost first; chunk: most tokens of a step.
     """
     made = _Scheduler(lengths, ancestors, chunk)
     # The longest first, so that the GPU does not wait for them at the end.

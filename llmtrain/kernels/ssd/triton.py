@@ -102,10 +102,9 @@ def launch_forward(
     initial, final_state = _state(initial_state), None
     if with_final_state:
         final_state = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-    if (walk := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
-        y = forward.sequential_scan(
-            x, B, C, D, dA_cumsum, seq_idx, initial, launch.chunk_size, launch.input_precision, walk, final_state
-        )
+    if (sequential := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
+        sizes = (launch.chunk_size, launch.input_precision, sequential)
+        y = forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, seq_idx, initial, *sizes, final_state)
     else:
         passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
         states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)

@@ -67,7 +67,7 @@ class HeadLoopLaunch(Options):
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """Every launch parameter of the scan.
+    """Launch parameters of all kernels of the scan.
 
     chunk_size, chunk_size_bwd: tokens per chunk, powers of two from 16 on.
     sequential_scan, or sequential_scan_shared_sm where two programs share a multiprocessor: one form of the forward.
