@@ -24,9 +24,9 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
     run_interpreted("ssd", cases, timeout=7200 if cases == "slow" else 900)
 
 
-def test_packed_texts_that_begin_alike():
-    """By the cases in interpreted_tree_kernels.py."""
-    run_interpreted("tree_kernels")
+def test_packed_requests_that_share_prefixes():
+    """Cases of interpreted_prefix_tree_kernels.py."""
+    run_interpreted("prefix_tree_kernels")
 
 
 def test_the_sequential_scan_is_taken_where_it_fills_the_device():

@@ -192,7 +192,7 @@ def backward_into(
     ddA_terms = torch.empty((*dA_cumsum.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
     _, dCB, cb_diagonal = intra_chunk.intra_chunk_bwd(
         *(dy, x, bc, D, dA_cumsum, seq_idx, states, ddA_terms),
-        *(chunk, tile, precision, launch.intra_chunk, launch.num_sms, dx),
+        *(chunk, tile, precision, launch.intra_chunk_bwd, launch.num_sms, dx),
     )
     dCB_halves = None
     if launch.intra_chunk_halves_bwd:
