@@ -8,7 +8,9 @@ from llmtrain.kernels import refusals, registry, tuning, tuning_table
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
 from llmtrain.kernels.attention.triton_select import choose
+from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.ssd import triton_launch as ssd_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import default_launch
 from llmtrain.kernels.tuning_table import Row, Table
@@ -214,6 +216,10 @@ GOOD = {
         ({"shape": {"d_state": 64}}, "shape must have head_dim"),
         ({"shape": {"head_dim": "64"}}, "head_dim must be a positive integer, not '64'"),
         ({"launch": {**GOOD["launch"], "waprs": 4}}, "Launch has no 'waprs'; it has block_m"),
+        (
+            {"launch": {**GOOD["launch"], "warps": 4}},
+            "Launch has no 'warps' ('warps' is now called 'num_warps'); it has",
+        ),
         ({"launch": {"block_m": 64}}, "launch: 'block_n' is missing"),
         ({"launch": {**GOOD["launch"], "num_warps": 0}}, "launch: num_warps must be a positive integer, not 0"),
         ({"launch": {**GOOD["launch"], "use_tma": 1}}, "use_tma must be a bool, not 1"),
@@ -236,6 +242,35 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
     with pytest.raises(ValueError) as caught:
         tuning_table.load(file, "sm90")
     assert str(caught.value).startswith(f"{file}: row 2") and words in str(caught.value)
+
+
+def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
+    import yaml
+
+    file = tmp_path / "bad.yaml"
+    rows = [{**GOOD, "dtype": "bf16", "seq_len": 0}, GOOD, {**GOOD, "launch": {"block_m": 0, "warps": 4}}]
+    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": rows}))
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(file, "sm90")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3, 3)]
+
+
+def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
+    """Nested ones too: a user's row from before the names changed."""
+    old = {
+        "chunk": 64,
+        "walk": {"columns": 64, "stages": 3, "options": {"num_warps": 4}, "described": True, "share": 2},
+    }
+    with pytest.raises(ValueError) as caught:
+        decode(ssd_launch.Launch, old, "launch")
+    assert "'walk' is now called 'sequential_scan'" in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        decode(ssd_launch.Launch, {"sequential_scan": old["walk"]}, "launch")
+    for name, now in {"columns": "block_headdim", "described": "use_tma", "share": "programs_per_sm"}.items():
+        assert f"launch: sequential_scan: SequentialScanLaunch has no '{name}' ('{name}' is now called '{now}')" in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize(
