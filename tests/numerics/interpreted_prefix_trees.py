@@ -39,7 +39,7 @@ def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     found, plan = scored(model, requests)
     assert_same_scores(found, expected)
     assert plan.calls == 1 and plan.tokens < 0.5 * sum(row.length for row in plan.rows)
-    assert any(len(segment.ancestors) == 2 for segment in plan.packs[0])
+    assert any(len(segment.above) == 2 for segment in plan.packs[0])
 
 
 def test_scores_do_not_depend_on_how_much_is_read_at_a_time():

@@ -169,7 +169,7 @@ def test_norms_are_timed_fitted_and_their_rows_run_as_long_as_other_numbers_of_t
             with pytest.raises(Launched):
                 made.run(part, made.launch(**one))
         assert launched == [made._fitted(made.launch(**one)) for one in candidates]
-        assert all(tile.run < 512 for tile in launched)  # which is without bound, in a row
+        assert all(tile.max_tiles < 512 for tile in launched)  # which is without bound, in a row
         launched.clear()
 
 

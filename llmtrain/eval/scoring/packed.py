@@ -84,7 +84,7 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
             scored += range(len(ids) - row.scored, len(ids))
             labels += row.tokens[-row.scored :]
             owners.append((number, row.scored))
-    lengths, ancestors = [len(segment.tokens) for segment in pack], [segment.ancestors for segment in pack]
+    lengths, ancestors = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
     if padding := -len(ids) % _MULTIPLE:  # a text that nobody looks at
         ids += [0] * padding
         lengths.append(padding)

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     """tokens, read after those of the segments `above`, the outermost first. row: whose score they hold, if any."""
 
     tokens: tuple[int, ...]
-    ancestors: tuple[int, ...] = ()
+    above: tuple[int, ...] = ()
     row: int | None = None
 
 
@@ -101,11 +101,11 @@ class _Packer:
         if not known:
             self.finish()
             self._trunk, self._trunk_at = trunk, self._put(Segment(trunk)) if trunk else ()
-        ancestors = self._trunk_at
+        above = self._trunk_at
         if head:
-            ancestors = (*ancestors, *self._put(Segment(head, ancestors)))
+            above = (*above, *self._put(Segment(head, above)))
         for row, tokens in tails:
-            segment = Segment(tokens, ancestors, row)
+            segment = Segment(tokens, above, row)
             if head:
                 self._tails.append(segment)
                 self._room -= len(tokens)

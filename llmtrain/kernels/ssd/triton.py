@@ -93,7 +93,7 @@ def launch_forward(
     options: str,
     with_final_state: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y, and the last state (an empty tensor without with_last)."""
+    """y, and the last state (an empty tensor without with_final_state)."""
     launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
