@@ -124,7 +124,7 @@ class Problem:
             heads, shared = empty(spec.n_heads), half(1, tokens, spec.n_groups, spec.d_state)
             x, dt = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_heads)
             integers = partial(empty, dtype=torch.int32)
-            made = ScanSchedule([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk), 9)
+            made = ScanSchedule([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk_size), 9)
             prefix_tree_scan(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
             return
         if self.case.operation == "conv1d_prefix_tree":
