@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
@@ -22,6 +22,7 @@ from llmtrain.kernels.ssd import triton_launch as ssd
 COMPILED_ONLY = "compiled only"
 _MEASURED = {"device": str, "date": str, "commit": str, "ms": float}
 _RATES = ("tflops", "gbps")
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @plain_dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Row:
     """
 
     kernel: str
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: str
     shape: tuple[int, ...]
     launch: Any
     shared: Annotated[int, Field(ge=0, strict=True)]
@@ -74,6 +75,13 @@ class Row:
         if kernel not in KERNELS:
             raise ValueError(f"no kernel '{kernel}'; there is {', '.join(KERNELS)}")
         return kernel
+
+    @field_validator("dtype")
+    @classmethod
+    def _of_a_kernel(cls, dtype: str) -> str:
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        return dtype
 
     @field_validator("shape", mode="before")
     @classmethod

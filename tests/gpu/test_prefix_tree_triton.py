@@ -42,10 +42,10 @@ def test_scan(size, name, dtype):
     spec, shape = SSDSpec(heads, head_dim, d_state, groups, 256, dtype=str(dtype).removeprefix("torch.")), SHAPES[name]
     where = platform.detect()
     inputs = trees.scan_inputs(spec, sum(shape.lengths), dtype, "cuda")
-    made = scan_schedule(shape.lengths, shape.ancestors, launch_for(spec, where).chunk).to(torch.device("cuda"))
-    y = prefix_tree_scan(**inputs, scan_schedule=made, spec=spec, platform=where)
+    made = scan_schedule(shape.lengths, shape.ancestors, launch_for(spec, where).chunk_size).to(torch.device("cuda"))
+    y = prefix_tree_scan(**inputs, schedule=made, spec=spec, platform=where)
     assert error(y[0], trees.expected_scan(spec, shape, inputs)) < LIMIT[dtype]
-    assert torch.equal(y, prefix_tree_scan(**inputs, scan_schedule=made, spec=spec, platform=where))
+    assert torch.equal(y, prefix_tree_scan(**inputs, schedule=made, spec=spec, platform=where))
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)

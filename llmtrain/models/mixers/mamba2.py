@@ -179,6 +179,6 @@ class TreeMamba2:
         from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 
         mixer, tree = self.mixer, self.tree
-        chunk = launch_for(mixer.spec, mixer.platform).chunk
+        chunk = launch_for(mixer.spec, mixer.platform).chunk_size
         made = tree.cached(("walks", chunk), lambda: scan_schedule(tree.lengths, tree.ancestors, chunk).to(x.device))
         return prefix_tree_scan(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)
