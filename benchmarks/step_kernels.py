@@ -38,7 +38,7 @@ def main() -> int:
         print("this benchmark needs a GPU", file=sys.stderr)
         return 1
     here = platform.detect()
-    print(f"{here.device_name}, {here.processors} processors, bf16")
+    print(f"{here.device_name}, {here.num_sms} multiprocessors, bf16")
     for label, (n_heads, n_kv_heads) in ATTENTION.items():
         for slots in SLOTS:
             for batch in BATCHES:

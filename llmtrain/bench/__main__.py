@@ -1,4 +1,4 @@
-"""`python -m llmtrain.bench tune | kernels | doctor`: as under `llmtrain`, with PyTorch and Triton alone installed."""
+"""`python -m llmtrain.bench tune | kernels | doctor`: as under `llmtrain`, without the libraries that training needs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def facts(here: Platform) -> list[tuple[str, str]]:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        found[-1] = ("memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; {here.processors} processors")
+        found[-1] = ("memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; {here.num_sms} processors")
         found += [("GPUs", str(torch.cuda.device_count())), ("driver", driver(here))]
         found.append(("tuning table", tuning_table(here)))
     found += [(name, version(package) or "not installed") for name, package in PACKAGES.items()]
@@ -42,7 +42,7 @@ def facts(here: Platform) -> list[tuple[str, str]]:
 
 
 def tuning_table(here: Platform) -> str:
-    """Which table launches come from, and whether there are rows of one's own."""
+    """The tuning table that launches come from, and the user's own rows, if any."""
     try:
         arch = tuning.nearest(here)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the CPU makes for the GPU while that is at work."""
+"""Copies from the CPU to a GPU that do not wait for the GPU's work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 from torch import Tensor
 
 
-def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy from pageable memory would wait for what the GPU is doing."""
+def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, copied from pinned memory: a copy from pageable memory would wait for the GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,27 +1,134 @@
-"""Launch parameters as text, which is how an operator takes them. No torch here."""
+"""Launch parameters of kernels: dataclasses that pydantic validates when they are read, and their text. No torch here."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-from typing import Any, Self
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from llmtrain.kernels.tuning_files import decode, encode
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from llmtrain.errors import UserError
+
+Count = Annotated[int, Field(gt=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+# Names of parameters in tables written before 2026-11-23, and what they are called now, by the dataclass that has them.
+RENAMED: dict[str, tuple[str, ...]] = {
+    "warps": ("num_warps",),
+    "stages": ("num_stages",),
+    "described": ("use_tma",),
+    "registers": ("maxnreg",),
+    "merged": ("single_loop",),
+    "columns": ("block_headdim", "block_columns"),
+    "rows": ("block_dstate", "block_rows"),
+    "share": ("programs_per_sm",),
+    "programs": ("programs_per_sm",),
+    "run": ("run_tokens", "max_tiles"),
+    "walkers": ("parallel_runs",),
+    "group": ("step_tokens",),
+    "channels": ("block_channels",),
+    "ahead": ("prefetch",),
+    "again": ("reload",),
+    "tokens": ("block_tokens",),
+    "heads": ("block_heads",),
+    "chunk": ("chunk_size",),
+    "chunk_backward": ("chunk_size_bwd",),
+    "walk": ("sequential_scan",),
+    "pair": ("sequential_scan_shared_sm",),
+    "scan": ("chunk_scan",),
+    "passing": ("state_passing",),
+    "both": ("state_passing_bwd",),
+    "wide": ("state_passing_bwd_wide",),
+    "pairs": ("intra_chunk_bwd",),
+    "halves": ("intra_chunk_halves_bwd",),
+    "states": ("inter_chunk_bwd",),
+    "half": ("fp16_states",),
+    "precision": ("input_precision",),
+    "processors": ("num_sms",),
+}
 
 
 class Options:
-    """What a dataclass of launch parameters inherits. As text they are in a compiled graph, which then says how its kernels
-    run, on any rank.
+    """Base of all dataclasses of launch parameters.
+
+    An operator takes them as text, so a compiled graph holds how its kernels run, the same on every rank.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     def dump(self) -> str:
+        """JSON of the fields that differ from their defaults: equal parameters have equal texts."""
         return json.dumps(encode(self), sort_keys=True)
 
     @classmethod
     def parse(cls, dumped: str) -> Self:
-        return _parsed(cls, dumped)
+        """The inverse of `dump`. Raises UserError that names the wrong field. Cached."""
+        return _parse(cls, dumped)
 
 
 @functools.cache
-def _parsed(kind: type, dumped: str) -> Any:
+def _parse(kind: type, dumped: str) -> Any:
     return decode(kind, json.loads(dumped), "launch")
+
+
+def encode(launch: Any) -> dict[str, Any]:
+    """The fields of a launch that differ from their defaults, as plain data."""
+    return _adapter(type(launch)).dump_python(launch, exclude_defaults=True)
+
+
+def decode(kind: type, fields: Any, where: str) -> Any:
+    """The dataclass `kind` from plain data. Raises UserError with a line for every mistake, each beginning with `where`."""
+    try:
+        return _adapter(kind).validate_python(fields)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{where}: {text}" for text in _mistakes(kind, error))) from None
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _mistakes(kind: type, error: ValidationError) -> Iterator[str]:
+    for one in error.errors():
+        *path, name = one["loc"] or ("",)
+        before = "".join(f"{part}: " for part in path)
+        owner = _class_at(kind, path)
+        if one["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            known = [field.name for field in dataclasses.fields(owner)]
+            now = next((new for new in RENAMED.get(str(name), ()) if new in known), None)
+            renamed = f" ('{name}' is now called '{now}')" if now else ""
+            yield f"{before}{owner.__name__} has no '{name}'{renamed}; it has {', '.join(known)}"
+        elif one["type"] == "dataclass_type":
+            inside = f"{before}{name}: " if name else ""
+            yield f"{inside}expected the fields of a {_class_at(kind, one['loc']).__name__}, not {one['input']!r}"
+        else:
+            yield before + mistake(str(name), one)
+
+
+def mistake(name: str, error: Mapping[str, Any]) -> str:
+    """A sentence about one field from an entry of pydantic's `errors()`."""
+    kinds = {"int": "a positive integer", "greater_than": "a positive integer", "bool": "a bool", "dict": "a mapping"}
+    what = kinds.get(error["type"], kinds.get(error["type"].partition("_")[0], error["msg"]))
+    if error["type"] == "missing":
+        return f"'{name}' is missing"
+    if error["type"] == "literal_error":
+        what = f"one of {error['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
+    elif error["type"] in ("value_error", "assertion_error"):
+        return str(error["ctx"]["error"])
+    return f"{name} must be {what}, not {error['input']!r}"
+
+
+def _class_at(kind: type, path: Any) -> type:
+    """The dataclass that stands at a path of field names."""
+    for name in path:
+        hint = typing.get_type_hints(kind).get(str(name))
+        found = [one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)]
+        if not found:
+            break
+        kind = typing.cast(type, found[0])
+    return kind

@@ -1,4 +1,4 @@
-"""Which vendor, which architecture: the only file that asks. Importing it does not import torch."""
+"""Vendor and architecture of a device: the only file that asks for them. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Platform:
 
     arch: `sm90` (NVIDIA compute capability), `gfx942` (AMD), or `cpu`.
     memory_bytes: of the device.
-    processors: multiprocessors of a GPU (compute units of AMD's).
+    num_sms: multiprocessors of a GPU (compute units of AMD's).
     """
 
     vendor: Vendor
     arch: str
     device_name: str
     memory_bytes: int
-    processors: int = 1
+    num_sms: int = 1
 
     @property
     def device_type(self) -> str:
-        """What torch calls it; ROCm builds say `cuda` too."""
+        """The device type of torch; `cuda` also in ROCm builds."""
         return "cpu" if self.vendor == "cpu" else "cuda"
 
 

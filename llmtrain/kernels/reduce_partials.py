@@ -1,7 +1,4 @@
-"""The second half of a sum over tokens whose first half was taken per program: a fixed order, so equal bits every run."""
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Second half of a sum over tokens whose first half was taken per program, in a fixed order: equal bits in every run."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from torch import Tensor
 _ROWS, _COLUMNS, _WARPS = 128, 32, 8
 
 
-def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
-    """Fills `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
+def reduce_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
+    """Fill `first`, `second` and `third`, in turn, with the sums of the columns of partials, [rows, columns] in fp32, contiguous.
 
     They are contiguous, of any dtype and shape; together they have as many elements as there are columns.
     """
@@ -26,7 +23,7 @@ def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, t
     assert columns == third_at + (0 if third is None else third.numel())
     assert partials.dtype == torch.float32
     assert all(t is None or t.is_contiguous() for t in (partials, first, second, third))
-    _column_sums[(triton.cdiv(columns, _COLUMNS),)](
+    _reduce_partials[(triton.cdiv(columns, _COLUMNS),)](
         *(partials, first, second, third, rows, columns, second_at, third_at),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -35,7 +32,7 @@ def column_sums(partials: Tensor, first: Tensor, second: Tensor | None = None, t
 
 
 @triton.jit
-def _column_sums(
+def _reduce_partials(
     partials, first, second, third, rows, columns, second_at, third_at, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Program (block of columns)."""

@@ -11,7 +11,7 @@ _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
-    """What none of our Triton kernels serves."""
+    """Reason that holds for all of our Triton kernels."""
     if dtype not in _TRITON_DTYPES:
         return f"our Triton kernels take {', '.join(_TRITON_DTYPES)}, not {dtype}; use reference"
     if platform is not None and platform.vendor == "cpu":
@@ -27,7 +27,7 @@ def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
 def refuse_untuned(
     kernels: tuple[str, ...], dtype: str, sizes: dict[str, int], platform: Platform | None
 ) -> str | None:
-    """Where no row of a tuning table fits: GPUs with less shared memory than the data center's, at large sizes."""
+    """Reason if no row of a tuning table fits: large sizes on GPUs with less shared memory than the data center's."""
     if platform is None:
         return None
     try:
@@ -39,7 +39,7 @@ def refuse_untuned(
 
 
 def refuse_package(packages: tuple[str, ...], install: str, platform: Platform | None) -> str | None:
-    """What a backend lacks that lives in a package of others. Asks for no import; with no platform, nothing is missing."""
+    """Reason if a third-party package is missing, found without importing it. Without a platform nothing is missing."""
     if platform is None:
         return None
     if platform.vendor == "cpu":

@@ -1,4 +1,4 @@
-"""Operation -> backends. A backend is chosen once, when the model is built; the choice needs no torch.
+"""Backends of every operation. A backend is chosen once, when the model is built; the choice needs no torch.
 
 To add a backend: a file with `build(spec, platform, variant)` beside the reference, a refusal in the
 operation's spec.py, a line in the table below, and its place in the operation's `preference`.
@@ -69,7 +69,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu),
         Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex),
         Backend("triton", "llmtrain.kernels.attention.triton", attention.refuse_triton_sequence),
-        # Of others, where installed: in no preference, so `auto` does not take them.
+        # Third-party packages: in no preference, so `auto` does not take them.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
     "rotary": (
@@ -127,7 +127,7 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "ssd_step": ssd.preference_step,
     "conv1d_step": conv1d.preference_step,
 }
-# Who asks for a public scan does not want our kernels around it.
+# A config that names a third-party scan gets that package's convolution and norm too.
 _BELONGS = {"mamba_ssm": ("causal_conv1d", "reference")}
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
@@ -142,16 +142,16 @@ class Row:
 
 
 def table(operation: Operation, spec: Spec, platform: Platform | None) -> list[Row]:
-    """Every backend of an operation with its reason to refuse, if any."""
+    """Backends of an operation with their reasons to refuse, if any."""
     return [Row(operation, b.name, b.refusal(spec, platform)) for b in _BACKENDS[operation]]
 
 
 def refusal(operation: Operation, name: str, spec: Spec, platform: Platform | None = None) -> str | None:
-    """Why `name` (a backend, a family such as `sdpa`, or `auto`) cannot serve, with what can; None if it can."""
+    """Reason for which `name` (a backend, a family such as `sdpa`, or `auto`) cannot serve, with those that can; None if it can."""
     reasons = {b.name: b.refusal(spec, platform) for b in _candidates(operation, name)}
     if None in reasons.values():
         return None
-    # Of a family, the part that comes closest to serving speaks for all.
+    # The reason given for a family is that of its preferred member.
     order = _PREFERENCE[operation](spec, platform) if platform else ()
     closest = next((b for b in order if b in reasons), next(iter(reasons)))
     others = [row.backend for row in table(operation, spec, platform) if row.reason is None]
@@ -172,8 +172,8 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> 
 
 
 def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
-    """For an operation that works beside another whose backend is `name`: its own of that name, or of a name that belongs
-    to it, if it has one that can serve here, else what `auto` means.
+    """Backend for an operation next to another whose backend is `name`: its own of that name, or of the same package, if it has
+    one that can serve here, else what `auto` means.
     """
     for wanted in (name, *_BELONGS.get(name, ())):
         named = any(wanted in (b.name, b.family) for b in _BACKENDS[operation])

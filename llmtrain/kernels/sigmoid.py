@@ -1,7 +1,4 @@
-"""The sigmoid of kernels that are bound by memory only if their arithmetic is cheap."""
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false
+"""A cheap sigmoid for kernels that would otherwise be bound by arithmetic instead of memory."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
-from llmtrain.kernels.attention.prefix_tree import Tree
+from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.blocks import Block, BlockContext, ContextCache
 from llmtrain.models.cache import Cache
@@ -73,7 +73,7 @@ class HybridLM(nn.Module):
         cache: Cache | None = None,
         padding: Tensor | None = None,
         document_ids: Tensor | None = None,
-        tree: Tree | None = None,
+        tree: PrefixTree | None = None,
         scored: Tensor | None = None,
     ) -> Tensor | LossOutput | TokenScores:
         """input_ids: [batch, T]; labels: [batch, T], already shifted, -100 where there is none.
@@ -116,10 +116,10 @@ class HybridLM(nn.Module):
         cache.advance(input_ids.shape[1])
         return x
 
-    def _read_tree(self, input_ids: Tensor, tree: Tree, scored: Tensor) -> Tensor:
+    def _read_tree(self, input_ids: Tensor, tree: PrefixTree, scored: Tensor) -> Tensor:
         x = self.embed(input_ids)
         if self.positions is not None:
-            x = x + self.positions(tree.places)
+            x = x + self.positions(tree.positions)
         contexts = [
             BlockContext(
                 block.mixer.tree_context(tree),

@@ -148,7 +148,7 @@ def test_compiled_without_a_graph_break(name):
 
 
 def test_unaligned_inputs_do_without_descriptors():
-    """Rows that start off 16 bytes, which Hopper's copy engine cannot fetch."""
+    """Rows that start off 16 bytes, which TMA cannot load."""
     case = Case(64)
     fused = torch.randn(2, 300, 3 * 2 * 64 + 1, device="cuda").bfloat16()[..., 1:]
     tensors = [t.unflatten(-1, (2, 64)).detach().requires_grad_() for t in fused.split(128, dim=-1)]

@@ -1,4 +1,4 @@
-"""The convolution and the scan of packed texts that begin alike, on a GPU, against fp64 and one text at a time."""
+"""The convolution and the scan of packed requests that share prefixes, on a GPU, against fp64 and one text at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 from llmtrain.kernels import platform
 from llmtrain.kernels.conv1d.prefix_tree import predecessors
-from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
-from llmtrain.kernels.ssd.prefix_tree import walks
-from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
+from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
+from llmtrain.kernels.ssd.prefix_tree import scan_schedule
+from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support import prefix_trees as trees
 
@@ -42,10 +42,10 @@ def test_scan(size, name, dtype):
     spec, shape = SSDSpec(heads, head_dim, d_state, groups, 256, dtype=str(dtype).removeprefix("torch.")), SHAPES[name]
     where = platform.detect()
     inputs = trees.scan_inputs(spec, sum(shape.lengths), dtype, "cuda")
-    made = walks(shape.lengths, shape.above, launch_for(spec, where).chunk).to(torch.device("cuda"))
-    y = scan_tree(**inputs, walks=made, spec=spec, platform=where)
+    made = scan_schedule(shape.lengths, shape.ancestors, launch_for(spec, where).chunk_size).to(torch.device("cuda"))
+    y = prefix_tree_scan(**inputs, schedule=made, spec=spec, platform=where)
     assert error(y[0], trees.expected_scan(spec, shape, inputs)) < LIMIT[dtype]
-    assert torch.equal(y, scan_tree(**inputs, walks=made, spec=spec, platform=where))
+    assert torch.equal(y, prefix_tree_scan(**inputs, schedule=made, spec=spec, platform=where))
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
@@ -53,6 +53,6 @@ def test_convolution(dtype):
     shape = SHAPES["prompts"]
     x = torch.randn(1, sum(shape.lengths), 4224 + 64, device="cuda").to(dtype)[..., 64:]
     weight, bias = torch.randn(4224, 4, device="cuda").to(dtype), torch.randn(4224, device="cuda").to(dtype)
-    before = predecessors(shape.lengths, shape.above, 3).cuda()
-    y = convolve_tree(x, weight, bias, before, platform.detect().vendor)
+    before = predecessors(shape.lengths, shape.ancestors, 3).cuda()
+    y = prefix_tree_conv(x, weight, bias, before, platform.detect().vendor)
     assert error(y[0], trees.expected_convolution(shape, x, weight, bias)) < LIMIT[dtype]

@@ -72,18 +72,18 @@ def assert_as_exact(spec: SSDSpec, tensors: list[Tensor], ids: Tensor | None) ->
     assert not worse
 
 
-@pytest.mark.parametrize("processors", [1, 132, 10_000], ids=["walks", "this device", "passes and scans"])
-def test_every_form_of_the_forward_in_fp32(processors):
+@pytest.mark.parametrize("num_sms", [1, 132, 10_000], ids=["sequential scan", "this device", "state passing"])
+def test_every_form_of_the_forward_in_fp32(num_sms):
     tensors = scans.inputs(GROUPED, 2, 333, FP32, True, "cuda")
-    found = scans.outcome(kernel(GROUPED, FP32, processors=processors), tensors)
+    found = scans.outcome(kernel(GROUPED, FP32, num_sms=num_sms), tensors)
     wrong = {k: e for k, e in scans.errors(found, scans.exact(GROUPED, tensors)).items() if not e < 1e-4}
     assert not wrong
 
 
-@pytest.mark.parametrize("processors", [1, 10_000], ids=["walks", "passes and scans"])
-def test_two_runs_are_equal_bit_by_bit(processors):
+@pytest.mark.parametrize("num_sms", [1, 10_000], ids=["sequential scan", "state passing"])
+def test_two_runs_are_equal_bit_by_bit(num_sms):
     tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
-    runs = [scans.outcome(kernel(ZAMBA, processors=processors), tensors) for _ in range(2)]
+    runs = [scans.outcome(kernel(ZAMBA, num_sms=num_sms), tensors) for _ in range(2)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
@@ -122,7 +122,7 @@ def test_states_in_fp16_leave_less_rounding_in_the_gradient_of_A():
     tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
     exact, found = scans.exact(ZAMBA, tensors), []
     for half in (True, False):
-        launch = replace(kernel(ZAMBA).launch, half=half)
+        launch = replace(kernel(ZAMBA).launch, fp16_states=half)
         found.append(scans.errors(scans.outcome(TritonSSD(ZAMBA, launch), tensors), exact))
     assert found[0]["A"] < 0.5 * found[1]["A"]
     assert all(found[0][name] < 1.05 * error for name, error in found[1].items()), found

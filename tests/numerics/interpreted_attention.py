@@ -58,22 +58,22 @@ def test_all_agrees_with_the_definition(case, seq_len, tiles):
 @pytest.mark.parametrize("case", [Case(), Case(causal=False, n_heads=4, n_kv_heads=2)])
 def test_tiles_through_descriptors(case, tiles, monkeypatch):
     hopper = Platform("nvidia", "sm90", "", 1 << 36)
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, described=True))
-    monkeypatch.setattr(kernels, "_where", lambda device: hopper)
-    described = []
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, use_tma=True))
+    monkeypatch.setattr(kernels, "_platform_of", lambda device: hopper)
+    use_tma = []
     made = kernels._descriptor
-    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: described.append(rows) or made(t, rows))
+    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: use_tma.append(rows) or made(t, rows))
     assert_agree(case, 2, 64)
-    assert described == [16, 16, 16, 16, 32, 32]
-    described.clear()
+    assert use_tma == [16, 16, 16, 16, 32, 32]
+    use_tma.clear()
     assert_agree(case, 2, 45)  # not in whole tiles: by pointers
-    assert not described
+    assert not use_tma
 
 
 FORMS = {
     "dv first": {"dv_first": True},
-    "merged": {"merged": True},
-    "both": {"dv_first": True, "merged": True},
+    "single_loop": {"single_loop": True},
+    "both": {"dv_first": True, "single_loop": True},
 }
 
 
@@ -84,10 +84,10 @@ def test_every_form_of_a_kernel(form, name, monkeypatch):
     assert_agree(CASES[name], 1, 61)
 
 
-@pytest.mark.parametrize("together", [1, 2, 5])
-def test_any_order_of_programs(together, monkeypatch):
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_any_order_of_programs(in_flight, monkeypatch):
     """Three pairs of sequence and head: rounds of one, of two and one, of all."""
-    monkeypatch.setattr(kernels, "together", lambda *_: together)
+    monkeypatch.setattr(kernels, "pairs_in_flight", lambda *_: in_flight)
     assert_agree(Case(n_heads=3, n_kv_heads=3), 1, 40)
 
 

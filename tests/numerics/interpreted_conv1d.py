@@ -6,16 +6,16 @@ import torch
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.conv1d.triton import TritonConv1d, conv1d_backward, conv1d_forward
-from llmtrain.kernels.conv1d.triton_launch import Launch, Walk
+from llmtrain.kernels.conv1d.triton_launch import Launch, Tile
 from tests.support import mamba_parts as around
 
 
 def made(
-    channels: int, width: int, run: int = 8, group: int = 4, walkers: int = 2, ahead: bool = False
+    channels: int, width: int, run: int = 8, group: int = 4, parallel_runs: int = 2, ahead: bool = False
 ) -> TritonConv1d:
-    """Several programs, walkers and groups in a small problem."""
-    walk = Walk(16, walkers, run, group, 1, ahead=ahead)
-    return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(walk, walk, programs=None))
+    """Several programs, runs and steps in a small problem."""
+    tile = Tile(16, parallel_runs, run, group, 1, prefetch=ahead)
+    return TritonConv1d(Conv1dSpec(channels, width, "float32"), Launch(tile, tile, min_programs=None))
 
 
 @pytest.mark.parametrize(
@@ -31,17 +31,17 @@ def test_agrees_with_the_reference(channels, width, biased, batch, seq_len):
     assert all(t.dtype == torch.float32 for t in ours)
 
 
-@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
-def test_how_it_walks_changes_nothing_but_rounding(run, group, walkers):
+@pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 8, 4), (6, 3, 2), (32, 4, 1)])
+def test_the_launch_changes_nothing_but_rounding(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
-    ours = around.outcome(made(20, 4, run, group, walkers), tensors)
+    ours = around.outcome(made(20, 4, run, group, parallel_runs), tensors)
     around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
 
 
-@pytest.mark.parametrize("run, group, walkers", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
-def test_when_tokens_are_read_changes_no_bit(run, group, walkers):
+@pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
+def test_when_tokens_are_read_changes_no_bit(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
-    runs = [around.outcome(made(20, 4, run, group, walkers, ahead), tensors) for ahead in (False, True)]
+    runs = [around.outcome(made(20, 4, run, group, parallel_runs, ahead), tensors) for ahead in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

@@ -15,7 +15,7 @@ from tests.support import mamba_parts as around
 def made(spec: GatedNormSpec, columns: int = 16, rows: int = 1, run: int = 2, **how: Any) -> TritonGatedNorm:
     """Several parts, tiles and programs in a small problem."""
     tile = Tile(columns, 1, run, rows, **how)
-    return TritonGatedNorm(spec, Launch(tile, tile, processors=None))
+    return TritonGatedNorm(spec, Launch(tile, tile, num_sms=None))
 
 
 def spec(dim: int, groups: int = 1, norm_first: bool = False) -> GatedNormSpec:
@@ -39,7 +39,7 @@ def test_agrees_with_the_reference(dim, groups, norm_first, columns, rows, run):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("columns, rows, run", [(16, 1, 3), (64, 2, 1)])
-@pytest.mark.parametrize("how", [{"ahead": True}, {"again": False}, {"ahead": True, "again": False}])
+@pytest.mark.parametrize("how", [{"prefetch": True}, {"reload": False}, {"prefetch": True, "reload": False}])
 def test_when_rows_are_read_changes_no_bit(norm_first, columns, rows, run, how):
     tensors = around.norm_inputs((2, 4), 40, torch.float32)
     runs = [around.outcome(made(spec(40, 2, norm_first), columns, rows, run, **more), tensors) for more in ({}, how)]

@@ -21,7 +21,7 @@ from llmtrain.kernels.mamba_mixer.triton import (
     mamba_mixer_forward,
 )
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import triton_launch as ssd
+from llmtrain.kernels.ssd import triton as ssd
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from tests.support import mamba_parts as around
@@ -31,24 +31,27 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def made(spec: MambaMixerSpec, processors: int = 1, keep: Keep = "all", halves: bool = False) -> TritonMambaMixer:
-    """Several programs of every kernel in a small problem. One processor: the scan walks; many: its heads are spread over
+def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: bool = False) -> TritonMambaMixer:
+    """Several programs of every kernel in a small problem. One multiprocessor: the sequential scan; many: heads are spread over
     programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
     """
     scan = ssd.default_launch(spec.ssd, GPU)
     backward = 32 if halves else 16
     scan = replace(
         scan,
-        chunk=32,
-        chunk_backward=backward,
-        halves=scan.pairs if halves else None,
-        passing=replace(scan.passing, rows=32, columns=16),
-        both=replace(scan.both, rows=32, columns=16),
-        walk=replace(scan.walk, columns=16),
-        processors=processors,
+        chunk_size=32,
+        chunk_size_bwd=backward,
+        intra_chunk_halves_bwd=scan.intra_chunk_bwd if halves else None,
+        state_passing=replace(scan.state_passing, block_dstate=32, block_headdim=16),
+        state_passing_bwd=replace(scan.state_passing_bwd, block_dstate=32, block_headdim=16),
+        sequential_scan=replace(scan.sequential_scan, block_headdim=16),
+        num_sms=num_sms,
     )
-    walk, tile = conv1d.Walk(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
-    conv, norm = conv1d.Launch(walk, walk, programs=None), gated_norm.Launch(tile, tile, processors=None)
+    conv_tile, norm_tile = conv1d.Tile(64, 2, 16, 4, 1), gated_norm.Tile(16, 1, 2, 8)
+    conv, norm = (
+        conv1d.Launch(conv_tile, conv_tile, min_programs=None),
+        gated_norm.Launch(norm_tile, norm_tile, num_sms=None),
+    )
     return TritonMambaMixer(spec, Launch(conv.dump(), scan.dump(), norm.dump(), keep))
 
 
@@ -64,13 +67,13 @@ ODD = mixers.spec(4, 12, 5, n_groups=2, norm_groups=2)
 SMALL = mixers.spec(2, 12, 5, n_groups=2, norm_groups=2)
 CASES = {
     "odd sizes, groups, a state": (ODD, 2, 37, True, True, {}),
-    "the same on many processors": (ODD, 2, 37, True, True, {"processors": 1000}),
+    "the same on many multiprocessors": (ODD, 2, 37, True, True, {"num_sms": 1000}),
     "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
     "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
-    "halves of chunks on many processors": (ODD, 2, 37, True, True, {"halves": True, "processors": 1000}),
+    "halves of chunks on many multiprocessors": (ODD, 2, 37, True, True, {"halves": True, "num_sms": 1000}),
     "convolved again, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": "scan"}),
     "all computed again": (ODD, 1, 33, False, True, {"keep": "nothing", "halves": True}),
-    "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"processors": 1000}),
+    "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"num_sms": 1000}),
 }
 
 

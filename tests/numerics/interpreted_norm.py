@@ -20,7 +20,7 @@ def made(
     **how: Any,
 ) -> TritonNorm:  # fmt: skip
     """Several parts, tiles and programs in a small problem. how: of the backward."""
-    launch = Launch(Tile(columns, 1, run, rows), Tile(columns, 1, run, rows, **how), processors=None)
+    launch = Launch(Tile(columns, 1, run, rows), Tile(columns, 1, run, rows, **how), num_sms=None)
     return TritonNorm(NormSpec(dim, type_, biased, 1e-5, "float32"), launch)
 
 
@@ -54,7 +54,7 @@ def test_the_norm_alone_and_the_sum_with_its_norm_unused(type_, biased):
 @TYPES
 def test_when_rows_are_read_changes_no_bit(type_, biased):
     tensors = norms.inputs((2, 4), 40, True, biased, torch.float32)
-    runs = [around.outcome(norms.joined(made(40, type_, biased, ahead=ahead)), tensors) for ahead in (False, True)]
+    runs = [around.outcome(norms.joined(made(40, type_, biased, prefetch=ahead)), tensors) for ahead in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

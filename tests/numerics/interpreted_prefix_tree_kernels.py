@@ -1,13 +1,13 @@
-"""The convolution and the scan of packed texts that begin alike; run by test_ssd_triton.py under TRITON_INTERPRET=1."""
+"""The convolution and the scan of packed requests that share prefixes; run by test_ssd_triton.py under TRITON_INTERPRET=1."""
 
 import pytest
 import torch
 
 from llmtrain.kernels import platform
 from llmtrain.kernels.conv1d.prefix_tree import predecessors
-from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
-from llmtrain.kernels.ssd.prefix_tree import walks
-from llmtrain.kernels.ssd.prefix_tree_triton import scan_tree
+from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
+from llmtrain.kernels.ssd.prefix_tree import scan_schedule
+from llmtrain.kernels.ssd.prefix_tree_triton import prefix_tree_scan
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support import interpreter
 from tests.support import prefix_trees as trees
@@ -37,7 +37,9 @@ CASES = [*(("a state as wide as its head", name) for name in SHAPES), *((name, "
 def test_scan(spec, shape):
     spec, shape = SPECS[spec], SHAPES[shape]
     inputs = trees.scan_inputs(spec, sum(shape.lengths), torch.float32)
-    y = scan_tree(**inputs, walks=walks(shape.lengths, shape.above, CHUNK), spec=spec, platform=platform.cpu())
+    y = prefix_tree_scan(
+        **inputs, schedule=scan_schedule(shape.lengths, shape.ancestors, CHUNK), spec=spec, platform=platform.cpu()
+    )
     torch.testing.assert_close(y[0].double(), trees.expected_scan(spec, shape, inputs), atol=1e-5, rtol=1e-4)
 
 
@@ -49,7 +51,7 @@ def test_convolution(width, with_bias):
     rng = torch.Generator().manual_seed(width)
     x = torch.randn(1, tokens, channels + 8, generator=rng)[..., 8:]
     weight, bias = torch.randn(channels, width, generator=rng), torch.randn(channels, generator=rng)
-    before = predecessors(shape.lengths, shape.above, width - 1)
-    y = convolve_tree(x, weight, bias if with_bias else None, before, "nvidia")
+    before = predecessors(shape.lengths, shape.ancestors, width - 1)
+    y = prefix_tree_conv(x, weight, bias if with_bias else None, before, "nvidia")
     expected = trees.expected_convolution(shape, x, weight, bias if with_bias else None)
     torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)

@@ -9,7 +9,7 @@ from llmtrain.kernels.rotary.triton_launch import Launch
 from tests.support import mamba_parts as around
 from tests.support.rotations import both, inputs, tables
 
-ROTARY = TritonRotary(Launch(tokens=32, heads=8, warps=4))
+ROTARY = TritonRotary(Launch(block_tokens=32, block_heads=8, num_warps=4))
 CASES = {
     "grouped": (2, 37, 4, 2, 16),
     "more heads than one program takes": (1, 5, 11, 9, 8),

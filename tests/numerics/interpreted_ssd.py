@@ -9,8 +9,8 @@ import torch
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton import TritonSSD, ssd_forward
-from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
+from llmtrain.kernels.ssd.triton import TritonSSD, default_launch, ssd_forward
+from llmtrain.kernels.ssd.triton_launch import Launch
 from tests.support import scans
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
@@ -24,25 +24,25 @@ def small(
     spec: SSDSpec,
     forward: int = 32,
     halves: bool = False,
-    processors: int = 1,
+    num_sms: int = 1,
     tile: int = 16,
     state_first: bool = False,
 ) -> Launch:
-    """Several chunks and tiles of the state in a small problem. One processor: the forward walks, and one program takes
-    all heads of a chunk; many: it passes and scans, and heads are spread over programs. halves: the backward's chunks
+    """Several chunks and tiles of the state in a small problem. One multiprocessor: the sequential scan, and one program takes
+    all heads of a chunk; many: state passing and chunk scan, and heads are spread over programs. halves: the backward's chunks
     are of two tiles.
     """
     launch = default_launch(spec, GPU)
     backward = 2 * tile if halves else tile
     return replace(
         launch,
-        chunk=forward,
-        chunk_backward=backward,
-        halves=launch.pairs if halves else None,
-        passing=replace(launch.passing, rows=32, columns=16),
-        both=replace(launch.both, rows=32, columns=16),
-        walk=replace(launch.walk, columns=16, state_first=state_first),
-        processors=processors,
+        chunk_size=forward,
+        chunk_size_bwd=backward,
+        intra_chunk_halves_bwd=launch.intra_chunk_bwd if halves else None,
+        state_passing=replace(launch.state_passing, block_dstate=32, block_headdim=16),
+        state_passing_bwd=replace(launch.state_passing_bwd, block_dstate=32, block_headdim=16),
+        sequential_scan=replace(launch.sequential_scan, block_headdim=16, state_first=state_first),
+        num_sms=num_sms,
     )
 
 
@@ -55,21 +55,21 @@ def assert_agrees(spec: SSDSpec, batch: int, seq_len: int, with_state: bool, lau
 
 
 FP32: Any = {"dtype": "float32"}
-MANY = {"processors": 1000}
+MANY = {"num_sms": 1000}
 CASES = {
     "ragged, odd sizes, groups, a state": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {}),
-    "the same on many processors": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, MANY),
+    "the same on many multiprocessors": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, MANY),
     "a block of heads that is not full": (
         SSDSpec(3, 16, 40, 1, 64, **FP32),
         1,
         32,
         False,
-        {"forward": 16, "processors": 2},
+        {"forward": 16, "num_sms": 2},
     ),
     "one token": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, {}),
-    "one token on many processors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
+    "one token on many multiprocessors": (SSDSpec(2, 16, 16, 1, 64, **FP32), 2, 1, True, MANY),
     "states of two parts": (SSDSpec(4, 16, 70, 2, 64, **FP32), 2, 37, True, {}),
-    "the same states on many processors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
+    "the same states on many multiprocessors": (SSDSpec(4, 16, 70, 2, 64, **FP32), 1, 50, True, MANY),
     "what comes from the state first": (SSDSpec(4, 24, 5, 2, 64, **FP32), 2, 37, True, {"state_first": True}),
     "limited dt": (SSDSpec(2, 16, 16, 2, 64, dt_limit=(0.05, 0.3), **FP32), 1, 33, True, {}),
     "dt with a floor only": (SSDSpec(2, 16, 16, 1, 64, dt_limit=(0.05, None), **FP32), 1, 17, False, {}),
@@ -85,13 +85,14 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
 @both_tiles
 @pytest.mark.parametrize("seq_len", [48, 64])
 @pytest.mark.parametrize("d_state", [16, 128])
-@pytest.mark.parametrize("processors", [1, 1000], ids=["walks", "passes and scans"])
-def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves, d_state, processors):
+@pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])
+def test_tiles_may_be_loaded_by_tma(seq_len, halves, d_state, num_sms):
     """Two sequences, one after the other; of 48 tokens a last chunk of 32 has no second half but that of the next sequence."""
     spec = SSDSpec(4, 16, d_state, 2, 64, **FP32)
-    launch = small(spec, halves=halves, processors=processors)
+    launch = small(spec, halves=halves, num_sms=num_sms)
     fetching = {
-        name: replace(getattr(launch, name), described=True, stages=2) for name in ("walk", "scan", "pairs", "states")
+        name: replace(getattr(launch, name), use_tma=True, num_stages=2)
+        for name in ("sequential_scan", "chunk_scan", "intra_chunk_bwd", "inter_chunk_bwd")
     }
     assert_agrees(spec, 2, seq_len, True, replace(launch, **fetching))
 
@@ -101,15 +102,15 @@ def test_tiles_may_be_fetched_by_the_copy_engine(seq_len, halves, d_state, proce
 @pytest.mark.parametrize("head_dim, d_state", [(16, 16), (24, 5), (64, 128), (128, 64), (20, 130)])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("processors", [1, 5, 1000])
+@pytest.mark.parametrize("num_sms", [1, 5, 1000])
 @both_tiles
-def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, processors, halves):
+def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, num_sms, halves):
     """Tensor by tensor: where a decay is strong (-144 for a unit of time here), single elements cancel, and PyTorch in fp32 is
     off by 4e-4 too.
     """
     spec = SSDSpec(4, head_dim, d_state, groups, 64, **FP32)
     tensors = scans.inputs(spec, 2 if seq_len < 64 else 1, seq_len, torch.float32, with_state)
-    ours = scans.outcome(TritonSSD(spec, small(spec, halves=halves, processors=processors)), tensors)
+    ours = scans.outcome(TritonSSD(spec, small(spec, halves=halves, num_sms=num_sms)), tensors)
     wrong = {name: error for name, error in scans.errors(ours, scans.exact(spec, tensors)).items() if not error < 1e-4}
     assert not wrong
 
@@ -120,7 +121,7 @@ def test_the_tables_agree_with_the_reference(arch):
     spec = SSDSpec(12, 64, 64, 1, 256, **FP32)
     for row in tuning.read_shipped(arch).rows:
         if (row.kernel, row.shape) == ("ssd", (64, 128)):
-            assert_agrees(spec, 1, 100, True, replace(row.launch, precision="ieee"))
+            assert_agrees(spec, 1, 100, True, replace(row.launch, input_precision="ieee"))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,14 @@ def test_the_tables_agree_with_the_reference(arch):
         pytest.param([1, 1, 40, 1], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("processors", [1, 1000])
+@pytest.mark.parametrize("num_sms", [1, 1000])
 @both_tiles
 @pytest.mark.parametrize("d_state", [16, 70])
-def test_packed_documents_equal_the_documents_apart(lengths, processors, halves, d_state):
+def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_state):
     spec = SSDSpec(2, 16, d_state, 1, 64, **FP32)
     tensors = scans.inputs(spec, 1, sum(lengths), torch.float32, True)
     ids = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
-    kernel = TritonSSD(spec, small(spec, halves=halves, processors=processors))
+    kernel = TritonSSD(spec, small(spec, halves=halves, num_sms=num_sms))
 
     def apart(x, dt, A, B, C, D, dt_bias, state):
         """The initial state goes to the first document; what is final is the last one's."""
@@ -160,33 +161,33 @@ def test_packed_documents_equal_the_documents_apart(lengths, processors, halves,
 @pytest.mark.parametrize("columns", [16, 64], ids=["exponents of parts", "of whole states"])
 @pytest.mark.parametrize("longer", [0.0, 5.0], ids=["short steps", "steps above 1"])
 @pytest.mark.parametrize(
-    "d_state, processors", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
+    "d_state, num_sms", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
 )
-def test_states_in_fp16_with_powers_of_two(halves, columns, longer, processors, d_state):
+def test_states_in_fp16_with_powers_of_two(halves, columns, longer, num_sms, d_state):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
     spec = SSDSpec(4, 40, d_state, 2, 64, dtype="float16")
     tensors = scans.inputs(spec, 2, 70, torch.float16, with_state=True)
     tensors[0] = tensors[0] * torch.tensor([1e-3, 1e2]).half().view(2, 1, 1, 1)
     tensors[6] = tensors[6] + longer
-    launch = small(spec, halves=halves, processors=processors)
-    launch = replace(launch, half=True, both=replace(launch.both, columns=columns))
+    launch = small(spec, halves=halves, num_sms=num_sms)
+    launch = replace(
+        launch, fp16_states=True, state_passing_bwd=replace(launch.state_passing_bwd, block_headdim=columns)
+    )
     ours, expected = scans.outcome(TritonSSD(spec, launch), tensors), scans.exact(spec, tensors)
     wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-3}
     assert not wrong
 
 
 @both_tiles
-@pytest.mark.parametrize(
-    "limits, described", [(None, True), ((0.05, 0.3), False)], ids=["copy engine", "limited steps"]
-)
-def test_documents_with_states_in_fp16(halves, limits, described):
+@pytest.mark.parametrize("limits, use_tma", [(None, True), ((0.05, 0.3), False)], ids=["TMA", "limited dt"])
+def test_documents_with_states_in_fp16(halves, limits, use_tma):
     """As the measured rows run: borders inside chunks, two in one, and at a chunk's end; every gradient."""
     spec = SSDSpec(4, 40, 24, 2, 64, dt_limit=limits, dtype="float16")
     tensors = scans.inputs(spec, 1, 64, torch.float16, with_state=True)
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor([5, 1, 26, 11, 21]))[None]
-    launch = replace(small(spec, halves=halves), half=True)
-    for name in ("walk", "pairs", "states") if described else ():
-        launch = replace(launch, **{name: replace(getattr(launch, name), described=True, stages=2)})
+    launch = replace(small(spec, halves=halves), fp16_states=True)
+    for name in ("sequential_scan", "intra_chunk_bwd", "inter_chunk_bwd") if use_tma else ():
+        launch = replace(launch, **{name: replace(getattr(launch, name), use_tma=True, num_stages=2)})
     kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
     ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
     expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)

@@ -12,7 +12,7 @@ from llmtrain.kernels.ssd.step_triton import TritonSSDStep
 from tests.support import steps
 
 CPU = platform.cpu()
-MANY = Platform("cpu", "cpu", "", 1 << 30, processors=132)
+MANY = Platform("cpu", "cpu", "", 1 << 30, num_sms=132)
 
 
 def reference(operation: registry.Operation, spec: registry.Spec):
@@ -43,7 +43,7 @@ def test_attention_where_most_splits_have_nothing_to_do(name, position):
 @pytest.mark.parametrize("name", ["mha", "mha-160", "everything-gqa", "mqa-40-heads"])
 def test_attention_of_one_split(name):
     spec = steps.ATTENTION[name]
-    one = Platform("cpu", "cpu", "", 1 << 30, processors=1)
+    one = Platform("cpu", "cpu", "", 1 << 30, num_sms=1)
     kernel = TritonAttentionStep(spec, one)
     batch = 32  # as many programs as the processor wants
     assert kernel.splits(batch, 60) == 1

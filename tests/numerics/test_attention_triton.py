@@ -18,7 +18,7 @@ def test_the_interpreted_kernels_agree_with_the_definition(cases):
 
 
 def test_scores_of_packed_texts_are_those_of_a_forward_pass_per_request():
-    run_interpreted("trees")
+    run_interpreted("prefix_trees")
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

@@ -66,10 +66,15 @@ def test_the_reviewed_table_holds_every_kernel_that_is_bound_by_memory(checks):
     for arch in offline.ARCHES:
         found = {(c.operation, k) for c in checks if c.task.arch == arch for k in known[c.key]["kernels"]}
         assert {pair for pair in found if pair[0] in offline.MEMORY_BOUND} == {
-            *(("conv1d", "_forward"), ("conv1d", "_backward"), ("conv1d", "_column_sums")),
-            *(("gated_norm", "_forward"), ("gated_norm", "_backward"), ("gated_norm", "_column_sums")),
-            *(("norm", "_forward"), ("norm", "_backward"), ("norm", "_column_sums")),
-            *(("rotary", "_rotate"), ("ssd_step", "_step"), ("conv1d_step", "_step"), ("conv1d_tree", "_convolve")),
+            *(("conv1d", "_forward"), ("conv1d", "_backward"), ("conv1d", "_reduce_partials")),
+            *(("gated_norm", "_forward"), ("gated_norm", "_backward"), ("gated_norm", "_reduce_partials")),
+            *(("norm", "_forward"), ("norm", "_backward"), ("norm", "_reduce_partials")),
+            *(
+                ("rotary", "_rotate"),
+                ("ssd_step", "_step"),
+                ("conv1d_step", "_step"),
+                ("conv1d_prefix_tree", "_convolve"),
+            ),
             *(("attention_step", name) for name in ("_one_head", "_grouped", "_merge")),
         }
 

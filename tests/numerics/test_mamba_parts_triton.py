@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from llmtrain.kernels import registry, tuning
-from llmtrain.kernels.conv1d import triton_launch as conv1d
+from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.gated_norm import triton_launch as gated_norm
+from llmtrain.kernels.conv1d.triton_launch import Tile
+from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.gated_norm.triton_launch import Tile as GatedTile
 from llmtrain.kernels.mamba_mixer import triton as mixer
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm import triton as residual_norm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.rotary import triton_launch as rotary
+from llmtrain.kernels.rotary import triton as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.row_tiles import fitted
 from tests.support import mixers
@@ -52,25 +54,25 @@ def test_launches_come_from_the_tables_and_survive_their_dump(arch, dtype):
     assert (residual.forward, residual.backward) == (row("norm.forward", dim=1600), row("norm.backward", dim=1600))
     turned = rotary.default_launch(RotarySpec(80, dtype), here)
     assert turned == row("rotary", head_dim=80)
-    assert (conv.programs, norm.processors) == (400, 100)
+    assert (conv.min_programs, norm.num_sms) == (400, 100)
     for launch in (conv, norm, residual, turned):
         assert launch.parse(launch.dump()) == launch
 
 
 def test_small_problems_get_short_runs_and_narrow_tiles():
-    walk = conv1d.Walk(256, 4, 64, 4, 4)
-    assert conv1d.fitted(walk, 500, 8, 2048, 5376) == walk  # 8 * 8 * 21 programs
-    assert conv1d.fitted(walk, 500, 1, 2048, 5376).run == 16
-    assert conv1d.fitted(walk, None, 1, 1, 5376).run == 4
+    tile = Tile(256, 4, 64, 4, 4)
+    assert conv1d.fitted(tile, 500, 8, 2048, 5376) == tile  # 8 * 8 * 21 programs
+    assert conv1d.fitted(tile, 500, 1, 2048, 5376).run_tokens == 16
+    assert conv1d.fitted(tile, None, 1, 1, 5376).run_tokens == 4
     few = conv1d.default_launch(Conv1dSpec(40, 4), Platform("nvidia", "sm90", "", 1 << 36))
-    assert few.forward.channels == few.backward.channels == 64
-    tile = gated_norm.Tile(1024, 4, 32)
+    assert few.forward.block_channels == few.backward.block_channels == 64
+    tile = GatedTile(1024, 4, 32)
     assert fitted(tile, 83, 16384) == tile
-    assert fitted(tile, 83, 2048, 2).run == 9  # 456 programs, as equal as can be
-    assert fitted(tile, 83, 1).run == 1
-    assert fitted(replace(tile, run=512, programs=2), 132, 16384).run == 63  # 261 of the 264 at once
+    assert fitted(tile, 83, 2048, 2).max_tiles == 9  # 456 programs, as equal as can be
+    assert fitted(tile, 83, 1).max_tiles == 1
+    assert fitted(replace(tile, max_tiles=512, programs_per_sm=2), 132, 16384).max_tiles == 63  # 261 of the 264 at once
     launch = gated_norm.default_launch(GatedNormSpec(8192, 64, 1e-5), Platform("nvidia", "sm90", "", 1 << 36))
-    assert (launch.forward.columns, launch.forward.rows) == (128, 16)
+    assert (launch.forward.block_columns, launch.forward.block_rows) == (128, 16)
 
 
 H200 = Platform("nvidia", "sm90", "", 1 << 36, 132)
@@ -117,15 +119,21 @@ def test_a_mixer_launches_what_it_needs():
     with launches() as found:
         run()
     assert found == [
-        *("conv1d._forward", "ssd._decays", "ssd._walk", "gated_norm._forward"),
-        *("gated_norm._backward", "column_sums._column_sums"),
-        *("ssd._decays", "ssd._halve", "ssd._pass_states", "ssd._through_pairs", "ssd._through_halves"),
+        *("conv1d._forward", "ssd._chunk_cumsum_fwd", "ssd._sequential_chunk_scan", "gated_norm._forward"),
+        *("gated_norm._backward", "reduce_partials._reduce_partials"),
         *(
-            "ssd._through_states",
-            "ssd._through_states",
-            "ssd._decay_gradients",
+            "ssd._chunk_cumsum_fwd",
+            "ssd._scale_to_fp16",
+            "ssd._state_passing",
+            "ssd._intra_chunk_bwd",
+            "ssd._intra_chunk_halves_bwd",
+        ),
+        *(
+            "ssd._inter_chunk_bwd",
+            "ssd._inter_chunk_bwd",
+            "ssd._chunk_cumsum_bwd",
             "conv1d._backward",
-            *["column_sums._column_sums"] * 2,
+            *["reduce_partials._reduce_partials"] * 2,
         ),
     ]
 

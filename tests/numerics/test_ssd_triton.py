@@ -11,8 +11,8 @@ from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import registry, tuning
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton import launch_backward, launch_forward
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, default_launch
+from llmtrain.kernels.ssd.triton import default_launch, launch_backward, launch_forward
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import peak_mib
 
@@ -24,22 +24,22 @@ def test_the_interpreted_kernels_agree_with_the_reference(cases):
     run_interpreted("ssd", cases, timeout=7200 if cases == "slow" else 900)
 
 
-def test_packed_texts_that_begin_alike():
-    """By the cases in interpreted_tree_kernels.py."""
-    run_interpreted("tree_kernels")
+def test_packed_requests_that_share_prefixes():
+    """Cases of interpreted_prefix_tree_kernels.py."""
+    run_interpreted("prefix_tree_kernels")
 
 
-def test_the_forward_walks_where_that_fills_the_device():
+def test_the_sequential_scan_is_taken_where_it_fills_the_device():
     """One program to a processor of 132, or two."""
     launch = default_launch(SSDSpec(80, 64, 128, 1, 256), H200)
-    one, two = launch.walk, launch.pair
+    one, two = launch.sequential_scan, launch.sequential_scan_shared_sm
     expected = {60: None, 100: one, 128: one, 160: two, 256: two, 300: None, 320: one, 512: two, 640: two}
-    assert {heads: launch.walk_for(heads, 64) for heads in expected} == expected
+    assert {heads: launch.sequential_scan_for(heads, 64) for heads in expected} == expected
 
 
 @pytest.mark.parametrize("chunks, heads", [(256, 80), (128, 40), (32, 10), (1, 1)])
 def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
-    assert HeadsLaunch(programs=2, stages=1).heads(80, chunks, processors=132) == heads
+    assert HeadLoopLaunch(programs_per_sm=2, num_stages=1).heads(80, chunks, num_sms=132) == heads
 
 
 @pytest.mark.parametrize("seq_len", [2048, 4096, 8192])

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task, default_workers
-from llmtrain.kernels import tuning, tuning_files
+from llmtrain.kernels import tuning, tuning_table
 from llmtrain.kernels.platform import shared_limit
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.tuning_table import Row
 from tests.support import offline_steps
 
 ROOT = Path(__file__).parents[2]
@@ -37,17 +37,37 @@ GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 WIDTHS = (64, 1001, 2048, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
-WITHOUT_PRODUCTS = ("_decays", "_decay_gradients", "_add_blocks", "_column_sums", "_halve", "_times_tree")
+WITHOUT_PRODUCTS = (
+    "_chunk_cumsum_fwd",
+    "_chunk_cumsum_bwd",
+    "_sum_head_blocks",
+    "_reduce_partials",
+    "_scale_to_fp16",
+    "_prefix_tree_cumsum",
+)
 ALONE = {
     "attention_step": ("attention/step_triton.py",),
-    "attention_tree": ("attention/tree_triton.py", "attention/triton_forward.py", "attention/triton_tiles.py"),
-    "ssd_step": ("ssd/step_triton.py", "ssd/triton_steps.py"),
-    "ssd_tree": ("ssd/tree_triton.py", "ssd/triton_forward.py", "ssd/triton_steps.py"),
+    "attention_prefix_tree": (
+        "attention/prefix_tree_triton.py",
+        "attention/triton_forward.py",
+        "attention/triton_tiles.py",
+    ),
+    "ssd_step": ("ssd/step_triton.py", "ssd/chunk_cumsum.py"),
+    "ssd_prefix_tree": ("ssd/prefix_tree_triton.py", "ssd/triton_forward.py", "ssd/chunk_cumsum.py"),
     "conv1d_step": ("conv1d/step_triton.py",),
-    "conv1d_tree": ("conv1d/tree_triton.py", "sigmoid.py"),
+    "conv1d_prefix_tree": ("conv1d/prefix_tree_triton.py", "sigmoid.py"),
 }
-"""Kernels whose launches are in their code: of cached decoding, and of packed texts that begin alike. The files they are in."""
-MEMORY_BOUND = ("conv1d", "gated_norm", "norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_tree")
+"""Files of the kernels whose launches are in their code: of cached decoding, and of packed requests that share prefixes."""
+MEMORY_BOUND = (
+    "conv1d",
+    "gated_norm",
+    "norm",
+    "rotary",
+    "attention_step",
+    "ssd_step",
+    "conv1d_step",
+    "conv1d_prefix_tree",
+)
 """Have no matrix instructions; rows that were not measured are held to loads and stores of 16 bytes a thread (`wide`,
 counted on NVIDIA)."""
 
@@ -111,7 +131,10 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield "plain", base, True
         yield "documents", {**base, "packed": True}, True
         rivals = [r.shape for r in tuning.read_shipped(arch).rows if _rival(r, row)]
-        if any(getattr(row.launch, kernel).described for kernel in ("walk", "scan", "pairs", "states")):
+        if any(
+            getattr(row.launch, kernel).use_tma
+            for kernel in ("sequential_scan", "chunk_scan", "intra_chunk_bwd", "inter_chunk_bwd")
+        ):
             yield "ragged, documents", {**base, "packed": True, "seq_len": 4097}, False
         if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
             yield "half the state", {**base, "d_state": d_state // 2}, False
@@ -132,7 +155,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         for variant in variants:
             yield " ".join(dict.fromkeys((row.variant, variant))), {**base, **more, "variant": variant}, True
         for other in _others(arch, row, (row.variant, None)):
-            if not row.launch.described or other & (other - 1) == 0:
+            if not row.launch.use_tma or other & (other - 1) == 0:
                 yield f"head_dim {other}", {**base, **more, "variant": variants[0], "head_dim": other}, False
         return
     yield "plain", base, True
@@ -203,15 +226,21 @@ def source(operation: str) -> str:
 
     kernels = ROOT / "llmtrain/kernels"
     files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
-    files += [] if files else sorted((kernels / operation).glob("triton*.py"))
+    files += [] if files else [f for f in sorted((kernels / operation).glob("*.py")) if _of_training(f)]
     if operation in ("conv1d", "gated_norm", "norm", "ssd"):
-        files.append(kernels / "column_sums.py")
+        files.append(kernels / "reduce_partials.py")
     if operation in ("gated_norm", "norm"):
-        files += [kernels / "rows.py", kernels / "row_tiles.py"]
+        files += [kernels / "row_kernels.py", kernels / "row_tiles.py"]
     if operation in ("conv1d", "gated_norm"):
         files.append(kernels / "sigmoid.py")
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])
+
+
+def _of_training(file: Path) -> bool:
+    """True for a file of Triton kernels, or of their launches, that is neither of decoding nor of prefix trees."""
+    ours = "import triton" in file.read_text(encoding="utf-8") or file.name.startswith("triton")
+    return ours and file.name not in ("step_triton.py", "prefix_tree_triton.py")
 
 
 def _code(file: Path) -> str:
@@ -271,7 +300,7 @@ def may_spill(check: Check) -> bool:
     dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
     engine fetch its tiles spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
-    if check.operation == "ssd_tree":
+    if check.operation == "ssd_prefix_tree":
         return check.key.endswith("fp32") and check.task.arch.startswith("sm")
     if check.row is None or check.operation in MEMORY_BOUND:
         return False
@@ -357,7 +386,7 @@ def _update_shared(everything: list[Check], entries: dict[str, Any]) -> None:
         rows = tuning.read_shipped(arch).rows
         now = [replace(row, shared=taken.get((arch, row.key), row.shared)) for row in rows]
         if now != list(rows):
-            tuning_files.save(tuning.FOLDER / f"{arch}.yaml", arch, now, tuning.read_shipped(arch).l2_budget)
+            tuning_table.save(tuning.FOLDER / f"{arch}.yaml", arch, now, tuning.read_shipped(arch).l2_budget)
     tuning.forget()
 
 

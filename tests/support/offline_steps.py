@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.attention.prefix_tree import TILE
-from llmtrain.kernels.attention.prefix_tree_triton import join
+from llmtrain.kernels.attention.prefix_tree import BLOCK_QUERIES
+from llmtrain.kernels.attention.prefix_tree_triton import merge_ancestors
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
+from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.prefix_tree import Walks
-from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
+from llmtrain.kernels.ssd.prefix_tree import ScanSchedule
+from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 
@@ -39,7 +39,7 @@ def _attention(head_dim: int, group: int = 1, batch: int = 1, capacity: int = 19
 
 def _tree(head_dim: int, group: int = 1, **more: Any) -> Case:
     fields = {"n_heads": 8 * group, "n_kv_heads": 8, "head_dim": head_dim, "scale": 0.1, **more}
-    return Case("attention_tree", fields, 1, 4096)
+    return Case("attention_prefix_tree", fields, 1, 4096)
 
 
 def _ssd(head_dim: int, d_state: int, batch: int = 1) -> Case:
@@ -47,7 +47,7 @@ def _ssd(head_dim: int, d_state: int, batch: int = 1) -> Case:
 
 
 def _ssd_tree(head_dim: int, d_state: int, **more: Any) -> Case:
-    return Case("ssd_tree", _scan(head_dim, d_state) | more, 1, 4096)
+    return Case("ssd_prefix_tree", _scan(head_dim, d_state) | more, 1, 4096)
 
 
 def _scan(head_dim: int, d_state: int) -> dict[str, Any]:
@@ -87,8 +87,10 @@ CASES = {
     "tree, 64 x 128, fp32": _ssd_tree(64, 128, dtype="float32"),
     "tree, 128 x 256, fp32": _ssd_tree(128, 256, dtype="float32"),
     "4352 channels": Case("conv1d_step", {"channels": 4352, "width": 4}, 64, 0),
-    "tree, 4224 channels": Case("conv1d_tree", {"channels": 4224, "width": 4}, 1, 4096),
-    "tree, 4224 channels, fp32": Case("conv1d_tree", {"channels": 4224, "width": 4, "dtype": "float32"}, 1, 4096),
+    "tree, 4224 channels": Case("conv1d_prefix_tree", {"channels": 4224, "width": 4}, 1, 4096),
+    "tree, 4224 channels, fp32": Case(
+        "conv1d_prefix_tree", {"channels": 4224, "width": 4, "dtype": "float32"}, 1, 4096
+    ),
 }
 
 
@@ -108,28 +110,30 @@ class Problem:
         def half(*shape: int) -> Tensor:
             return empty(*shape, dtype=getattr(torch, fields.get("dtype", "bfloat16")))
 
-        if self.case.operation == "attention_tree":
+        if self.case.operation == "attention_prefix_tree":
             spec, tokens = AttentionSpec(**fields), self.case.capacity
             q, k = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_kv_heads, spec.head_dim)
-            starts, ends, apart = (empty(tokens, dtype=torch.int32) for _ in range(3))
+            starts, ends, distance_offset = (empty(tokens, dtype=torch.int32) for _ in range(3))
             slopes = None if spec.alibi_max_bias is None else empty(spec.n_heads)
-            tiles = empty(tokens // TILE, dtype=torch.int32)
+            tiles = empty(tokens // BLOCK_QUERIES, dtype=torch.int32)
             lse = empty(1, spec.n_heads, tokens)
-            join(q, k, k, q, lse, spec, slopes, starts, ends, apart, tiles, self.where.vendor)
+            merge_ancestors(q, k, k, q, lse, spec, slopes, starts, ends, distance_offset, tiles, self.where.vendor)
             return
-        if self.case.operation == "ssd_tree":
+        if self.case.operation == "ssd_prefix_tree":
             spec, tokens = SSDSpec(**fields), self.case.capacity
             heads, shared = empty(spec.n_heads), half(1, tokens, spec.n_groups, spec.d_state)
             x, dt = half(1, tokens, spec.n_heads, spec.head_dim), half(1, tokens, spec.n_heads)
             integers = partial(empty, dtype=torch.int32)
-            made = Walks([integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk), 9)
-            scan_tree(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
+            made = ScanSchedule(
+                [integers(9, 5)], integers(9, 2), integers(9, launch_for(spec, self.where).chunk_size), 9
+            )
+            prefix_tree_scan(x, dt, heads, shared, shared, heads, heads, made, spec, self.where)
             return
-        if self.case.operation == "conv1d_tree":
+        if self.case.operation == "conv1d_prefix_tree":
             spec, tokens = Conv1dSpec(**fields), self.case.capacity
             weight, bias = half(spec.channels, spec.width), half(spec.channels)
             before = empty(tokens, spec.width - 1, dtype=torch.int32)
-            convolve_tree(half(1, tokens, spec.channels), weight, bias, before, self.where.vendor)
+            prefix_tree_conv(half(1, tokens, spec.channels), weight, bias, before, self.where.vendor)
             return
         family = self.case.operation.removesuffix("_step")
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build

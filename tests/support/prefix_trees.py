@@ -1,4 +1,4 @@
-"""Packed texts that begin alike, for the kernels of the convolution and the scan; and what is right, by one text at a time."""
+"""Packed requests that share prefixes, for the kernels of the convolution and the scan; expected results, request by request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Shape:
     """lengths, above: as of kernels.attention.tree.tree."""
 
     lengths: list[int]
-    above: list[tuple[int, ...]]
+    ancestors: list[tuple[int, ...]]
 
 
 def prompts(seed: int, longest: int, *, documents: int = 4, choices: int = 4) -> Shape:
@@ -27,10 +27,10 @@ def prompts(seed: int, longest: int, *, documents: int = 4, choices: int = 4) ->
     rng = random.Random(seed)
     made = Shape([], [])
 
-    def add(longest: int, above: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def add(longest: int, ancestors: tuple[int, ...] = ()) -> tuple[int, ...]:
         made.lengths.append(rng.randint(1, longest))
-        made.above.append(above)
-        return (*above, len(made.lengths) - 1)
+        made.ancestors.append(ancestors)
+        return (*ancestors, len(made.lengths) - 1)
 
     for shots in (False, True):
         trunk = add(longest) if shots else ()
@@ -53,8 +53,8 @@ def one_by_one(shape: Shape, work: Callable[[Tensor], Tensor], like: Tensor) -> 
     ends = torch.tensor(shape.lengths).cumsum(0).tolist()
     spans = [torch.arange(end - length, end) for end, length in zip(ends, shape.lengths, strict=True)]
     found = torch.full_like(like, float("nan"))
-    for segment, above in enumerate(shape.above):
-        text = torch.cat([spans[one] for one in (*above, segment)])
+    for segment, ancestors in enumerate(shape.ancestors):
+        text = torch.cat([spans[one] for one in (*ancestors, segment)])
         found[spans[segment]] = work(text)[-shape.lengths[segment] :]
     assert not found.isnan().any()
     return found

@@ -78,7 +78,7 @@ def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_
     file = command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
     assert file == tmp_path / "llmtrain/tuning/sm90.yaml"
     chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200, 4096, "plain")
-    assert chosen.launch == Launch(64, 32, 4, 2) and chosen.own
+    assert chosen.launch == Launch(64, 32, 4, 2) and chosen in tuning._own_rows("sm90")
     tuning.forget()
 
 
@@ -96,7 +96,7 @@ def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, 
     assert "5 dropped, such as: wrong by 5.0e-01" in out
     assert "7 candidates in" in out
     chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200)
-    assert chosen.own and chosen.launch == Launch(64, 32, 4, 1)
+    assert chosen in tuning._own_rows("sm90") and chosen.launch == Launch(64, 32, 4, 1)
     assert isinstance(chosen.provenance, dict) and chosen.provenance["tflops"] == 1000.0
     tuning.forget()
 
@@ -169,17 +169,29 @@ def test_norms_are_timed_fitted_and_their_rows_run_as_long_as_other_numbers_of_t
             with pytest.raises(Launched):
                 made.run(part, made.launch(**one))
         assert launched == [made._fitted(made.launch(**one)) for one in candidates]
-        assert all(tile.run < 512 for tile in launched)  # which is without bound, in a row
+        assert all(tile.max_tiles < 512 for tile in launched)  # which is without bound, in a row
         launched.clear()
 
 
 @pytest.mark.parametrize(
     "operation, part, launch, kernel, shape",
     [
-        ("conv1d", "backward", {"channels": 64, "walkers": 2, "run": 8, "group": 4, "warps": 4}, None, {"width": 4}),
-        ("gated_norm", "forward", {"columns": 512, "warps": 2, "run": 4}, None, {"group_size": 5120}),
-        ("norm", "backward", {"columns": 1024, "warps": 4, "run": 63, "programs": 2}, None, {"dim": 2560}),
-        ("rotary", "every", {"tokens": 16, "heads": 4, "warps": 2}, "rotary", {"head_dim": 128}),
+        (
+            "conv1d",
+            "backward",
+            {"block_channels": 64, "parallel_runs": 2, "run_tokens": 8, "step_tokens": 4, "num_warps": 4},
+            None,
+            {"width": 4},
+        ),
+        ("gated_norm", "forward", {"block_columns": 512, "num_warps": 2, "max_tiles": 4}, None, {"group_size": 5120}),
+        (
+            "norm",
+            "backward",
+            {"block_columns": 1024, "num_warps": 4, "max_tiles": 63, "programs_per_sm": 2},
+            None,
+            {"dim": 2560},
+        ),
+        ("rotary", "every", {"block_tokens": 16, "block_heads": 4, "num_warps": 2}, "rotary", {"head_dim": 128}),
     ],
 )
 def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
@@ -196,13 +208,13 @@ def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
     assert row.provenance["gbps"] == round(made.bytes(part) / 0.5e-3 / 1e9, 1)
     command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
     chosen = tuning.select(kernel, "bfloat16", shape, H200)
-    assert chosen.own and chosen.launch == made.launch(**launch)
+    assert chosen in tuning._own_rows("sm90") and chosen.launch == made.launch(**launch)
     tuning.forget()
 
 
 def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
     case = {"head_dim": 32, "heads": 2, "tokens": 256, "seq_len": 256}
-    good = {"block_m": 64, "block_n": 32, "warps": 4, "stages": 2}
+    good = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
     tasks = [Task("attention", case, "forward", launch) for launch in (good, {**good, "block_m": 48})]
     with Compilers(1) as compilers:
         found = dict(compilers.results(tasks))
@@ -228,7 +240,7 @@ def test_candidates_around_the_scan_compile_without_a_gpu():
         found = dict(compilers.results(tasks))
     assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 7
     kernels = [[kernel["kernel"] for kernel in found[i].kernels] for i in range(len(tasks))]
-    assert kernels == [*[["_forward"], ["_backward", "_column_sums"]] * 3, ["_rotate", "_rotate"]]
+    assert kernels == [*[["_forward"], ["_backward", "_reduce_partials"]] * 3, ["_rotate", "_rotate"]]
 
 
 def test_spills_are_a_problem():
@@ -320,21 +332,23 @@ def test_exact_gradients_are_those_of_all_sequences_together():
 
 
 def test_a_form_of_the_forward_is_checked_by_running_it():
-    """One sequence of 60 heads fills no H200, where the scan would take its other form and the walk go unchecked."""
+    """One sequence of 60 heads fills no H200, where the sequential scan would go unchecked for the other form."""
     made = problem("ssd", {"heads": 60}, "meta", H200)
-    assert made._walk(made.launch, 1) is None
+    assert made._forward_form(made.launch, 1) is None
     for part in made.parts:
         launch = made.candidates(part, True)[0]
         found = made.checked(part, launch)
-        if part.startswith(("walk", "scan")):
-            assert made._walk(found, 1) == (found.walk if part.startswith("walk") else None)
+        if part.startswith(("sequential_scan", "chunk_scan")):
+            assert made._forward_form(found, 1) == (
+                found.sequential_scan if part.startswith("sequential_scan") else None
+            )
         assert launch == asdict(getattr(found, part.split("/")[0]))
     ways = []
-    for processors in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
-        whole = replace(made.launch, processors=processors)
-        ways.append(made._walk(made.checked("whole", asdict(whole)), 1))
-        assert ways[-1] == made._walk(whole, 4)
-    assert ways == [None, made.launch.walk, made.launch.pair]
+    for num_sms in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
+        whole = replace(made.launch, num_sms=num_sms)
+        ways.append(made._forward_form(made.checked("whole", asdict(whole)), 1))
+        assert ways[-1] == made._forward_form(whole, 4)
+    assert ways == [None, made.launch.sequential_scan, made.launch.sequential_scan_shared_sm]
 
 
 def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched_stays():
@@ -344,15 +358,15 @@ def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched
 
     def measurer(part: str, launch: dict) -> Measured:
         assert part == "whole"
-        return Measured(1.0 if launch["scan"]["programs"] == 7 else 3.0)
+        return Measured(1.0 if launch["chunk_scan"]["programs_per_sm"] == 7 else 3.0)
 
-    candidate = {"programs": 7, "stages": 1, "options": {"num_warps": 4}}
-    best = {f"scan/{own.chunk}": [Attempt("scan", candidate)]}
+    candidate = {"programs_per_sm": 7, "num_stages": 1, "options": {"num_warps": 4}}
+    best = {f"chunk_scan/{own.chunk_size}": [Attempt("chunk_scan", candidate)]}
     (winner,) = made.winners(best, measurer)
-    assert winner.ms == 1.0 and winner.launch.scan.programs == 7
-    assert (winner.launch.passing, winner.launch.pairs, winner.launch.chunk) == (own.passing, own.pairs, own.chunk)
-    (winner,) = made.winners({f"scan/{own.chunk}": []}, measurer)
-    assert winner.launch == replace(own, processors=1)  # of the device, in no row
+    assert winner.ms == 1.0 and winner.launch.chunk_scan.programs_per_sm == 7
+    assert replace(winner.launch, chunk_scan=own.chunk_scan) == replace(own, num_sms=1)
+    (winner,) = made.winners({f"chunk_scan/{own.chunk_size}": []}, measurer)
+    assert winner.launch == replace(own, num_sms=1)  # of the device, in no row
     assert made.winners(best, lambda part, launch: Measured(problem="wrong by 1.0e+00")) == []
 
 

@@ -85,7 +85,7 @@ def _function(case: Case, name: str) -> Callable[..., Tensor]:
 
 
 def _pieces(spec: AttentionSpec, found: Sequence[Tensor]) -> list[Tensor]:
-    """Of the last sequence's first key head and the query heads that share it."""
+    """Slices of the last sequence's first key head and of the query heads that share it."""
     group = spec.n_heads // spec.n_kv_heads
     out, dq, dk, dv = found
     return [out[-1:, :, :group], dq[-1:, :, :group], dk[-1:, :, :1], dv[-1:, :, :1]]

@@ -1,4 +1,4 @@
-"""Public kernels that time their variants on the first call: their compilation shared among processes, and haste."""
+"""Public kernels that time their variants on the first call: compilation shared among processes, and shorter timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def compile_share(k: int, n: int) -> Iterator[None]:
     """Inside, an autotuned kernel compiles every n-th of its variants from the k-th on, and nothing is launched.
 
-    What is computed meanwhile is meaningless. Kernels that are not autotuned are compiled too.
+    Results computed meanwhile are meaningless. Kernels that are not autotuned are compiled too.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -36,7 +36,7 @@ def compile_share(k: int, n: int) -> Iterator[None]:
 
 
 def hasten(warmup_ms: int = 5, rep_ms: int = 25) -> None:
-    """Every autotuner that exists times its variants for a shorter while."""
+    """Make all existing autotuners time their variants for a shorter while."""
     import triton
     from triton.runtime.autotuner import Autotuner
 

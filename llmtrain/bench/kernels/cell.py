@@ -1,4 +1,4 @@
-"""What `llmtrain bench kernels` measures: one operation at one shape, by several contenders on the same tensors."""
+"""Cells of `llmtrain bench kernels`: one operation at one shape, by several contenders on the same tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = "triton"
 
 @dataclass(frozen=True)
 class Bar:
-    """What is asked of ours: `at_least` times as fast as `against` (a contender, or several by their first word: the best of
+    """Requirement on our kernel: `at_least` times as fast as `against` (a contender, or several by their first word: the best of
     those); for memory, at most 1 / at_least of its peak.
     """
 
@@ -40,7 +40,7 @@ class Contender:
 
 @dataclass
 class Work:
-    """Of one direction. FLOP of matrix products, and the bytes that a perfect kernel moves."""
+    """Work of one direction: FLOP of matrix products, and the bytes that a perfect kernel moves."""
 
     flops: float
     bytes: float

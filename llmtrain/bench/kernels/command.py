@@ -1,4 +1,4 @@
-"""What `llmtrain bench kernels` does: compile everything side by side, then measure one contender after the other."""
+"""The verb `llmtrain bench kernels`: compile everything in parallel, then measure one contender after the other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.kernels import attention, norm, report, rotary, scan
-from llmtrain.bench.kernels import mamba_parts as around
+from llmtrain.bench.kernels import attention, mamba_parts, norm, report, rotary, scan
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
@@ -101,9 +100,9 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
         "ssd": lambda: scan.cells(tiny, chunks),
         "rotary": lambda: rotary.cells(tiny),
         "norm": lambda: norm.cells(tiny),
-        "conv1d": lambda: around.conv_cells(tiny),
-        "gated_norm": lambda: around.norm_cells(tiny),
-        "mixer": lambda: around.mixer_cells(tiny, chunks),
+        "conv1d": lambda: mamba_parts.conv_cells(tiny),
+        "gated_norm": lambda: mamba_parts.norm_cells(tiny),
+        "mixer": lambda: mamba_parts.mixer_cells(tiny, chunks),
     }
     cells = [cell for name in OPERATIONS if name in wanted for cell in every[name]()]
     lengths = args.seq_len or ([4096] if args.quick and not tiny else None)

@@ -1,4 +1,4 @@
-"""The cells around the scan: convolution with SiLU, gated norm, and the mixer without its two projections."""
+"""Cells of the other parts of a Mamba-2 mixer: convolution with SiLU, gated norm, and the mixer without its projections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, EPS = 4, 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a mixer. d_inner = heads x head_dim channels pass the gate, conv channels the convolution."""
+    """Sizes of a mixer. d_inner = heads x head_dim channels pass the gate, conv channels the convolution."""
 
     heads: int = 80
     head_dim: int = 64
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of one number per token."""
+        """Bytes of one number per token."""
         return self.tokens * (2 if self.dtype == "bfloat16" else 4)
 
     def projection(self, seq_len: int, g: torch.Generator) -> Tensor:
@@ -100,7 +100,7 @@ def _named(operation: Any, spec: Any) -> list[str]:
 
 
 def _built(operation: Any, name: str, spec: Any) -> Callable[..., Tensor]:
-    """As the model runs it: what is PyTorch is compiled, on a GPU."""
+    """The kernel as the model runs it: PyTorch backends are compiled, on a GPU."""
     here = platform.detect()
     kernel = registry.resolve(operation, name, spec, here).build(spec, here)
     compiled = here.vendor != "cpu" and name in ("reference", "aten")
@@ -191,7 +191,7 @@ def _mixer_spec(sizes: Sizes, case: ssd.Case) -> MambaMixerSpec:
 def mixer(
     spec: MambaMixerSpec, conv: Callable[..., Tensor], ssd_: Callable[..., Tensor], norm: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """From the first projection's output to the second's input, as three operations."""
+    """The second projection's input from the first's output, as three operations."""
 
     def run(
         fused: Tensor, weight: Tensor, bias: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor

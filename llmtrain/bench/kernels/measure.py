@@ -1,4 +1,4 @@
-"""Timing, memory and error of one contender; what the machine can do at most."""
+"""Time, memory and error of one contender; peak rates of the machine."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -
 
 
 def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int = 1) -> list[Result]:
-    """All contenders of a cell, one after the other. One that fails says why, and the others go on.
+    """Results of a cell's contenders, one after the other. The result of one that fails has the reason, and the others go on.
 
     draws: of inputs, on which ours and the public ones are compared with float64, as many times as the cell says; the first
     is also timed.
@@ -156,7 +156,7 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int 
 
 @contextmanager
 def _failing(result: Result) -> Iterator[None]:
-    """What fails inside is said in the result."""
+    """Record a failure inside the context in the result."""
     try:
         yield
     except Exception as error:

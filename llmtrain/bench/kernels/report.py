@@ -1,4 +1,4 @@
-"""What `bench kernels` says: a Markdown table, JSON, and a picture."""
+"""Report of `bench kernels`: a Markdown table, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def best(results: list[Result], against: str, what: str) -> float | None:
 
 
 def ratio(results: list[Result], one: Result) -> float | None:
-    """How many times as fast as the best public contender, forward and backward together."""
+    """Speed relative to the best public contender, forward and backward together."""
     public = [r.sum_ms for r in results if r.public and not r.failed]
     return min(public) / one.sum_ms if public and not one.failed else None
 

@@ -105,7 +105,7 @@ def public(chunk: int) -> Callable[..., Tensor]:
 
 
 def last_sequence(found: Sequence[Tensor]) -> list[Tensor]:
-    """Of what is per token; vectors (A, D, dt_bias, ...) whole: their gradients are sums over all sequences."""
+    """The last sequence of per-token tensors; vectors (A, D, dt_bias, ...) whole: their gradients are sums over sequences."""
     return [t[-1:] if t.ndim >= 3 else t for t in found]
 
 

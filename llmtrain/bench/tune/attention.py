@@ -16,7 +16,8 @@ from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
 from llmtrain.kernels.attention.triton import Call
-from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, choose
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
+from llmtrain.kernels.attention.triton_select import choose
 from llmtrain.kernels.platform import Platform
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ class Case:
         return (torch.arange(self.seq_len, device=device) // self.document).expand(self.batch, -1)
 
     def flops(self) -> float:
-        """Of the forward pass: 4 head_dim per pair that is seen."""
+        """FLOP of the forward pass: 4 head_dim per visible pair."""
         spec, pairs = self.spec, self.spec.pairs(self.seq_len, self.causal)
         if self.packed:
             whole, rest = divmod(self.seq_len, self.document)
@@ -99,10 +100,10 @@ class Case:
 
 
 def _forms(part: str) -> list[dict[str, Any]]:
-    """Of a kernel, beside the plain one; see triton_launch.Launch."""
+    """Forms of a kernel beside the plain one; see triton_launch.Launch."""
     if part != "dkdv":
         return []
-    return [{"merged": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
+    return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
 
 
 class Problem:
@@ -132,7 +133,7 @@ class Problem:
             self._call({}).dq(self.out, self.lse, self.dout, None, self.delta)
 
     def _call(self, launches: dict[Any, Launch]) -> Call:
-        return Call(self.q, self.k, self.v, *self.settings, launches=launches, where=self.where)
+        return Call(self.q, self.k, self.v, *self.settings, launches=launches, platform=self.where)
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], dict[str, Tensor]]:
         call = self._call({} if launch is None else {part: Launch(**launch)})
@@ -158,16 +159,18 @@ class Problem:
             queries = tuple(m for m in queries if m >= 32)
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
-        stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
-        for m, n, warps, depth in itertools.product(queries, keys, (4, 8), stages):
-            numbers = m * n // (32 * warps)  # scores of a thread
+        num_stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
+        for m, n, num_warps, depth in itertools.product(queries, keys, (4, 8), num_stages):
+            numbers = m * n // (32 * num_warps)  # scores of a thread
             if not 4 <= numbers <= 128 or (head_dim > 128 and m * n > 64 * 128) or (quick and depth > 2):
                 continue
             both = (True, False) if hopper and one_part and not single else (False,)
             # Without descriptors only for comparison; other forms only where their registers pay.
-            plain = [Launch(m, n, warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)]
+            plain = [
+                Launch(m, n, num_warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)
+            ]
             found += plain
-            if not single and depth == min(2, max(stages)):
+            if not single and depth == min(2, max(num_stages)):
                 found += [replace(plain[0], **form) for form in _forms(part)]
         return [asdict(launch) for launch in dict.fromkeys(found)]
 
@@ -182,7 +185,7 @@ class Problem:
         return worst
 
     def _in_float64(self) -> dict[str, Tensor]:
-        """Of the last sequence's first key head and the query heads that share it."""
+        """Exact results for the last sequence's first key head and the query heads that share it."""
         spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.case.ids("cuda")
         bias = score_bias(spec, self.case.seq_len, torch.device("cuda"))[:group]
         if not self.case.causal:

@@ -1,10 +1,11 @@
-"""What `llmtrain bench tune` does, from its arguments to the row in the table."""
+"""The verb `llmtrain bench tune`, from its arguments to the row in the table."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from llmtrain.bench.tune import search
@@ -12,9 +13,9 @@ from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
 from llmtrain.bench.tune.operations import Attempt, problem
 from llmtrain.errors import UserError
-from llmtrain.kernels import platform, tuning, tuning_files
+from llmtrain.kernels import platform, tuning, tuning_table
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.tuning_table import Row
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,21 +43,21 @@ def run(args: argparse.Namespace) -> int:
     variant = getattr(rehearsal.case, "variant", None)
     rows = [search.row(winner, rehearsal, here, args.dtype, args.seq_len, variant) for winner in winners]
     if args.operation == "ssd":
-        rows = [Row(**{**vars(r), "shared": search.shared_of("ssd", case, r.launch, here)}) for r in rows]
+        rows = [replace(r, shared=search.shared_of("ssd", case, r.launch, here)) for r in rows]
     total = time.perf_counter() - began
     print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")
     if not rows:
         print("no candidate can serve: nothing written")
         return 1
     for row in rows:
-        print(tuning_files.dump_row(row), end="")
+        print(tuning_table.dump_row(row), end="")
     if not args.dry_run:
         print(f"written to {write(args, here, rows)}")
     return 0
 
 
 def case_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the operation's Case takes. Raises UserError for a --shape that is none."""
+    """Fields of the operation's Case. Raises UserError for a malformed --shape."""
     case: dict[str, Any] = {"dtype": args.dtype}
     for word in args.shape:
         name, equals, size = word.partition("=")
@@ -71,7 +72,7 @@ def case_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_parts(parts: list[str], wanted: list[str] | None) -> list[str]:
-    """Of the parts (KERNEL or KERNEL/CHUNK) those that are wanted by name. Raises UserError for a name that is none."""
+    """The parts (KERNEL or KERNEL/CHUNK) that are wanted by name. Raises UserError for an unknown name."""
     if wanted is None:
         return parts
     for name in wanted:
@@ -106,9 +107,9 @@ def write(args: argparse.Namespace, here: Platform, rows: list[Row]) -> Any:
                 f"there is no shipped table for {here.arch}; its rows come from {arch}'s: leave --into-package out"
             )
         file = tuning.FOLDER / f"{arch}.yaml"
-        tuning_files.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
+        tuning_table.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
     else:
         file = args.out or tuning.own_file(here.arch)
-        tuning_files.save(file, here.arch, rows)
+        tuning_table.save(file, here.arch, rows)
     tuning.forget()
     return file

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels without launching them, for a GPU that is here or not, and says what they take.
+"""Compilation of Triton kernels without launching them, for a GPU that is here or not, and the resources that they take.
 
 The operation is called as on a GPU, with tensors that have no memory; where it would launch a kernel, the kernel is
 compiled, with the pointer hints of a real launch. What was compiled lies in Triton's cache on disk, where a process with
@@ -23,12 +23,12 @@ from typing import Any
 from llmtrain.bench.tune.processes import Worker
 from llmtrain.kernels.platform import Platform
 
-PROCESSORS = 132  # of the stand-in, where the number matters at all
+NUM_SMS = 132  # of the stand-in, where the number matters at all
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker compiles: `part` of an operation (a module of this package) by `launch`, for the problem `case`.
+    """Task of a worker: compile `part` of an operation (a module of this package) by `launch`, for the problem `case`.
 
     launch: plain data, None: what the tables say. environment: of the worker.
     """
@@ -56,7 +56,7 @@ class Compiled:
         return max((kernel["shared"] for kernel in self.kernels), default=0)
 
     def problem(self, limit: int | None) -> str | None:
-        """Why it must not run, or None. limit: bytes of shared memory."""
+        """Reason for which it must not run, or None. limit: bytes of shared memory."""
         if self.failed:
             return self.failed
         if spilled := [kernel["kernel"] for kernel in self.kernels if kernel["spilled"]]:
@@ -122,7 +122,7 @@ def default_workers() -> int:
 
 
 class StandIn:
-    """In place of Triton's GPU driver."""
+    """Replacement of Triton's GPU driver."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -138,8 +138,8 @@ class StandIn:
 
 
 def platform_of(arch: str) -> Platform:
-    """As far as launches depend on it."""
-    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, PROCESSORS)
+    """A platform of this architecture, as far as launches depend on it."""
+    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, NUM_SMS)
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
-    """From the cubin; what spills lives on the stack. Occupancy: warps of a multiprocessor, of at most 64.
+    """Resources from the cubin; spilled registers live on the stack. Occupancy: warps of a multiprocessor, of at most 64.
 
     Serialized: ptxas may find no registers for products in flight, or meet other writers of their sums (C7511, C7515 of
     its -v). It then waits after every instruction of a product (gsb0), where Triton wanted that once per product.
@@ -189,15 +189,17 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         usage = _tool("cuobjdump", "-res-usage", file.name)
         products = compiled.asm["ptx"].count("wgmma.commit_group")
         waits = _tool("nvdisasm", "-c", file.name).count(", gsb0 ;") if products else 0
-    registers, warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
+    registers, num_warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
     shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
     programs = min(
-        65_536 // (-(-registers // 8) * 8 * 32 * warps), shared_all // (compiled.metadata.shared + 1024), 64 // warps
+        65_536 // (-(-registers // 8) * 8 * 32 * num_warps),
+        shared_all // (compiled.metadata.shared + 1024),
+        64 // num_warps,
     )
     return {
         "registers": registers,
         "spilled": _number(r"STACK:(\d+)", usage),
-        "occupancy": programs * warps,
+        "occupancy": programs * num_warps,
         "serialized": int(waits > products * 3 // 2),
         "narrow": int(".m64n8k8.f32.tf32" in compiled.asm["ptx"]),
     }
@@ -211,7 +213,7 @@ def _tool(name: str, *words: str) -> str:
 
 
 def _amd(text: str) -> dict[str, int]:
-    """From the assembly. Spilled: registers, or bytes of private memory. Occupancy: waves of a SIMD."""
+    """Resources from the assembly. Spilled: registers, or bytes of private memory. Occupancy: waves of a SIMD."""
     spills = [_number(rf"\.{what}: +(\d+)", text) for what in ("vgpr_spill_count", "private_segment_fixed_size")]
     return {
         "registers": _number(r"\.vgpr_count: +(\d+)", text),

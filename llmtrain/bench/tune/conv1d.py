@@ -14,7 +14,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.triton_launch import Walk, default_launch, fitted, narrowed
+from llmtrain.kernels.conv1d.triton import default_launch
+from llmtrain.kernels.conv1d.triton_launch import Tile, fitted, narrowed
 from llmtrain.kernels.platform import Platform
 
 
@@ -37,7 +38,7 @@ class Case:
 
 
 class Problem(MemoryBound):
-    operation, parts, launch = "conv1d", ("forward", "backward"), Walk
+    operation, parts, launch = "conv1d", ("forward", "backward"), Tile
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.where = case, where
@@ -52,37 +53,37 @@ class Problem(MemoryBound):
             numbers = torch.arange(case.seq_len, dtype=torch.int32, device=device) // case.document
             self.ids = numbers.expand(case.batch, -1).contiguous()
 
-    def launches(self, part: str, quick: bool) -> Iterator[Walk]:
-        """What a thread holds of a token's channels: 4 or 8 numbers forward; backward, which needs about 30 registers for
-        each, 2 to 8.
+    def launches(self, part: str, quick: bool) -> Iterator[Tile]:
+        """Candidates in which a thread holds 4 or 8 of a token's channels forward, and 2 to 8 backward, which needs about 30
+        registers for each.
         """
         yield self._fitted(getattr(self.table, part))
         forward, lanes = part == "forward", 64 if self.where.vendor == "amd" else 32
         held = (4, 8) if forward else (2, 4) if quick else (2, 4, 8)
         widths = (128, 256, 512) if forward else (64, 128, 256)
         runs = ((64, 4), (32, 4), *(() if quick else ((128, 4), (64, 8), (48, 3), (96, 3))))
-        fetched: tuple[dict[str, Any], ...] = ({}, {"ahead": True}, {"stages": 2})
-        for channels, walkers, warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
-            if channels * walkers // (lanes * warps) not in held:
+        prefetches: tuple[dict[str, Any], ...] = ({}, {"prefetch": True}, {"num_stages": 2})
+        for channels, parallel_runs, num_warps in itertools.product(widths, (4,) if quick else (2, 4, 8), (2, 4, 8)):
+            if channels * parallel_runs // (lanes * num_warps) not in held:
                 continue
-            for (run, group), how in itertools.product(runs, fetched):
-                if how and (walkers != 4 or (run, group) not in runs[:2]):
+            for (run, group), how in itertools.product(runs, prefetches):
+                if how and (parallel_runs != 4 or (run, group) not in runs[:2]):
                     continue
-                if group >= self.case.width - 1 and (walkers == 4 or (group == 4 and run in (32, 64))):
-                    yield self._fitted(Walk(channels, walkers, run, group, warps, **how))
-            if forward and walkers == 4 and channels * walkers // (lanes * warps) == 4:
-                yield self._fitted(Walk(channels, walkers, 64, 8, warps, ahead=True))
+                if group >= self.case.width - 1 and (parallel_runs == 4 or (group == 4 and run in (32, 64))):
+                    yield self._fitted(Tile(channels, parallel_runs, run, group, num_warps, **how))
+            if forward and parallel_runs == 4 and channels * parallel_runs // (lanes * num_warps) == 4:
+                yield self._fitted(Tile(channels, parallel_runs, 64, 8, num_warps, prefetch=True))
 
-    def _fitted(self, walk: Walk) -> Walk:
+    def _fitted(self, tile: Tile) -> Tile:
         case = self.case
-        walk = narrowed(walk, case.channels)
-        return fitted(walk, self.table.programs, case.batch, case.seq_len, case.channels)
+        tile = narrowed(tile, case.channels)
+        return fitted(tile, self.table.min_programs, case.batch, case.seq_len, case.channels)
 
-    def run(self, part: str, launch: Walk | None) -> Outputs:
-        walk = self._fitted(getattr(self.table, part)) if launch is None else narrowed(launch, self.case.channels)
+    def run(self, part: str, launch: Tile | None) -> Outputs:
+        tile = self._fitted(getattr(self.table, part)) if launch is None else narrowed(launch, self.case.channels)
         if part == "forward":
-            return (kernels.forward(self.x, self.weight, self.bias, self.ids, walk),)
-        dx, partials = kernels.backward(self.dy, self.x, self.weight, self.bias, self.ids, walk)
+            return (kernels.forward(self.x, self.weight, self.bias, self.ids, tile),)
+        dx, partials = kernels.backward(self.dy, self.x, self.weight, self.bias, self.ids, tile)
         return dx, *kernels.parameter_gradients(partials, self.weight, self.bias)
 
     def in_float64(self) -> dict[str, Outputs]:

@@ -14,7 +14,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Tile, default_launch
+from llmtrain.kernels.gated_norm.triton import default_launch
+from llmtrain.kernels.gated_norm.triton_launch import Tile
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import fitted, narrowed
 
@@ -49,47 +50,48 @@ class Problem(MemoryBound):
             self.r = torch.rsqrt(mean + self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in registers.
+        """Candidates in which a thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in
+        registers.
 
-        Programs of a processor: a number that as many as may run there at once (1 to 3, forward 4 or 6) divide, so that no
-        wave is left half empty. `long`: as long as that allows.
+        Programs per multiprocessor: a multiple of the number that can run there at once (1 to 3, forward 4 or 6), so that no
+        wave is half empty. `long`: as many tiles as that allows.
         """
         yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.group_size
         forward, long = part == "forward", 512
-        for columns, warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
-            held, parts = columns // (lanes * warps), -(-size // columns)
+        for columns, num_warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
+            held, parts = columns // (lanes * num_warps), -(-size // columns)
             row = parts * held
             if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40):
                 continue
             if size >= 1024 and (4 * columns * parts > 5 * size or (quick and (columns < 1024 or held > 8))):
                 continue
             if forward:
-                yield Tile(columns, warps, 1)
+                yield Tile(columns, num_warps, 1)
             programs = (12, 24) if forward else (2, 6)
-            for share, how in itertools.product(programs, self._fetched(forward, quick)):
-                if row > 28 and not how.get("again", True):
+            for per_sm, how in itertools.product(programs, self._fetched(forward, quick)):
+                if row > 28 and not how.get("reload", True):
                     continue
-                if not (forward and how and share == 24):  # what fetches ahead begins seldom
-                    yield Tile(columns, warps, long, programs=share, **how)
+                if not (forward and how and per_sm == 24):  # prefetching pays in few, long programs
+                    yield Tile(columns, num_warps, long, programs_per_sm=per_sm, **how)
         if size <= 256:  # narrow groups: how many rows at once
-            for rows, warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
+            for rows, num_warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
                 columns = 1 << (size - 1).bit_length()
-                if columns * rows // (lanes * warps) in (4, 8, 16):
-                    yield Tile(columns, warps, run, rows)
+                if columns * rows // (lanes * num_warps) in (4, 8, 16):
+                    yield Tile(columns, num_warps, run, rows)
 
     def _fetched(self, forward: bool, quick: bool) -> list[dict[str, Any]]:
-        """How a row is: with what is fetched through shared memory, a second read would be fetched so as well."""
-        again: list[dict[str, Any]] = [{}, {"ahead": True}]
-        through = [{"stages": stages} for stages in ((3,) if quick and not forward else (2, 3))]
+        """Ways to read a row: if tiles are prefetched through shared memory, a second read goes through it as well."""
+        reloaded: list[dict[str, Any]] = [{}, {"prefetch": True}]
+        through = [{"num_stages": num_stages} for num_stages in ((3,) if quick and not forward else (2, 3))]
         if forward:
-            return [*again, *through]
+            return [*reloaded, *through]
         # Held in registers, a row leaves room for few programs, which must fetch ahead.
-        kept = [{"ahead": True}, *through] if quick else [*again, *through]
-        return [*again, *({**how, "again": False} for how in kept)]
+        kept = [{"prefetch": True}, *through] if quick else [*reloaded, *through]
+        return [*reloaded, *({**how, "reload": False} for how in kept)]
 
     def _fitted(self, tile: Tile) -> Tile:
-        return fitted(narrowed(tile, self.case.group_size), self.table.processors, self.case.tokens, self.case.groups)
+        return fitted(narrowed(tile, self.case.group_size), self.table.num_sms, self.case.tokens, self.case.groups)
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         spec = self.spec

@@ -75,7 +75,7 @@ def measured(problem: Problem, part: str, launch: dict[str, Any]) -> Measured:
 
 
 def broken() -> bool:
-    """Whether this process can use its GPU no more."""
+    """True if this process can no longer use its GPU."""
     import torch
 
     try:
@@ -86,7 +86,7 @@ def broken() -> bool:
 
 
 def milliseconds(run: Callable[[], Any], rep: int = 60) -> float:
-    """The median."""
+    """Median time of `run`."""
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=15, rep=rep, return_mode="median"))  # type: ignore[arg-type]

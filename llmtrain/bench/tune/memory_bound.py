@@ -1,4 +1,4 @@
-"""What the problems around the scan share: kernels that move bytes, each searched on its own and compared as a whole."""
+"""Base of the memory-bound problems: kernels that are searched on their own and rated by the bytes they move."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class MemoryBound(abc.ABC):
     operation: str
     parts: Sequence[str]
     launch: type
-    """Of one part: the dataclass of its parameters."""
+    """Dataclass of one part's launch parameters."""
     shape: dict[str, int]
     tolerance: float
     _exact: dict[str, Outputs] | None = None
 
     @abc.abstractmethod
     def launches(self, part: str, quick: bool) -> Iterator[Any]:
-        """The table's, then what may be better; as they would run here, so some may come twice."""
+        """Candidates: the table's launch first, then others; fitted to this problem, so some may be equal."""
 
     @abc.abstractmethod
     def run(self, part: str, launch: Any) -> Outputs:
-        """launch: None: the table's."""
+        """Run a part by `launch` (None: the table's)."""
 
     @abc.abstractmethod
     def in_float64(self) -> dict[str, Outputs]:
-        """What every part must give."""
+        """Exact results of every part."""
 
     @abc.abstractmethod
     def bytes(self, part: str) -> int:
-        """Of what it must read and write, once."""
+        """Bytes that a part must read and write, each once."""
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
         return [asdict(launch) for launch in dict.fromkeys(self.launches(part, quick))]
@@ -76,6 +76,6 @@ class Draw:
         return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype)
 
     def slice(self, *shape: int) -> Tensor:
-        """Of a projection more than twice as wide, as a mixer's parts are; rows begin at multiples of 16 bytes."""
+        """Slice of a projection more than twice as wide, as a mixer's parts are; rows start at multiples of 16 bytes."""
         *leading, width = shape
         return self(*leading, 2 * width + 128)[..., width - width % 8 : -128 - width % 8]

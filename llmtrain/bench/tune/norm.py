@@ -51,27 +51,27 @@ class Problem(MemoryBound):
             self.statistics = _statistics(self.x.float(), bool(case.centred), self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
-        """A thread holds 4 to 16 numbers of a part and up to 32 of a row; so do the sums of the backward.
+        """Candidates in which a thread holds 4 to 16 numbers of a part and up to 32 of a row, as do the sums of the backward.
 
-        A run without bound stays so in the row: it is `fitted` to the tokens at every launch, here too.
+        `max_tiles` without bound stays so in the row: it is `fitted` to the tokens at every launch, here too.
         """
         yield getattr(self.table, part)
         lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.dim
         forward = part == "forward"
-        for columns, warps in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8, 16)):
-            held, parts = columns // (lanes * warps), -(-size // columns)
+        for columns, num_warps in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8, 16)):
+            held, parts = columns // (lanes * num_warps), -(-size // columns)
             if held not in (4, 8, 16) or columns >= 2 * size or held * parts > 32:
                 continue
             if forward:
                 for run in (1,) if quick else (1, 2, 4):
-                    yield Tile(columns, warps, run)
+                    yield Tile(columns, num_warps, run)
                 continue
-            fetched: list[dict[str, Any]] = [{"ahead": True}, {"stages": 3}]
+            fetched: list[dict[str, Any]] = [{"prefetch": True}, {"num_stages": 3}]
             for how, programs in itertools.product(fetched if quick else [{}, *fetched], (2,) if quick else (1, 2, 4)):
-                yield Tile(columns, warps, 512, programs=programs, **how)
+                yield Tile(columns, num_warps, 512, programs_per_sm=programs, **how)
 
     def _fitted(self, tile: Tile) -> Tile:
-        return fitted(narrowed(tile, self.case.dim), self.table.processors, self.case.tokens)
+        return fitted(narrowed(tile, self.case.dim), self.table.num_sms, self.case.tokens)
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         case, spec = self.case, self.spec
@@ -80,9 +80,9 @@ class Problem(MemoryBound):
             how = (self.weight, self.bias if case.biased else None, bool(case.centred), spec.eps, tile)
             total, y, statistics = kernels.forward(self.x, self.delta if case.summed else None, *how)
             return (y, statistics) if total is None else (y, statistics, total)
-        more = self.d_total if case.summed else None
+        residual = self.d_total if case.summed else None
         how = (self.x, self.weight, self.statistics, bool(case.biased), tile)
-        dx, partials = kernels.backward(self.dy, more, *how)
+        dx, partials = kernels.backward(self.dy, residual, *how)
         d_weight, d_bias = kernels.parameter_gradients(partials, self.weight, bool(case.biased))
         return (dx, d_weight) if d_bias is None else (dx, d_weight, d_bias)
 
@@ -105,7 +105,7 @@ class Problem(MemoryBound):
 
 
 def _statistics(x: Tensor, centred: bool, eps: float) -> Tensor:
-    """As the kernels keep them: see triton_kernels.py."""
+    """Statistics as the kernels keep them: see triton_kernels.py."""
     mean = x.mean(-1, keepdim=True) * centred
     r = torch.rsqrt((x - mean).square().mean(-1) + eps)
     return torch.stack((r, mean[:, 0])) if centred else r[None]

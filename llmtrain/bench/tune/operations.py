@@ -1,4 +1,4 @@
-"""What the searcher needs to know of an operation: one file each, with a class that is a Problem."""
+"""Interface of an operation to the search: one file per operation, with a class that is a Problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attempt:
 
 @dataclass
 class Winner:
-    """A row to be. work: FLOP or bytes of one call; unit: tflops or gbps."""
+    """Future row of a table. work: FLOP or bytes of one call; unit: tflops or gbps."""
 
     kernel: str
     launch: Any
@@ -43,7 +43,7 @@ class Problem(Protocol):
     """One operation at one shape. On the device `meta` it has no memory, and its runners only compile."""
 
     parts: Sequence[str]
-    """What is searched separately."""
+    """Kernels, or groups of them, that are searched separately."""
     shape: dict[str, int]
     tolerance: float
     """The largest relative error that counts as right."""
@@ -82,5 +82,5 @@ def problem(operation: str, case: dict[str, Any], device: str, where: Platform) 
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """In the norm of a whole tensor."""
+    """Relative error in the norm of a whole tensor."""
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))

@@ -12,8 +12,8 @@ from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outpu
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.reference import rotate
 from llmtrain.kernels.rotary.spec import RotarySpec
-from llmtrain.kernels.rotary.triton import launch_rotary
-from llmtrain.kernels.rotary.triton_launch import Launch, default_launch
+from llmtrain.kernels.rotary.triton import default_launch, launch_rotary
+from llmtrain.kernels.rotary.triton_launch import Launch
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,19 @@ class Problem(MemoryBound):
             self.cos, self.sin = angle.cos(), angle.sin()
 
     def launches(self, part: str, quick: bool) -> Iterator[Launch]:
-        """A thread holds 2 to 16 numbers of a head's half."""
+        """Candidates in which a thread holds 2 to 16 numbers of a head's half."""
         yield self.table
         lanes, columns = 64 if self.where.vendor == "amd" else 32, 1 << (self.case.head_dim // 2 - 1).bit_length()
         tokens = (16, 32, 64) if quick else (8, 16, 32, 64, 128)
-        for rows, heads, warps in itertools.product(tokens, (8,) if quick else (2, 4, 8, 16), (1, 2, 4, 8)):
-            if rows * columns // (lanes * warps) in (2, 4, 8, 16):
-                yield Launch(rows, heads, warps)
+        for rows, heads, num_warps in itertools.product(tokens, (8,) if quick else (2, 4, 8, 16), (1, 2, 4, 8)):
+            if rows * columns // (lanes * num_warps) in (2, 4, 8, 16):
+                yield Launch(rows, heads, num_warps)
 
     def run(self, part: str, launch: Launch | None) -> Outputs:
         options = (launch or self.table).dump()
-        forward, backward = (launch_rotary(self.q, self.k, self.cos, self.sin, back, options) for back in (False, True))
+        forward, backward = (
+            launch_rotary(self.q, self.k, self.cos, self.sin, inverse, options) for inverse in (False, True)
+        )
         return (*forward, *backward)
 
     def in_float64(self) -> dict[str, Outputs]:

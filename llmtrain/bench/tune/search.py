@@ -14,7 +14,7 @@ from llmtrain.bench.tune.compiling import Compilers, Task
 from llmtrain.bench.tune.measuring import Measured
 from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.tuning_table import Row
 
 Step = Callable[[], None]
 """To be called after each candidate."""
@@ -24,7 +24,7 @@ def compile_candidates(
     operation: str, case: dict[str, Any], problem: Problem, parts: Sequence[str], where: Platform, quick: bool,
     workers: int, bar: Callable[[str, int], contextlib.AbstractContextManager[Step]],
 ) -> dict[str, list[Attempt]]:  # fmt: skip
-    """Every candidate of every part, compiled by processes that need no GPU. bar: title and length -> what counts."""
+    """Compile all candidates of all parts, in processes that need no GPU. bar: (title, length) -> a context that gives a Step."""
     attempts = [Attempt(part, launch) for part in parts for launch in problem.candidates(part, quick)]
     tasks = [Task(operation, case, one.part, one.launch, where.arch) for one in attempts]
     limit = shared_limit(where.arch)
@@ -68,7 +68,7 @@ def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: 
 
 
 def commit() -> str:
-    """Of the code that runs, `+` if it was changed since; `unknown` without git."""
+    """Commit of the code that runs, with `+` if it was changed since; `unknown` without git."""
 
     def git(*words: str) -> str:
         folder = Path(__file__).parent
@@ -91,7 +91,7 @@ def shared_of(operation: str, case: dict[str, Any], launch: Any, where: Platform
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Step]:
-    """On standard error, with the time left; a line at the end where that is no terminal."""
+    """Progress bar on standard error, with the time left; a line at the end where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -11,27 +11,29 @@ import torch
 from torch import Tensor
 
 from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import block_scaled_fp16 as half
-from llmtrain.kernels.ssd import chunk_cumsum as time_steps
-from llmtrain.kernels.ssd import inter_chunk_bwd as through
-from llmtrain.kernels.ssd import intra_chunk_bwd as pairs
-from llmtrain.kernels.ssd import intra_chunk_halves_bwd as across
-from llmtrain.kernels.ssd import state_passing as borders
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
+from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
+from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
+from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
 from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, Launch, PassLaunch, WalkLaunch, default_launch
-from llmtrain.kernels.tuning_files import decode
+from llmtrain.kernels.ssd.triton import default_launch
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch, SequentialScanLaunch, StatePassingLaunch
 
-FORWARD, BACKWARD = ("walk", "passing", "scan"), ("both", "pairs", "halves", "states")
-_KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadsLaunch) | {
-    "walk": WalkLaunch,
-    "passing": PassLaunch,
-    "both": PassLaunch,
+FORWARD, BACKWARD = (
+    ("sequential_scan", "state_passing", "chunk_scan"),
+    ("state_passing_bwd", "intra_chunk_bwd", "intra_chunk_halves_bwd", "inter_chunk_bwd"),
+)
+_KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadLoopLaunch) | {
+    "sequential_scan": SequentialScanLaunch,
+    "state_passing": StatePassingLaunch,
+    "state_passing_bwd": StatePassingLaunch,
 }
-_OTHERS = {"walk": "pair", "both": "wide"}
+_OTHERS = {"sequential_scan": "sequential_scan_shared_sm", "state_passing_bwd": "state_passing_bwd_wide"}
 """Launches of the same kernels, for other numbers of programs."""
 _TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 _NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
@@ -100,12 +102,14 @@ class Problem:
         self.tolerance = _TOLERANCE[case.dtype]
         *self.tensors, self.dy = case.tensors(device)
         self.launch = default_launch(self.spec, where)
-        ahead = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
-        self.chunks = {"forward": ahead, "backward": ("32", "64", "128/64")}
+        fwd = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
+        self.chunks = {"forward": fwd, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
         backward = ((kernel, chunk) for kernel in BACKWARD for chunk in self.chunks["backward"])
-        self.parts += [f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "halves" or "/" in chunk]
-        self._made: dict[tuple[int, int], dict[str, Any]] = {}
+        self.parts += [
+            f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "intra_chunk_halves_bwd" or "/" in chunk
+        ]
+        self._cached: dict[tuple[int, int], dict[str, Any]] = {}
         self._exact: tuple[Tensor, ...] = ()
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
@@ -114,61 +118,67 @@ class Problem:
         more = {"matrix_instr_nonkdim": 16} if amd else {}
         depths = (1, 2) if amd or quick else (1, 2, 3)
         found: list[Any] = []
-        if (chunk, tile) == self._own(kernel):
+        if (chunk, tile) == self._table_tiles(kernel):
             found.append(getattr(self.launch, kernel))
-        described = (False, True) if self.where.arch == "sm90" else (False,)
-        if kernel in ("passing", "both"):
-            for rows, columns, warps, stages in itertools.product(
+        use_tma = (False, True) if self.where.arch == "sm90" else (False,)
+        if kernel in ("state_passing", "state_passing_bwd"):
+            for rows, columns, num_warps, num_stages in itertools.product(
                 (64, 128), (32, 64), (4, 8), (1, 2) if amd else (2, 3)
             ):
-                found.append(PassLaunch(rows, columns, stages, {"num_warps": warps, **more}))
-        elif kernel == "walk":
-            for columns, warps, stages, fetched in itertools.product((32, 64), (4, 8), depths, described):
-                if chunk < 128 or warps > 4:
-                    found.append(WalkLaunch(columns, stages, {"num_warps": warps, **more}, fetched))
+                found.append(StatePassingLaunch(rows, columns, num_stages, {"num_warps": num_warps, **more}))
+        elif kernel == "sequential_scan":
+            for columns, num_warps, num_stages, tma in itertools.product((32, 64), (4, 8), depths, use_tma):
+                if chunk < 128 or num_warps > 4:
+                    found.append(SequentialScanLaunch(columns, num_stages, {"num_warps": num_warps, **more}, tma))
         else:
-            for programs, warps, stages, fetched in itertools.product((2, 4), (4, 8), depths, described):
-                if tile < 128 or warps > 4:
-                    found.append(HeadsLaunch(programs, stages, {"num_warps": warps, **more}, fetched))
+            for programs, num_warps, num_stages, tma in itertools.product((2, 4), (4, 8), depths, use_tma):
+                if tile < 128 or num_warps > 4:
+                    found.append(HeadLoopLaunch(programs, num_stages, {"num_warps": num_warps, **more}, tma))
         plain = [asdict(launch) for launch in found]
         return [launch for i, launch in enumerate(plain) if launch not in plain[:i]]
 
-    def _own(self, kernel: str) -> tuple[int, int]:
+    def _table_tiles(self, kernel: str) -> tuple[int, int]:
         """The chunk and the tile of the table's launch."""
         launch = self.launch
-        return (launch.chunk, launch.chunk) if kernel in FORWARD else (launch.chunk_backward, launch.tile)
+        return (launch.chunk_size, launch.chunk_size) if kernel in FORWARD else (launch.chunk_size_bwd, launch.tile)
 
-    def _of_chunk(self, chunk: int, tile: int) -> dict[str, Any]:
-        """What the kernels take from one another, for this chunk."""
-        if (chunk, tile) in self._made:
-            return self._made[chunk, tile]
+    def _intermediates(self, chunk: int, tile: int) -> dict[str, Any]:
+        """Tensors that the kernels pass to one another, for this chunk."""
+        if (chunk, tile) in self._cached:
+            return self._cached[chunk, tile]
         x, dt, A, B, C, _, dt_bias = self.tensors
         batch, seq_len, spec = self.case.batch, self.case.seq_len, self.spec
         count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
-            "times": (batch, spec.n_heads, count, 2, chunk),
-            "longest": (batch, spec.n_heads, count),
-            "plain": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
-            "vectors": (batch, spec.n_heads, count, 3, chunk),
-            "d_pairs": (4, batch, tiles, spec.n_groups, tile, tile),
-            "d_across": (4, batch, count, spec.n_groups, tile, tile),
+            "dA_cumsum": (batch, spec.n_heads, count, 2, chunk),
+            "largest_dt": (batch, spec.n_heads, count),
+            "states_fwd": (batch, count, spec.n_heads, spec.d_state, spec.head_dim),
+            "ddA_terms": (batch, spec.n_heads, count, 3, chunk),
+            "dCB": (4, batch, tiles, spec.n_groups, tile, tile),
+            "dCB_halves": (4, batch, count, spec.n_groups, tile, tile),
             "dx": tuple(x.shape),
         }
-        narrow = ("plain", "d_pairs", "d_across", "dx")
+        narrow = ("states_fwd", "dCB", "dCB_halves", "dx")
         made: dict[str, Any] = {
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        made["keys"] = half.room(B, C, tile, self.launch.half)
-        made["states"] = borders.room(x, made["keys"], chunk, tile, self.launch.both)
+        made["bc"] = block_scaled_fp16.empty_scaled_bc(B, C, tile, self.launch.fp16_states)
+        made["states"] = state_passing.empty_states(x, made["bc"], chunk, tile, self.launch.state_passing_bwd)
         if self.device != "meta":
-            few, precision = replace(self.launch.both, stages=1), self.launch.precision
-            made["times"], made["longest"], _ = time_steps.decays(dt, A, dt_bias, None, (None, None), chunk, True)
-            made["plain"] = borders.pass_states(x, B, made["times"], None, None, chunk, precision, few)
-            made["keys"] = half.keys_of(B, C, tile, self.launch.half)
-            tensors = (x, self.dy, made["keys"], made["times"], made["longest"])
-            made["states"] = borders.pass_both(*tensors, None, None, None, None, chunk, tile, precision, few)
-        self._made[chunk, tile] = made
+            few, precision = replace(self.launch.state_passing_bwd, num_stages=1), self.launch.input_precision
+            made["dA_cumsum"], made["largest_dt"], _ = chunk_cumsum.chunk_cumsum_fwd(
+                dt, A, dt_bias, None, (None, None), chunk, True
+            )
+            made["states_fwd"] = state_passing.state_passing_fwd(
+                x, B, made["dA_cumsum"], None, None, chunk, precision, few
+            )
+            made["bc"] = block_scaled_fp16.scale_bc(B, C, tile, self.launch.fp16_states)
+            tensors = (x, self.dy, made["bc"], made["dA_cumsum"], made["largest_dt"])
+            made["states"] = state_passing.state_passing_bwd(
+                *tensors, None, None, None, None, chunk, tile, precision, few
+            )
+        self._cached[chunk, tile] = made
         return made
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
@@ -178,27 +188,29 @@ class Problem:
         assert launch is not None
         kernel, chunk, tile = sizes(part)
         how: Any = _KINDS[kernel](**launch)
-        m, precision, processors = self._of_chunk(chunk, tile), self.launch.precision, self.where.processors
+        m, precision, num_sms = self._intermediates(chunk, tile), self.launch.input_precision, self.where.num_sms
         x, _, _, B, C, D, _ = self.tensors
-        dy, times, vectors = self.dy, m["times"], m["vectors"]
-        if kernel == "walk":
-            return lambda: forward.walk(x, B, C, D, times, None, None, chunk, precision, how)
-        if kernel == "scan":
-            return lambda: forward.scan(x, B, C, D, times, None, m["plain"], chunk, precision, how, processors)
-        if kernel == "passing":
-            return lambda: borders.pass_states(x, B, times, None, None, chunk, precision, how)
-        if kernel == "both":
-            both = (x, dy, m["keys"], times, m["longest"], None, None, None, None, chunk, tile, precision, how)
-            return lambda: borders.pass_both(*both)
-        if kernel == "pairs":
-            inputs = (dy, x, m["keys"], D, times, None, m["states"], vectors, chunk, tile, precision, how, processors)
-            return lambda: pairs.through_pairs(*inputs)
-        if kernel == "halves":
-            inputs = (dy, x, B, C, times, None, vectors, m["dx"], chunk, precision, how, processors)
-            return lambda: across.through_halves(*inputs)
-        of_pairs = (m["d_pairs"], m["d_across"] if tile < chunk else None)
-        inputs = (dy, x, B, C, times.clone(), None, *of_pairs, m["states"])  # which writes into times
-        return lambda: through.through_states(*inputs, vectors, chunk, tile, precision, how, processors)
+        dy, dA_cumsum, ddA_terms = self.dy, m["dA_cumsum"], m["ddA_terms"]
+        if kernel == "sequential_scan":
+            return lambda: forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, None, None, chunk, precision, how)
+        if kernel == "chunk_scan":
+            return lambda: forward.chunk_scan(
+                x, B, C, D, dA_cumsum, None, m["states_fwd"], chunk, precision, how, num_sms
+            )
+        if kernel == "state_passing":
+            return lambda: state_passing.state_passing_fwd(x, B, dA_cumsum, None, None, chunk, precision, how)
+        if kernel == "state_passing_bwd":
+            both = (x, dy, m["bc"], dA_cumsum, m["largest_dt"], None, None, None, None, chunk, tile, precision, how)
+            return lambda: state_passing.state_passing_bwd(*both)
+        if kernel == "intra_chunk_bwd":
+            inputs = (dy, x, m["bc"], D, dA_cumsum, None, m["states"], ddA_terms, chunk, tile, precision, how, num_sms)
+            return lambda: intra_chunk.intra_chunk_bwd(*inputs)
+        if kernel == "intra_chunk_halves_bwd":
+            inputs = (dy, x, B, C, dA_cumsum, None, ddA_terms, m["dx"], chunk, precision, how, num_sms)
+            return lambda: intra_chunk_halves.intra_chunk_halves_bwd(*inputs)
+        dCB = (m["dCB"], m["dCB_halves"] if tile < chunk else None)
+        inputs = (dy, x, B, C, dA_cumsum.clone(), None, *dCB, m["states"])  # cloned: the kernel writes into dA_cumsum
+        return lambda: inter_chunk.inter_chunk_bwd(*inputs, ddA_terms, chunk, tile, precision, how, num_sms)
 
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
         """y and every gradient. slices: of the first sequence alone."""
@@ -219,11 +231,13 @@ class Problem:
         return run
 
     def _every(self, launch: Launch) -> Callable[[], None]:
-        """At about this device's number of processors: as many as make the forward walk, in each of its ways, or not."""
-        own = self.where.processors
-        near = [replace(launch, processors=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
-        ways = [launch.walk, None] + ([] if launch.pair in (None, launch.walk) else [launch.pair])
-        forms = [self._whole(next(one for one in near if self._walk(one, self.case.batch) == way)) for way in ways]
+        """The whole scan in every form of the forward, at numbers of multiprocessors near this device's that lead to each."""
+        own = self.where.num_sms
+        near = [replace(launch, num_sms=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
+        ways, shared_sm = [launch.sequential_scan, None], launch.sequential_scan_shared_sm
+        if shared_sm not in ways:
+            ways.append(shared_sm)
+        forms = [self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways]
 
         def run() -> None:
             for form in forms:
@@ -232,7 +246,7 @@ class Problem:
         return run
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
-        """Of the whole scan with this part in it, on the first sequence."""
+        """Relative error of the whole scan with this part in it, on the first sequence."""
         if not self._exact:
             self._exact = self._in_float64()
         found = self._whole(self.checked(part, launch), slices=True)()
@@ -242,24 +256,27 @@ class Problem:
         """The whole scan for one sequence, which takes the form of the forward that `part` is of, or that all take."""
         if part == "whole":
             made = decode(Launch, launch, "launch")
-            walk = self._walk(made, self.case.batch)
+            form = self._forward_form(made, self.case.batch)
         else:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
-            cut: Any = {"chunk": chunk}
+            cut: Any = {"chunk_size": chunk}
             if kernel in BACKWARD:
-                halves = (self.launch.halves or self.launch.pairs) if tile < chunk else None
-                cut = {"chunk_backward": chunk, "halves": halves, "wide": None}
+                halves = (self.launch.intra_chunk_halves_bwd or self.launch.intra_chunk_bwd) if tile < chunk else None
+                cut = {"chunk_size_bwd": chunk, "intra_chunk_halves_bwd": halves, "state_passing_bwd_wide": None}
             made = replace(self.launch, **(cut | {kernel: how}))
-            walk = made.walk if kernel == "walk" else None if kernel in FORWARD else self._walk(made, 1)
-        if self._walk(made, 1) == walk:
+            form = None if kernel in FORWARD else self._forward_form(made, 1)
+            if kernel == "sequential_scan":
+                form = made.sequential_scan
+        if self._forward_form(made, 1) == form:
             return made
-        if walk is None:
-            return replace(made, processors=4 * self.case.heads * self.case.head_dim)
-        return replace(made, processors=1, pair=None if walk == made.walk else made.pair)
+        if form is None:
+            return replace(made, num_sms=4 * self.case.heads * self.case.head_dim)
+        shared_sm = None if form == made.sequential_scan else made.sequential_scan_shared_sm
+        return replace(made, num_sms=1, sequential_scan_shared_sm=shared_sm)
 
-    def _walk(self, launch: Launch, batch: int) -> WalkLaunch | None:
-        return launch.walk_for(batch * self.case.heads, self.case.head_dim)
+    def _forward_form(self, launch: Launch, batch: int) -> SequentialScanLaunch | None:
+        return launch.sequential_scan_for(batch * self.case.heads, self.case.head_dim)
 
     def _in_float64(self) -> tuple[Tensor, ...]:
         pieces = [t[:1] if t.ndim >= 3 else t for t in self.tensors]
@@ -268,33 +285,33 @@ class Problem:
         return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
-        """Every pair of chunk sizes with the best launch of each kernel, timed whole; the table's launch too."""
+        """The fastest whole scan over pairs of chunk sizes, each with the best launch of each kernel; and the table's launch."""
         tried = [self.launch]
-        for ahead, back in itertools.product(self.chunks["forward"], self.chunks["backward"]):
-            launches: Any = {kernel: self._best(best, f"{kernel}/{ahead}") for kernel in FORWARD}
-            kernels = [kernel for kernel in BACKWARD if kernel != "halves" or "/" in back]
-            launches |= {kernel: self._best(best, f"{kernel}/{back}") for kernel in kernels}
+        for fwd, bwd in itertools.product(self.chunks["forward"], self.chunks["backward"]):
+            launches: Any = {kernel: self._best(best, f"{kernel}/{fwd}") for kernel in FORWARD}
+            kernels = [kernel for kernel in BACKWARD if kernel != "intra_chunk_halves_bwd" or "/" in bwd]
+            launches |= {kernel: self._best(best, f"{kernel}/{bwd}") for kernel in kernels}
             if None in launches.values():
                 continue
-            cut: Any = {"chunk": int(ahead), "chunk_backward": sizes(f"pairs/{back}")[1]}
+            cut: Any = {"chunk_size": int(fwd), "chunk_size_bwd": sizes(f"intra_chunk_bwd/{bwd}")[1]}
             # What is searched serves all numbers of programs.
             cut |= {other: None for kernel, other in _OTHERS.items() if self._searched(best, kernel)}
-            launches = {"halves": None} | launches
+            launches = {"intra_chunk_halves_bwd": None} | launches
             tried.append(replace(self.launch, **cut, **launches))
         found = []
         for launch in tried:
             measured = measurer("whole", asdict(launch))
             if measured.problem is None:
-                found.append(Winner("ssd", replace(launch, processors=1), measured.ms, 0, self.case.flops(), "tflops"))
+                found.append(Winner("ssd", replace(launch, num_sms=1), measured.ms, 0, self.case.flops(), "tflops"))
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], part: str) -> Any:
-        """The fastest; of a kernel that was not searched, the table's, at its own chunk."""
+        """The fastest launch; for a kernel that was not searched, the table's, at its own chunk."""
         kernel, *cut = sizes(part)
         attempts = best.get(part)
         if attempts:
             return _KINDS[kernel](**attempts[0].launch)
-        others = self._searched(best, kernel) or tuple(cut) != self._own(kernel)
+        others = self._searched(best, kernel) or tuple(cut) != self._table_tiles(kernel)
         return None if others else getattr(self.launch, kernel)
 
     @staticmethod
@@ -303,6 +320,6 @@ class Problem:
 
 
 def sizes(part: str) -> tuple[str, int, int]:
-    """Its kernel, chunk and tile."""
+    """Kernel, chunk and tile of a part."""
     kernel, chunk, *tile = part.split("/")
     return kernel, int(chunk), int(tile[0] if tile else chunk)

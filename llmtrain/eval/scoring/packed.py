@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmtrain.eval.scoring.batching import Row
 from llmtrain.eval.scoring.packing import Segment
-from llmtrain.kernels.async_copy import moved_to
-from llmtrain.kernels.attention.prefix_tree import Tree, tree
+from llmtrain.kernels.async_copy import copy_async
+from llmtrain.kernels.attention.prefix_tree import PrefixTree, build_prefix_tree
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import TokenScores
 
@@ -27,7 +27,7 @@ class _Call:
     ids: Tensor
     scored: Tensor
     labels: Tensor
-    tree: Tree
+    tree: PrefixTree
     owners: list[tuple[int, int]]
 
 
@@ -84,13 +84,13 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
             scored += range(len(ids) - row.scored, len(ids))
             labels += row.tokens[-row.scored :]
             owners.append((number, row.scored))
-    lengths, above = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
+    lengths, ancestors = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
     if padding := -len(ids) % _MULTIPLE:  # a text that nobody looks at
         ids += [0] * padding
         lengths.append(padding)
-        above.append(())
-    parts = [moved_to(torch.from_numpy(np.array(values, dtype=np.int64)), device) for values in (ids, scored, labels)]
-    return _Call(parts[0][None], parts[1], parts[2], tree(lengths, above).to(device), owners)
+        ancestors.append(())
+    parts = [copy_async(torch.from_numpy(np.array(values, dtype=np.int64)), device) for values in (ids, scored, labels)]
+    return _Call(parts[0][None], parts[1], parts[2], build_prefix_tree(lengths, ancestors).to(device), owners)
 
 
 def _answers(running: _Running, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:

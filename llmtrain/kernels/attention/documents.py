@@ -1,4 +1,4 @@
-"""Packed sequences: which tokens belong together."""
+"""Packed sequences: the documents of a batch as one interval per token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Of every token, the first and the last token of its own document; int32 [batch, T].
+    """First and last token of each token's own document; int32 [batch, T].
 
-    A document is a run, so one interval per token says all, both never fall from one token to the next, and
-    "i and j share a document" reads starts[i] <= j <= ends[i] or, the same, starts[j] <= i <= ends[j].
+    A document is a run of tokens, so one interval per token describes all, neither end falls from one token to the next, and
+    i and j share a document if starts[i] <= j <= ends[i] or, equivalently, starts[j] <= i <= ends[j].
     The interval of padding is empty: it sees nothing, and nothing sees it.
     """
 

@@ -16,7 +16,7 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> FlashAttn:
 
 class FlashAttn:
     def __init__(self, spec: AttentionSpec):
-        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+        from flash_attn import flash_attn_func
 
         self.spec, self.slopes, self.kernel = spec, Slopes(spec), flash_attn_func
 

@@ -41,8 +41,8 @@ class FlexAttention:
         window = self.spec.sliding_window or seq_len
 
         def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            seen = (i >= j) & (i - j < window)
-            return seen if ids is None else seen & (ids[batch, i] == ids[batch, j])
+            in_range = (i >= j) & (i - j < window)
+            return in_range if ids is None else in_range & (ids[batch, i] == ids[batch, j])
 
         batch = None if ids is None else ids.shape[0]
         mask = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))

@@ -18,8 +18,8 @@ class MaskedAttention:
     """q: [batch, T, n_heads, head_dim]; k, v: [batch, K, n_kv_heads, head_dim]; bias as made here -> like q."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
-        self.spec = spec = replace(spec, documents=False)  # a cache holds one per row
-        # These take the bias as their context; nothing is compiled for a length.
+        self.spec = spec = replace(spec, documents=False)  # a cache holds one document per row
+        # These backends take the bias as their context; none is compiled for a length.
         names = ("sdpa:efficient", "sdpa:cpu", "reference")
         able = next(name for name in names if registry.refusal("attention", name, spec, platform) is None)
         self.kernel = registry.resolve("attention", able, spec, platform).build(spec, platform)

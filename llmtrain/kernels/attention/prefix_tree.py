@@ -1,16 +1,15 @@
-"""Attention of packed texts that begin alike: what they share stands in the sequence once.
+"""Prefix trees: packed requests that share prefixes, each of which is in the sequence once; and their attention.
 
 A segment is a run of tokens. It continues other segments (a question, before it a few-shot prompt), which stand earlier in
-the sequence, and its tokens see those and themselves. For each depth of the tree, the keys that a token sees there are one
+the sequence, and its tokens see those and themselves. At each depth of the tree, the keys that a token sees there are one
 interval, as in packed documents. So attention first runs on the segments, with the kernels for documents; then once per
-depth, for the tokens that see something there, and the parts are joined by their log-sum-exps (tree_triton.py). Between a
-segment and what it continues there are other segments: ALiBi's distances there are too long by a number that is the same for
-all keys of a part, so only its log-sum-exp needs to know.
+depth, for the tokens that see something there, and the partial results are merged by their log-sum-exps
+(prefix_tree_triton.py). Between a segment and its ancestors there are other segments: ALiBi's distances are too long by a
+number that is the same for all keys of an ancestor, so a correction of that part's log-sum-exp is enough.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,104 +19,87 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import registry
-from llmtrain.kernels.async_copy import moved_to
+from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.attention.documents import Documents
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.platform import Platform
 
-TILE = 32
-"""Queries of a program that looks at one depth: few are what continues something, and they stand together."""
+BLOCK_QUERIES = 32
+"""Queries per program of the kernel for one depth: few tokens continue something, and they are neighbours."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """What tokens see at one depth: keys starts .. ends, [T], which seem to be `apart` tokens too far; empty intervals lie
-    between the others. tiles: those of TILE tokens that see anything. All in int32.
+    """Keys that tokens see at one depth: starts .. ends, [T], whose distances are too long by `distance_offset` tokens. Empty
+    intervals lie between the others. tiles: tiles of BLOCK_QUERIES tokens that see anything. All in int32.
     """
 
     starts: Tensor
     ends: Tensor
-    apart: Tensor
+    distance_offset: Tensor
     tiles: Tensor
 
 
 @dataclass
-class Tree:
-    """lengths, above: as of `tree`. places: [1, T], of each token in its own text. own: what it sees in its own segment."""
+class PrefixTree:
+    """lengths, ancestors: see build_prefix_tree. positions: [1, T], of each token in its own request. segments: as documents."""
 
     lengths: Sequence[int]
-    above: Sequence[Sequence[int]]
-    places: Tensor
-    own: Documents
+    ancestors: Sequence[Sequence[int]]
+    positions: Tensor
+    segments: Documents
     depths: list[Depth]
-    _made: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), or what it made for an earlier layer."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), or its result from an earlier layer."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
-    def to(self, device: torch.device) -> Tree:
-        own = Documents(moved_to(self.own.starts, device), moved_to(self.own.ends, device))
+    def to(self, device: torch.device) -> PrefixTree:
+        segments = Documents(copy_async(self.segments.starts, device), copy_async(self.segments.ends, device))
         depths = [
-            Depth(*(moved_to(t, device) for t in (one.starts, one.ends, one.apart, one.tiles))) for one in self.depths
+            Depth(*(copy_async(t, device) for t in (one.starts, one.ends, one.distance_offset, one.tiles)))
+            for one in self.depths
         ]
-        return Tree(self.lengths, self.above, moved_to(self.places, device), own, depths)
+        return PrefixTree(self.lengths, self.ancestors, copy_async(self.positions, device), segments, depths)
 
 
-def tree(lengths: Sequence[int], above: Sequence[Sequence[int]]) -> Tree:
-    """On the CPU. lengths: tokens of each segment, in order; above: which earlier segments it continues, the outermost first.
+def build_prefix_tree(lengths: Sequence[int], ancestors: Sequence[Sequence[int]]) -> PrefixTree:
+    """A prefix tree, on the CPU. lengths: tokens of each segment, in order; ancestors: the earlier segments that it continues, the
+    outermost first.
 
     At each depth, segments that continue the same one must follow each other, and in its order.
     """
-    # In numpy, which takes a tenth of torch's time for lists and for such small arrays.
+    # numpy takes a tenth of torch's time for lists and for such small arrays.
     size = np.array(lengths, dtype=np.int32)
     end = size.cumsum(dtype=np.int32)
     start = end - size
-    offset = np.array([sum(lengths[i] for i in chain) for chain in above], dtype=np.int32)
+    offset = np.array([sum(lengths[i] for i in chain) for chain in ancestors], dtype=np.int32)
     inside = np.arange(end[-1], dtype=np.int32)
 
     def spread(of_segments: np.ndarray) -> Tensor:
         return torch.from_numpy(np.repeat(of_segments.astype(np.int32), size))
 
     depths = []
-    for depth in range(max(map(len, above), default=0)):
-        seen = np.array([chain[depth] if depth < len(chain) else -1 for chain in above])
+    for depth in range(max(map(len, ancestors), default=0)):
+        seen = np.array([chain[depth] if depth < len(chain) else -1 for chain in ancestors])
         nothing = seen < 0
-        # A segment that continues none at this depth sees nothing, between what was seen before and what comes.
+        # A segment without an ancestor at this depth gets an empty interval, between those before and after it.
         last = np.maximum.accumulate(np.where(nothing, -1, end[seen] - 1))
         first = np.where(nothing, last + 1, start[seen])
-        apart = np.where(nothing, 0, (start - offset) - (start - offset)[seen])
-        per_tile = np.bincount(inside[np.repeat(~nothing, size)] // TILE)
+        distance_offset = np.where(nothing, 0, (start - offset) - (start - offset)[seen])
+        per_tile = np.bincount(inside[np.repeat(~nothing, size)] // BLOCK_QUERIES)
         tiles = torch.from_numpy(np.flatnonzero(per_tile).astype(np.int32))
-        depths.append(Depth(spread(first), spread(last), spread(apart), tiles))
-    own = Documents(spread(start)[None], spread(end - 1)[None])
-    places = torch.from_numpy(inside) - spread(start - offset)
-    return Tree(lengths, above, places[None], own, depths)
-
-
-@functools.cache
-def _slopes(spec: AttentionSpec) -> Slopes:
-    """For good: to make them anew would wait for the GPU."""
-    return Slopes(spec)
+        depths.append(Depth(spread(first), spread(last), spread(distance_offset), tiles))
+    segments = Documents(spread(start)[None], spread(end - 1)[None])
+    positions = torch.from_numpy(inside) - spread(start - offset)
+    return PrefixTree(lengths, ancestors, positions[None], segments, depths)
 
 
 def refusal(spec: AttentionSpec, platform: Platform) -> str | None:
-    """Why trees cannot be read here, or None."""
+    """Reason for which prefix trees cannot be read here, or None."""
     if spec.sliding_window is not None:
-        return "a sliding window ends by distances, which parts of a tree do not have"
+        return "a sliding window needs distances, which are not exact between segments of a prefix tree"
     return registry.refusal("attention", "triton", spec, platform)
-
-
-def attend_tree(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, vendor: str, tree: Tree) -> Tensor:
-    """q: [1, T, n_heads, head_dim]; k, v: [1, T, n_kv_heads, head_dim] -> like q. No gradients."""
-    from llmtrain.kernels.attention.prefix_tree_triton import join
-    from llmtrain.kernels.attention.triton import attend
-
-    slopes = _slopes(spec).on(q.device)
-    out, lse = attend(q, k, v, spec.scale, softcap=spec.softcap, slopes=slopes, packed=tree.own)
-    for depth in tree.depths:
-        join(q, k, v, out, lse, spec, slopes, depth.starts, depth.ends, depth.apart, depth.tiles, vendor)
-    return out

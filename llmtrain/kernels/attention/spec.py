@@ -1,4 +1,4 @@
-"""What an attention kernel is asked to do, and which backend can do it. No torch here.
+"""Specification of an attention operation, and the backends that can serve it. No torch here.
 
 A refusal is a sentence that says why a backend cannot serve and what to change. With `platform=None`
 only reasons that hold on every machine are given.
@@ -30,7 +30,7 @@ class AttentionSpec:
     """Tokens a query sees, itself included."""
     softcap: float | None = None
     dtype: str = "bfloat16"
-    """Of queries, keys and values."""
+    """Dtype of queries, keys and values."""
     documents: bool = False
     """Sequences may hold several documents, which do not see each other."""
 
@@ -106,7 +106,7 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
 
 
 def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    """What neither our kernels on whole sequences nor those on one new token serve."""
+    """Reason that holds for our kernels on whole sequences and on one new token alike."""
     if spec.head_dim % 8 or spec.head_dim > 256:
         return (
             f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
@@ -158,13 +158,13 @@ def preference_step(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 
 
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:
-    """What no kernel behind PyTorch's SDPA has, even with a bias."""
+    """Reason that holds for every kernel behind PyTorch's SDPA, even with a bias."""
     lacks = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
     return lacks and f"PyTorch's SDPA has no {lacks}; use flex or reference"
 
 
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
-    """What the flash and cuDNN kernels behind PyTorch's SDPA lack on every machine."""
+    """Reason that holds for the flash and cuDNN kernels behind PyTorch's SDPA on every machine."""
     lacks = [
         name
         for name, value in (

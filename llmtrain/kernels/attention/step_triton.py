@@ -1,16 +1,13 @@
-"""Attention of one new token per row to a cache, in Triton: memory-bound, so what counts is to read the cache once.
+"""Attention of one new token per row to a cache, in Triton. It is memory-bound: the cache should be read once.
 
-The slots of a row are shared out over several programs ("flash-decoding", Dao et al. 2023), each of which keeps an
-online softmax over its share; a second kernel merges the shares. A share is cut from the slots that the row may see
-at this position, not from the capacity: all programs stay busy while the cache fills, and no other slot is read.
+The slots of a row are split over several programs ("flash-decoding", Dao et al. 2023), each of which keeps an online
+softmax over its share; a second kernel merges the shares. The slots that the row may see at this position are split, not
+the capacity: all programs stay busy while the cache fills, and no other slot is read.
 
 A head_dim that is no power of two is padded to one in registers; the padding is masked, hence not read. So are slots
 that a row may not see. (Two tiles, 160 = 128 + 32, were compiled: their layouts differ, and each step of the loop then
 waits at barriers that bring the scores of the two together.)
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ from llmtrain.kernels.platform import Platform
 # Untuned; for AMD compiled only. tile: elements of a tile of keys in two bytes each. stages: tiles in flight, through
 # shared memory; left to itself (1), ptxas loads 16 bytes per thread, waits, and computes before it loads more.
 _ONE_HEAD = {
-    "nvidia": {"tile": 4096, "stages": 3, "num_warps": 4},
-    "amd": {"tile": 4096, "stages": 1, "num_warps": 4},
+    "nvidia": {"tile": 4096, "num_stages": 3, "num_warps": 4},
+    "amd": {"tile": 4096, "num_stages": 1, "num_warps": 4},
 }
 _GROUPED = {
-    "nvidia": {"tile": 8192, "stages": 3, "num_warps": 4},
-    "amd": {"tile": 8192, "stages": 2, "num_warps": 4, "matrix_instr_nonkdim": 16},
+    "nvidia": {"tile": 8192, "num_stages": 3, "num_warps": 4},
+    "amd": {"tile": 8192, "num_stages": 2, "num_warps": 4, "matrix_instr_nonkdim": 16},
 }
 _MERGE_COLUMNS = 64
-_PROGRAMS_PER_PROCESSOR = 32  # several rounds of what fits at once: the last, partial round then costs little
+_PROGRAMS_PER_SM = 32  # several rounds of what fits at once: the last, partial round then costs little
 _MIN_SLOTS, _MAX_SPLITS = 64, 64
 
 
@@ -46,15 +43,15 @@ class TritonAttentionStep:
     """The signature of ReferenceAttentionStep. The caches are contiguous; q may have strides but for its last dim."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
-        self.spec, self.slopes, self.processors = spec, Slopes(spec), platform.processors
+        self.spec, self.slopes, self.num_sms = spec, Slopes(spec), platform.num_sms
         vendor = "amd" if platform.vendor == "amd" else "nvidia"
         self.group = spec.n_heads // spec.n_kv_heads
         self.options = dict((_ONE_HEAD if self.group == 1 else _GROUPED)[vendor])
-        self.stages, tile = self.options.pop("stages"), self.options.pop("tile")
+        self.num_stages, tile = self.options.pop("num_stages"), self.options.pop("tile")
         if spec.dtype == "float32":
             tile //= 2
             if self.group > 1:
-                self.options["num_warps"] *= 2  # or the products, three for one, spill registers at head_dim 256
+                self.options["num_warps"] *= 2  # otherwise the three products of tf32x3 spill registers at head_dim 256
 
         # tl.dot wants at least 16 of everything.
         self.columns = max(16, triton.next_power_of_2(spec.head_dim))
@@ -65,7 +62,7 @@ class TritonAttentionStep:
 
     def splits(self, batch: int, capacity: int) -> int:
         """Programs that share one head's slots. Fixed by shapes alone."""
-        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * self.processors, batch * self.spec.n_kv_heads)
+        wanted = triton.cdiv(_PROGRAMS_PER_SM * self.num_sms, batch * self.spec.n_kv_heads)
         return min(wanted, triton.cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
@@ -79,7 +76,7 @@ class TritonAttentionStep:
 
         splits = self.splits(batch, capacity)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # With one split its result is the result.
+        # The result of a single split is final.
         parts, weights = out, None
         if splits > 1:
             parts = torch.empty(batch, spec.n_heads, splits, spec.head_dim, dtype=torch.float32, device=q.device)
@@ -93,7 +90,7 @@ class TritonAttentionStep:
             "COLUMNS": self.columns,
             "SLOTS": self.slots,
             "SPLITS": splits,
-            "STAGES": self.stages,
+            "NUM_STAGES": self.num_stages,
         }
         if self.group == 1:
             _one_head[batch * spec.n_heads, splits](*inputs, *sizes, **fixed, **self.options)
@@ -130,7 +127,7 @@ def _one_head(
     COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
 
@@ -149,30 +146,30 @@ def _one_head(
     k_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
     # Below every score, and finite: -inf - -inf would be NaN.
-    top = tl.full((SLOTS,), -1e38, tl.float32)
-    total = tl.zeros((SLOTS,), tl.float32)
+    row_max = tl.full((SLOTS,), -1e38, tl.float32)
+    row_sum = tl.zeros((SLOTS,), tl.float32)
 
-    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+    for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
         k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
         v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
         score = tl.sum(q_in[None, :] * k.to(tl.float32), 1)
         score = tl.where(valid, _change(score, scale, softcap, slopes, slope, newest - slots), float("-inf"))
-        higher = tl.maximum(top, score)
-        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher)
-        top = higher
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)
+        new_max = tl.maximum(row_max, score)
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
+        row_max = new_max
+        row_sum = row_sum * rescale + weight
+        acc = acc * rescale[:, None] + weight[:, None] * v.to(tl.float32)
 
-    highest = tl.max(top, 0)
-    weight = tl.exp2(top - highest)
-    total = tl.sum(total * weight, 0)
-    mean = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    highest = tl.max(row_max, 0)
+    weight = tl.exp2(row_max - highest)
+    row_sum = tl.sum(row_sum * weight, 0)
+    mean = tl.sum(acc * weight[:, None], 0) / tl.where(row_sum > 0, row_sum, 1.0)
     at = row_head.to(tl.int64) * SPLITS + split
     tl.store(parts + at * HEAD_DIM + column, mean.to(parts.dtype.element_ty), mask=column < HEAD_DIM)
     if SPLITS > 1:
-        tl.store(weights + at, highest + tl.log2(total))
+        tl.store(weights + at, highest + tl.log2(row_sum))
 
 
 @triton.jit
@@ -196,7 +193,7 @@ def _grouped(
     COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -222,10 +219,10 @@ def _grouped(
     slope = 0.0 if slopes is None else tl.load(slopes + heads, mask=exists, other=0.0)[:, None]
     k_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
     v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
-    top = tl.full((HEADS,), -1e38, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    row_max = tl.full((HEADS,), -1e38, tl.float32)
+    row_sum = tl.zeros((HEADS,), tl.float32)
 
-    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
+    for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
         k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
@@ -233,17 +230,17 @@ def _grouped(
         score = tl.dot(q_in, tl.trans(k), input_precision=PRECISION)
         score = _change(score, scale, softcap, slopes, slope, (newest - slots)[None, :])
         score = tl.where(valid[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        shrink, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
-        top = higher
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mean = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     at = (row * N_HEADS + heads).to(tl.int64) * SPLITS + split
     tl.store(parts + at[:, None] * HEAD_DIM + column[None, :], mean.to(parts.dtype.element_ty), mask=stored)
     if SPLITS > 1:
-        tl.store(weights + at, top + tl.log2(total), mask=exists)
+        tl.store(weights + at, row_max + tl.log2(row_sum), mask=exists)
 
 
 @triton.jit
@@ -256,7 +253,7 @@ def _merge(
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = the mean of the shares, weighted by 2^weights. Program (row * n_heads + head, columns).
+    """Merge the shares: out = their mean, weighted by 2^weights. Program (row * n_heads + head, columns).
 
     parts: [batch, n_heads, SPLITS, head_dim]; weights: [batch, n_heads, SPLITS], log2 of the sum of a share's
     exponentials, -inf where the share is empty.
@@ -268,8 +265,8 @@ def _merge(
     mask = (split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :]
     part = tl.load(parts + (row_head * SPLITS + split)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
     weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e38))
-    total = tl.sum(weight, 0)
-    merged = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    row_sum = tl.sum(weight, 0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(out + row_head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
@@ -295,7 +292,7 @@ def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def _change(score, scale, softcap, slopes, slope, distance):
-    """From q k^T to the score, times log2(e): 2^x is what the hardware has."""
+    """log2(e) times the score from q k^T: the hardware computes 2^x."""
     score = score * scale
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; libdevice.tanh fails in the interpreter.

@@ -3,9 +3,6 @@
 The kernels are in triton_forward.py and triton_backward.py, their launch parameters in triton_launch.py.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportReturnType=false
-
 from __future__ import annotations
 
 import functools
@@ -23,7 +20,8 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
-from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, choose, together
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch
+from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.platform import Platform
 
@@ -47,7 +45,7 @@ class TritonAttention:
         self.spec, self.slopes = spec, Slopes(spec)
 
     def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
-        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one each."""
+        """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one document per sequence."""
         return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
@@ -128,14 +126,14 @@ def _(dout, dlse, out, lse, q, k, v, scale, causal, window, softcap, slopes, sta
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, scale, causal, window, softcap, slopes, starts, ends = inputs
     ctx.save_for_backward(*output, q, k, v, slopes, starts, ends)
     ctx.settings = (scale, causal, window, softcap)
-    ctx.set_materialize_grads(False)  # nobody uses the gradient of lse, as a rule
+    ctx.set_materialize_grads(False)  # the gradient of lse is rarely used
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, q, k, v, slopes, starts, ends = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 10
@@ -144,18 +142,19 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return (*gradients, *(None,) * 7)
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @functools.cache
-def _where(device: torch.device) -> Platform:
+def _platform_of(device: torch.device) -> Platform:
     return platforms.detect(device)
 
 
 class Call:
-    """One attention, forward or backward: what its kernels are launched with.
+    """The kernel launches of one attention, forward or backward.
 
-    launches and where: in place of the table's and the tensors' own, for tuning and for compiling without a GPU.
+    launches, platform: override the table's launch parameters and the tensors' platform, for tuning and for compiling without
+    a GPU.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class Call:
         ends: Tensor | None = None,
         *,
         launches: dict[Kernel, Launch] | None = None,
-        where: Platform | None = None,
+        platform: Platform | None = None,
     ):
         self.q, self.k, self.v = (_rows_contiguous(t) for t in (q, k, v))
         self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape
@@ -188,22 +187,22 @@ class Call:
         self.window = window if window is not None and window < self.seq_len else None
         self.slopes, self.starts, self.ends = slopes, starts, ends
         self.group = self.n_heads // self.n_kv
-        self.where = where or _where(q.device)
+        self.platform = platform or _platform_of(q.device)
         dtype = str(q.dtype).removeprefix("torch.")
-        self.wanted, self.variant = (self.head_dim, dtype, self.where, self.seq_len), self._variant()
-        self.launches = {kernel: choose(kernel, *self.wanted, self.variant) for kernel in KERNELS} | (launches or {})
+        self.selection, self.variant = (self.head_dim, dtype, self.platform, self.seq_len), self._variant()
+        self.launches = {kernel: choose(kernel, *self.selection, self.variant) for kernel in KERNELS} | (launches or {})
         self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out like q, and lse [batch, n_heads, T]."""
+        """Output like q, and lse [batch, n_heads, T]."""
         q, k, v = self.q, self.k, self.v
         out = q.new_empty(q.shape)
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
-        launch, described = self._chosen("forward", k, v)
-        if described:
+        launch, use_tma = self._choose_launch("forward", k, v)
+        if use_tma:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, use_tma)
         attention_forward[grid](
             q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
         )  # fmt: skip
@@ -218,16 +217,16 @@ class Call:
         return dq, *self.dkdv(lse, dout, delta)
 
     def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
-        """Fills delta too, which dkdv reads."""
+        """dq; also fills delta, which dkdv reads."""
         dout = _rows_contiguous(dout)
         assert out.is_contiguous() and lse.is_contiguous() and delta.is_contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         q, k, v = self.q, self.k, self.v
         dq = q.new_empty(q.shape)
-        launch, described = self._chosen("dq", k, v)
-        if described:
+        launch, use_tma = self._choose_launch("dq", k, v)
+        if use_tma:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, described)
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, use_tma)
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
             *self._strides(), *dout.stride()[:3], *sizes, self.scale, **fixed,
@@ -239,28 +238,28 @@ class Call:
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        launch, described = self._chosen("dkdv", q, dout)
-        if described:
+        launch, use_tma = self._choose_launch("dkdv", q, dout)
+        if use_tma:
             q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
-        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, described)
+        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, use_tma)
         attention_dkdv[grid](
             q, k, v, dout, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
             *self._strides(), *do_strides, *sizes, self.scale, **fixed,
-            DV_FIRST=launch.dv_first, MERGED=launch.merged,
+            DV_FIRST=launch.dv_first, SINGLE_LOOP=launch.single_loop,
         )  # fmt: skip
         return dk, dv
 
     def _launch(
-        self, launch: Launch, rows: int, steps: int, heads: int, reread: int, described: bool
+        self, launch: Launch, rows: int, steps: int, heads: int, reread: int, use_tma: bool
     ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-        """Grid, sizes and constants. rows: of a program's tile; steps: of the tiles in its loop; heads: that it has
-        programs for; reread: heads that each program walks over.
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: number of heads with
+        programs of their own; reread: heads that each program loops over.
         """
         pairs = self.batch * heads
         reads = 2 * reread * self.seq_len * self.head_dim * self.q.element_size()
-        side_by_side = together(self.where, reads, self.n_heads // heads if reread > 1 else heads // self.n_kv)
+        in_flight = pairs_in_flight(self.platform, reads, self.n_heads // heads if reread > 1 else heads // self.n_kv)
         softcap = None if self.softcap is None else self.softcap * _LOG2_E
-        sizes = (self.seq_len, pairs, min(side_by_side, pairs), self.scale * _LOG2_E, softcap)
+        sizes = (self.seq_len, pairs, min(in_flight, pairs), self.scale * _LOG2_E, softcap)
         fixed = {
             "CAUSAL": self.causal,
             "WINDOW": self.window,
@@ -271,35 +270,35 @@ class Call:
             "PARTS": parts_of(self.head_dim),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
-            "STAGES": launch.stages,
-            "DESCRIBED": described,
-            # fp32's accuracy in both.
-            "PRECISION": "tf32x3" if self.where.vendor == "nvidia" else "ieee",
+            "NUM_STAGES": launch.num_stages,
+            "USE_TMA": use_tma,
+            # Both have the accuracy of fp32.
+            "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
         }
-        return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.where)}
+        return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
 
-    def _chosen(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
-        """How to launch `kernel`, and whether the copy engine fetches `tensors`, whose tiles it walks over.
+    def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
+        """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
 
-        A row for one variant is for whole tiles, fetched as it says, and dkdv's for a head of keys per head of queries:
-        what else it does takes the registers that the row puts into its tiles. Other calls take the row for any variant,
-        or dkdv's `grouped`.
+        A row for one variant is for whole tiles, loaded with or without TMA as it says, and dkdv's for one head of keys per head
+        of queries: anything else takes registers that the row uses for larger tiles. Other calls take the row without a
+        variant, or dkdv's `grouped`.
         """
 
-        def described(launch: Launch) -> bool:
-            return self._described(launch, _steps(kernel, launch), *tensors)
+        def use_tma(launch: Launch) -> bool:
+            return self._fits_tma(launch, _loop_rows(kernel, launch), *tensors)
 
         launch = self.launches[kernel]
         if self.variant == "mixed" or kernel in self.fixed:
-            return launch, described(launch)
+            return launch, use_tma(launch)
         if kernel == "dkdv" and self.group > 1:
-            launch = choose(kernel, *self.wanted, "grouped")
-        if self.seq_len % _steps(kernel, launch) or described(launch) != launch.described:
-            launch = choose(kernel, *self.wanted)
-        return launch, described(launch)
+            launch = choose(kernel, *self.selection, "grouped")
+        if self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma:
+            launch = choose(kernel, *self.selection)
+        return launch, use_tma(launch)
 
     def _variant(self) -> str:
-        """As tuning tables name it; `mixed` without causality, and where more than one thing is beyond the plain."""
+        """Variant by its name in tuning tables; `mixed` without causality, or with several features beyond plain attention."""
         if not self.causal:
             return "mixed"
         features = {
@@ -314,14 +313,14 @@ class Call:
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
 
-    def _described(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
-        """Whether the copy engine can fetch `rows` rows of these: in tiles of one width and whole tiles long, aligned to 16
-        bytes, heads and sequences one after the other.
+    def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
+        """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
+        with heads and sequences that follow each other without gaps.
         """
         parts = parts_of(self.head_dim)
         return (
-            launch.described
-            and self.where.vendor != "amd"
+            launch.use_tma
+            and self.platform.vendor != "amd"
             and parts == (parts[0],) * (self.head_dim // parts[0])
             and self.seq_len % rows == 0
             and all(t.stride(1) * t.element_size() % 16 == 0 for t in tensors)
@@ -331,8 +330,8 @@ class Call:
         )
 
 
-def _steps(kernel: Kernel, launch: Launch) -> int:
-    """Rows of the tiles that a program walks over."""
+def _loop_rows(kernel: Kernel, launch: Launch) -> int:
+    """Rows of the tiles that a program loops over."""
     return launch.block_m if kernel == "dkdv" else launch.block_n
 
 
@@ -341,6 +340,6 @@ def _rows_contiguous(t: Tensor) -> Tensor:
 
 
 def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """[batch * T, heads * head_dim] in blocks of `rows` of a head."""
+    """Tensor descriptor of t as [batch * T, heads * head_dim], in blocks of `rows` rows of a head."""
     batch, seq_len, heads, head_dim = t.shape
     return TensorDescriptor(t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, head_dim])

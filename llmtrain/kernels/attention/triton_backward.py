@@ -6,10 +6,6 @@ into dS. The first kernel also makes D, from the dO that it reads anyway, for th
 size of q k^T.
 """
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
-
 from __future__ import annotations
 
 import triton
@@ -17,15 +13,15 @@ import triton.language as tl
 
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
-    capped,
-    inner,
+    dot_accumulate,
+    dot_transposed,
+    in_range,
     load_rows,
-    outer,
-    place,
-    seen,
-    sight,
-    spans,
+    program_tile,
+    softcap_score,
     store_rows,
+    tile_ranges,
+    visible_range,
     zeros,
 )
 
@@ -34,23 +30,23 @@ from llmtrain.kernels.attention.triton_tiles import (
 def attention_dq(
     q, k, v, out, dout, lse, dlse, delta, dq, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
-    seq_len, pairs, together, scale, softcap, out_scale,
+    seq_len, pairs, pairs_in_flight, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and delta = rowsum(dout * out) - dlse. Program: tile of queries x (sequence, head), as in the forward kernel.
 
-    dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. DESCRIBED: k and v
+    dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. USE_TMA: k and v
     are tensor descriptors. out_scale: the scale of the score; scale and softcap: times log2(e).
     """
-    BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
-    AHEAD: tl.constexpr = 0 if CAUSAL else BACK
-    LOWER: tl.constexpr = BACK is not None or starts is not None
-    UPPER: tl.constexpr = AHEAD is not None or starts is not None or RAGGED
+    LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
+    LOOK_AHEAD: tl.constexpr = 0 if CAUSAL else LOOK_BACK
+    LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
+    UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
     tiles = tl.cdiv(seq_len, BLOCK_M)
-    tile, pair = place(tiles, pairs, together)
+    tile, pair = program_tile(tiles, pairs, pairs_in_flight)
     if CAUSAL:
         tile = tiles - 1 - tile
     batch, head = pair // N_HEADS, pair % N_HEADS
@@ -60,7 +56,7 @@ def attention_dq(
     if starts is not None:
         starts += batch * seq_len
         ends += batch * seq_len
-    if not DESCRIBED:
+    if not USE_TMA:
         k += batch.to(tl.int64) * k_batch + kv_head * k_head
         v += batch.to(tl.int64) * v_batch + kv_head * v_head
     q += batch.to(tl.int64) * q_batch + head * q_head
@@ -71,91 +67,91 @@ def attention_dq(
     stats = pair.to(tl.int64) * seq_len + i
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
-    douts = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    sums = _delta(out, douts, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
+    dout_tile = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    sums = _delta(out, dout_tile, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
 
-    queries = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    minus = tl.load(lse + stats, mask=i < seq_len, other=0.0) * LOG2_E
+    q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    lse_log2 = tl.load(lse + stats, mask=i < seq_len, other=0.0) * LOG2_E
     if slopes is not None and CAUSAL:
-        minus += slope * (i - begin)
-    first, last = sight(i, starts, ends, seq_len, BACK, AHEAD)
-    a, b, c, end = spans(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, BACK, AHEAD)
+        lse_log2 += slope * (i - begin)
+    first, last = visible_range(i, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
+    a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, LOOK_BACK, LOOK_AHEAD)
     acc = zeros(BLOCK_M, PARTS)
     if LOWER:
-        for start in tl.range(a, b, BLOCK_N, num_stages=STAGES):
+        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
-                acc, queries, douts, minus, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+                acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
-    for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
         acc = _add_dq(
-            acc, queries, douts, minus, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+            acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
             i, begin, first, last, scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
         )  # fmt: skip
     if UPPER:
-        for start in tl.range(c, end, BLOCK_N, num_stages=STAGES):
+        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
-                acc, queries, douts, minus, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+                acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
     store_rows(dq, acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
 
 
 @triton.jit
 def _add_dq(
-    acc, queries, douts, minus, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+    acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
     i, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values into acc = dS K."""
-    CUT: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
+    """Add one tile of keys and values to acc = dS K."""
+    MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_N)
     j = start + tl.arange(0, BLOCK_N)
-    keys = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    score = inner(queries, keys, PARTS, PRECISION)
-    values = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    dweight = inner(douts, values, PARTS, PRECISION)
-    visible = seen(j[None, :], first[:, None], last[:, None], LOWER, UPPER)
-    weight, slack = _weights(
-        score, minus[:, None], (j - begin)[None, :], i[:, None] - j[None, :], visible,
+    k_tile = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+    score = dot_transposed(q_tile, k_tile, PARTS, PRECISION)
+    v_tile = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+    dweight = dot_transposed(dout_tile, v_tile, PARTS, PRECISION)
+    visible = in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER)
+    weight, d_softcap = _weights(
+        score, lse_log2[:, None], (j - begin)[None, :], i[:, None] - j[None, :], visible,
         scale, softcap, slopes, slope, MASKED, CAUSAL,
     )  # fmt: skip
     dscore = weight * (dweight - sums[:, None])
     if softcap is not None:
-        dscore *= slack
-    return outer(dscore, keys, acc, PARTS, PRECISION)
+        dscore *= d_softcap
+    return dot_accumulate(dscore, k_tile, acc, PARTS, PRECISION)
 
 
 @triton.jit
 def attention_dkdv(
     q, k, v, dout, lse, delta, dk, dv, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
-    seq_len, pairs, together, scale, softcap, out_scale,
+    seq_len, pairs, pairs_in_flight, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, MERGED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over the query heads that share them. Program: tile of BLOCK_N keys x (sequence, kv head).
 
-    Arguments as of attention_dq, which has written delta; dk, dv: contiguous. DESCRIBED: q and dout are tensor
+    Arguments as of attention_dq, which has written delta; dk, dv: contiguous. USE_TMA: q and dout are tensor
     descriptors. Scores are kept with keys as rows: weights and their gradients are then left operands, from registers.
-    The early keys, which the most queries see, begin.
+    The early keys, which the most queries see, start first.
 
-    DV_FIRST: dO V^T waits for P^T dO, where registers for both are short. MERGED: every tile is
-    masked, in one loop, which takes fewer registers than one loop with masks and one without.
+    DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
+    in one loop, which takes fewer registers than one loop with masks and one without.
     """
     N_KV: tl.constexpr = N_HEADS // GROUP
-    # Which queries a key sees: the other direction in time.
-    AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
-    BACK: tl.constexpr = 0 if CAUSAL else AHEAD
-    LOWER: tl.constexpr = BACK is not None or starts is not None
-    UPPER: tl.constexpr = AHEAD is not None or starts is not None or RAGGED
-    tile, pair = place(tl.cdiv(seq_len, BLOCK_N), pairs, together)
+    # The queries that see a key: the other direction in time.
+    LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
+    LOOK_BACK: tl.constexpr = 0 if CAUSAL else LOOK_AHEAD
+    LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
+    UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
+    tile, pair = program_tile(tl.cdiv(seq_len, BLOCK_N), pairs, pairs_in_flight)
     batch, kv_head = pair // N_KV, pair % N_KV
     begin = tile * BLOCK_N
     j = begin + tl.arange(0, BLOCK_N)
@@ -166,119 +162,130 @@ def attention_dkdv(
     v += batch.to(tl.int64) * v_batch + kv_head * v_head
     here = (batch.to(tl.int64) * seq_len * N_KV + kv_head) * HEAD_DIM
 
-    keys = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
-    values = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
-    first, last = sight(j, starts, ends, seq_len, BACK, AHEAD)
-    a, b, c, end = spans(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, BACK, AHEAD)
-    dkeys, dvalues = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)
+    k_tile = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
+    v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
+    first, last = visible_range(j, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
+    a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, LOOK_BACK, LOOK_AHEAD)
+    dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
         stats = (batch * N_HEADS + head).to(tl.int64) * seq_len
         q_in, dout_in = q, dout
-        if not DESCRIBED:
+        if not USE_TMA:
             q_in = q + batch.to(tl.int64) * q_batch + head * q_head
             dout_in = dout + batch.to(tl.int64) * do_batch + head * do_head
-        if LOWER and not MERGED:
-            for start in tl.range(a, b, BLOCK_M, num_stages=STAGES):
-                dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+        if LOWER and not SINGLE_LOOP:
+            for start in tl.range(a, b, BLOCK_M, num_stages=NUM_STAGES):
+                dk_acc, dv_acc = _add_dkdv(
+                    dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
                     batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
+                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
                 )  # fmt: skip
-        # All that is left of this head, or what needs no mask.
-        for start in tl.range(a if MERGED else b, end if MERGED else c, BLOCK_M, num_stages=STAGES):
-            dkeys, dvalues = _add_dkdv(
-                dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+        # All tiles of this head with SINGLE_LOOP, else those that need no mask.
+        for start in tl.range(a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, BLOCK_M, num_stages=NUM_STAGES):
+            dk_acc, dv_acc = _add_dkdv(
+                dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
                 batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                MERGED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
+                SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
             )  # fmt: skip
-        if UPPER and not MERGED:
-            for start in tl.range(c, end, BLOCK_M, num_stages=STAGES):
-                dkeys, dvalues = _add_dkdv(
-                    dkeys, dvalues, keys, values, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+        if UPPER and not SINGLE_LOOP:
+            for start in tl.range(c, end, BLOCK_M, num_stages=NUM_STAGES):
+                dk_acc, dv_acc = _add_dkdv(
+                    dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
                     batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, DESCRIBED, PRECISION, DV_FIRST,
+                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
                 )  # fmt: skip
-    store_rows(dk + here, dkeys, out_scale, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
-    store_rows(dv + here, dvalues, 1.0, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    store_rows(dk + here, dk_acc, out_scale, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    store_rows(dv + here, dv_acc, 1.0, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
 
 
 @triton.jit
 def _add_dkdv(
-    dkeys, dvalues, keys, values, q, dout, lse, delta, q_token, do_token, batch, head, start, seq_len,
+    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token, batch, head, start, seq_len,
     j, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     DV_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dkeys = dS^T Q and dvalues = P^T dO."""
-    CUT: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
+    """Add one tile of queries to dk_acc = dS^T Q and dv_acc = P^T dO."""
+    MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_M)
     i = start + tl.arange(0, BLOCK_M)
-    queries = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    score = inner(keys, queries, PARTS, PRECISION)
+    q_tile = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+    score = dot_transposed(k_tile, q_tile, PARTS, PRECISION)
     if not DV_FIRST:
-        douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
-        dweight = inner(values, douts, PARTS, PRECISION)
-    minus = tl.load(lse + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None) * LOG2_E
+        dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+        dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
+    lse_log2 = tl.load(lse + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None) * LOG2_E
     if slopes is not None and CAUSAL:
-        minus += slope * (i - begin)
-    visible = seen(i[None, :], first[:, None], last[:, None], LOWER, UPPER)
-    weight, slack = _weights(
-        score, minus[None, :], (j - begin)[:, None], i[None, :] - j[:, None], visible,
+        lse_log2 += slope * (i - begin)
+    visible = in_range(i[None, :], first[:, None], last[:, None], LOWER, UPPER)
+    weight, d_softcap = _weights(
+        score, lse_log2[None, :], (j - begin)[:, None], i[None, :] - j[:, None], visible,
         scale, softcap, slopes, slope, MASKED, CAUSAL,
     )  # fmt: skip
     if DV_FIRST:
-        douts = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    dvalues = outer(weight, douts, dvalues, PARTS, PRECISION)
+        dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+    dv_acc = dot_accumulate(weight, dout_tile, dv_acc, PARTS, PRECISION)
     if DV_FIRST:
-        dweight = inner(values, douts, PARTS, PRECISION)
-    # Read as late as this: it takes as many registers as a score has columns.
-    sums = tl.load(delta + i, mask=i < seq_len if CUT else None, other=0.0 if CUT else None)
+        dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
+    # Loaded late: it takes as many registers as a score has columns.
+    sums = tl.load(delta + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None)
     dscore = weight * (dweight - sums[None, :])
     if softcap is not None:
-        dscore *= slack
-    dkeys = outer(dscore, queries, dkeys, PARTS, PRECISION)
-    return dkeys, dvalues
+        dscore *= d_softcap
+    dk_acc = dot_accumulate(dscore, q_tile, dk_acc, PARTS, PRECISION)
+    return dk_acc, dv_acc
 
 
 @triton.jit
 def _weights(
-    score, minus, column, distance, visible, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr
+    score,
+    lse_log2,
+    column,
+    distance,
+    visible,
+    scale,
+    softcap,
+    slopes,
+    slope,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    """exp(score - lse) from q k^T, and the softcap's derivative; either way round.
+    """exp(score - lse) from q k^T, and the softcap's derivative; for scores with queries or with keys as rows.
 
-    minus: log2(e) lse, plus the part of ALiBi that a query has for all keys; column: key's position, the other part.
+    lse_log2: log2(e) lse, plus the part of ALiBi that is the same for all keys of a query; column: the key's position, for the
+    other part.
     """
-    slack = score
+    d_softcap = score
     if softcap is not None:
-        score, slack = capped(score, scale, softcap)
+        score, d_softcap = softcap_score(score, scale, softcap)
     else:
         score = score * scale
     if slopes is not None and CAUSAL:
         score = score + slope * column
     elif slopes is not None:
         score = score - slope * tl.abs(distance)
-    weight = tl.exp2(score - minus)
+    weight = tl.exp2(score - lse_log2)
     if MASKED:
-        # After the exponential: that of a query that sees nothing (lse = -inf) is infinite here.
+        # After the exponential, which is infinite for a query that sees nothing (lse = -inf).
         weight = tl.where(visible, weight, 0.0)
-    return weight, slack
+    return weight, d_softcap
 
 
 @triton.jit
 def _delta(
-    out, douts, dlse, delta, pair, begin, seq_len,
+    out, dout_tile, dlse, delta, pair, begin, seq_len,
     N_HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dout * out) - dlse of one tile of queries, stored and returned. out: of this sequence and head."""
+    """rowsum(dout * out) - dlse of one tile of queries, stored and returned. out: pointer to this sequence and head."""
     i = begin + tl.arange(0, ROWS)
     stats = pair.to(tl.int64) * seq_len + i
     outs = load_rows(out, 0, 0, begin, seq_len, N_HEADS * HEAD_DIM, ROWS, HEAD_DIM, PARTS, True, False)
     sums = tl.zeros((ROWS,), tl.float32)
     for part in tl.static_range(len(PARTS)):
-        sums += tl.sum(douts[part].to(tl.float32) * outs[part].to(tl.float32), 1)
+        sums += tl.sum(dout_tile[part].to(tl.float32) * outs[part].to(tl.float32), 1)
     if dlse is not None:
         sums -= tl.load(dlse + stats, mask=i < seq_len, other=0.0)
     tl.store(delta + stats, sums, mask=i < seq_len)

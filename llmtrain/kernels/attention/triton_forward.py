@@ -1,13 +1,9 @@
 """The forward kernel of attention: FlashAttention-2 (Dao, arXiv:2307.08691) with tiles as in triton_tiles.py.
 
-One program per tile of queries and head. It walks over the tiles of keys that its queries see and keeps, per query,
+One program per tile of queries and head. It loops over the tiles of keys that its queries see and keeps, per query,
 the largest score so far, the sum of exponentials relative to it and the sum of values; the scores stay on chip. Reads
 q once, k and v once per tile of queries (from L2, mostly); writes the output and the log-sum-exp.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
 
 from __future__ import annotations
 
@@ -17,15 +13,15 @@ import triton.language as tl
 from llmtrain.kernels.attention.triton_tiles import (
     LOG2_E,
     LOWEST,
-    capped,
-    inner,
+    dot_accumulate,
+    dot_transposed,
+    in_range,
     load_rows,
-    outer,
-    place,
-    seen,
-    sight,
-    spans,
+    program_tile,
+    softcap_score,
     store_rows,
+    tile_ranges,
+    visible_range,
     zeros,
 )
 
@@ -34,25 +30,25 @@ from llmtrain.kernels.attention.triton_tiles import (
 def attention_forward(
     q, k, v, out, lse, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    seq_len, pairs, together, scale, softcap,
+    seq_len, pairs, pairs_in_flight, scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
+    """Attention forward: out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
-    lse: [batch, n_heads, T] in fp32. DESCRIBED: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
+    lse: [batch, n_heads, T] in fp32. USE_TMA: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
     scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N.
     """
-    BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
-    AHEAD: tl.constexpr = 0 if CAUSAL else BACK
-    LOWER: tl.constexpr = BACK is not None or starts is not None
-    UPPER: tl.constexpr = AHEAD is not None or starts is not None or RAGGED
+    LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
+    LOOK_AHEAD: tl.constexpr = 0 if CAUSAL else LOOK_BACK
+    LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
+    UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
     tiles = tl.cdiv(seq_len, BLOCK_M)
-    tile, pair = place(tiles, pairs, together)
-    if CAUSAL:  # the late queries see the most keys: they begin, lest one of them run on alone at the end
+    tile, pair = program_tile(tiles, pairs, pairs_in_flight)
+    if CAUSAL:  # late queries see the most keys: they start first, so that none of them runs alone at the end
         tile = tiles - 1 - tile
     batch, head = pair // N_HEADS, pair % N_HEADS
     kv_head = head // GROUP
@@ -61,85 +57,85 @@ def attention_forward(
     if starts is not None:
         starts += batch * seq_len
         ends += batch * seq_len
-    if not DESCRIBED:
+    if not USE_TMA:
         k += batch.to(tl.int64) * k_batch + kv_head * k_head
         v += batch.to(tl.int64) * v_batch + kv_head * v_head
     q += batch.to(tl.int64) * q_batch + head * q_head
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
-    queries = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    first, last = sight(i, starts, ends, seq_len, BACK, AHEAD)
-    a, b, c, end = spans(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, BACK, AHEAD)
+    q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    first, last = visible_range(i, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
+    a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, LOOK_BACK, LOOK_AHEAD)
 
     acc = zeros(BLOCK_M, PARTS)
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     if LOWER:
-        for start in tl.range(a, b, BLOCK_N, num_stages=STAGES):
-            acc, top, total = attend_tile(
-                acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
-    for start in tl.range(b, c, BLOCK_N, num_stages=STAGES):
-        acc, top, total = attend_tile(
-            acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+    for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
             scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
         )  # fmt: skip
     if UPPER:
-        for start in tl.range(c, end, BLOCK_N, num_stages=STAGES):
-            acc, top, total = attend_tile(
-                acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, DESCRIBED, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
 
-    # A query that sees nothing: zeros, and -inf.
+    # A query that sees no key gets zeros, and -inf.
     out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
     store_rows(out, acc, inverse[:, None], begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
     if slopes is not None and CAUSAL:
-        top -= slope * (i - begin)
-    tl.store(lse + pair.to(tl.int64) * seq_len + i, (top + tl.log2(total)) / LOG2_E, mask=i < seq_len)
+        row_max -= slope * (i - begin)
+    tl.store(lse + pair.to(tl.int64) * seq_len + i, (row_max + tl.log2(row_sum)) / LOG2_E, mask=i < seq_len)
 
 
 @triton.jit
 def attend_tile(
-    acc, top, total, queries, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+    acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
     scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values, from row `start` on, into (acc, top, total)."""
-    CUT: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
+    """Add one tile of keys and values, from row `start` on, to (acc, row_max, row_sum)."""
+    MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_N)
     j = start + tl.arange(0, BLOCK_N)
-    keys = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
-    score = inner(queries, keys, PARTS, PRECISION)
-    values = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, CUT, DESCRIBED)
+    k_tile = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+    score = dot_transposed(q_tile, k_tile, PARTS, PRECISION)
+    v_tile = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
     if softcap is not None:
-        score, _ = capped(score, scale, softcap)
+        score, _ = softcap_score(score, scale, softcap)
     elif slopes is not None:
         score = score * scale
     if slopes is not None and CAUSAL:
-        # -slope * (i - j) = slope * (j - begin) - slope * (i - begin): the softmax does not see what is the same for
-        # all keys of a query, so the second term waits for the log-sum-exp.
+        # -slope * (i - j) = slope * (j - begin) - slope * (i - begin): the softmax does not depend on a term that is the same
+        # for all keys of a query, so the second term is added to the log-sum-exp alone.
         score += (slope * (j - begin))[None, :]
     elif slopes is not None:
         score -= slope * tl.abs(i[:, None] - j[None, :])
     if MASKED:
-        score = tl.where(seen(j[None, :], first[:, None], last[:, None], LOWER, UPPER), score, float("-inf"))
+        score = tl.where(in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER), score, float("-inf"))
     if softcap is None and slopes is None:
         # Scaled after the maximum, so that scaling and subtraction are one instruction.
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - higher[:, None])
+        new_max = tl.maximum(row_max, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_max[:, None])
     else:
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-    shrink = tl.exp2(top - higher)
-    total = total * shrink + tl.sum(weight, 1)
-    shrunk = ()
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        weight = tl.exp2(score - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weight, 1)
+    rescaled = ()
     for part in tl.static_range(len(PARTS)):
-        shrunk = shrunk + (acc[part] * shrink[:, None],)
-    return outer(weight, values, shrunk, PARTS, PRECISION), higher, total
+        rescaled = rescaled + (acc[part] * rescale[:, None],)
+    return dot_accumulate(weight, v_tile, rescaled, PARTS, PRECISION), new_max, row_sum

@@ -1,18 +1,14 @@
-"""What the three attention kernels share: tiles whose width is no power of two, and which keys a query sees.
+"""Device functions of the attention kernels: tiles whose width is no power of two, and the keys that a query sees.
 
 Width. Triton's tiles are powers of two wide. A head_dim of another width is cut into parts (160 = 128 + 32), each a
 tile of its own: padding 160 to 256 would cost 1.6 x the products, the shared memory and the registers. A tile of width
 head_dim is therefore a tuple of tensors here. Only a last part below 16 (head_dim 8 mod 16) is padded and masked.
 
-Sight. Causality, a sliding window, documents and the end of the sequence all say the same kind of thing: query i sees
-the keys of one interval, and neither end of the interval falls when i grows. So the keys of a tile of queries, and
-those that all of its queries see (their tiles need no mask), follow from its first and its last query alone. Seen from
-the keys it is the same with the directions in time exchanged.
+Visible range. Under causality, a sliding window, documents and the end of the sequence alike, query i sees the keys of one
+interval, and neither end of the interval falls when i grows. So the keys of a tile of queries, and those that all of its
+queries see (their tiles need no mask), follow from its first and its last query alone. For the queries that a key sees, the
+same holds with the directions in time exchanged.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -31,46 +27,46 @@ def parts_of(head_dim: int) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def width(parts, i):
-    """Of part i: parts[i], which Triton would not take in a shape."""
+    """Width of part i: parts[i], which Triton does not accept in a shape."""
     return parts[i]
 
 
 @triton.constexpr_function
 def before(parts, i):
-    """Columns in front of part i."""
+    """Number of columns in front of part i."""
     return sum(parts[:i])
 
 
 @triton.constexpr_function
 def padded(parts, head_dim, i):
-    """Whether part i is wider than what is left of head_dim."""
+    """True if part i is wider than what is left of head_dim."""
     return sum(parts[: i + 1]) > head_dim
 
 
 @triton.jit
-def place(tiles, pairs, together):
-    """(tile, pair) of this program: `together` pairs of sequence and head at a time, their first tiles first.
+def program_tile(tiles, pairs, pairs_in_flight):
+    """(tile, pair) of this program: `pairs_in_flight` pairs of sequence and head at a time, their first tiles first.
 
-    All programs that run at once then share few enough keys and values to find them in the L2 cache.
+    All programs that run at once then share few enough keys and values for the L2 cache.
     """
     at = tl.program_id(0)
-    done = at // (tiles * together) * together
-    here = tl.minimum(together, pairs - done)
-    at = at % (tiles * together)
+    done = at // (tiles * pairs_in_flight) * pairs_in_flight
+    here = tl.minimum(pairs_in_flight, pairs - done)
+    at = at % (tiles * pairs_in_flight)
     return at // here, done + at % here
 
 
 @triton.jit
 def load_rows(
     source, batch, head, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    MASKED: tl.constexpr, DESCRIBED: tl.constexpr,
+    MASKED: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Rows start .. start + ROWS of [T, head_dim] as parts; zeros, not read, from row `limit` on if MASKED.
 
-    source: a pointer to row 0 (batch and head are not used), or DESCRIBED, a tensor descriptor of [batch * T, heads *
-    head_dim], for a T (the limit) in whole tiles and parts of one width: the copy engine then computes the addresses.
+    source: a pointer to row 0 (batch and head are not used), or with with USE_TMA, a tensor descriptor of [batch * T, heads *
+    head_dim], for a T (the limit) in whole tiles and parts of one width: TMA then computes the addresses.
     """
-    if DESCRIBED:
+    if USE_TMA:
         out = ()
         for i in tl.static_range(len(PARTS)):
             out = out + (source.load([batch * limit + start, head * HEAD_DIM + before(PARTS, i)]),)
@@ -119,7 +115,7 @@ def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def dot_transposed(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """a b^T, summed over the parts of head_dim. a: [A, head_dim], b: [B, head_dim] -> [A, B] in fp32."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(PARTS)):
@@ -128,7 +124,7 @@ def inner(a, b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def outer(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def dot_accumulate(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + weight b. weight: [A, B], rounded to b's type; b: [B, head_dim]; acc: [A, head_dim]."""
     weight = weight.to(b[0].dtype)
     out = ()
@@ -138,13 +134,13 @@ def outer(weight, b, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sight(i, starts, ends, seq_len, BACK: tl.constexpr, AHEAD: tl.constexpr):
-    """First and last token that the tokens `i` (one or many) see: at most BACK before and AHEAD after; None: all.
+def visible_range(i, starts, ends, seq_len, LOOK_BACK: tl.constexpr, LOOK_AHEAD: tl.constexpr):
+    """First and last token that the tokens `i` (one or many) see: at most LOOK_BACK before and LOOK_AHEAD after; None: all.
 
-    starts, ends: the documents of this sequence, or None. Tokens beyond the sequence see what is of no use.
+    starts, ends: the documents of this sequence, or None. The result is arbitrary for tokens beyond the sequence.
     """
-    first = i * 0 if BACK is None else tl.maximum(i - BACK, 0)
-    last = i * 0 + (seq_len - 1) if AHEAD is None else tl.minimum(i + AHEAD, seq_len - 1)
+    first = i * 0 if LOOK_BACK is None else tl.maximum(i - LOOK_BACK, 0)
+    last = i * 0 + (seq_len - 1) if LOOK_AHEAD is None else tl.minimum(i + LOOK_AHEAD, seq_len - 1)
     if starts is not None:
         first = tl.maximum(first, tl.load(starts + i, mask=i < seq_len, other=0))
         last = tl.minimum(last, tl.load(ends + i, mask=i < seq_len, other=0))
@@ -152,16 +148,23 @@ def sight(i, starts, ends, seq_len, BACK: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def spans(
-    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr
+def tile_ranges(
+    begin,
+    starts,
+    ends,
+    seq_len,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOOK_BACK: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
 ):
-    """What the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
+    """Range of the other tokens that the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
 
-    a .. b and c .. end need a mask; b .. c all of them see, and it ends before the sequence does.
+    a .. b and c .. end need a mask; b .. c is seen by all of them and ends before the sequence does.
     """
     final = tl.minimum(begin + ROWS, seq_len) - 1
-    earliest, all_to = sight(begin, starts, ends, seq_len, BACK, AHEAD)
-    all_from, latest = sight(final, starts, ends, seq_len, BACK, AHEAD)
+    earliest, all_to = visible_range(begin, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
+    all_from, latest = visible_range(final, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a = earliest // TILE * TILE
     end = latest + 1
     b = tl.minimum(tl.maximum(tl.cdiv(all_from, TILE) * TILE, a), tl.cdiv(end, TILE) * TILE)
@@ -170,8 +173,8 @@ def spans(
 
 
 @triton.jit
-def seen(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
-    """first <= other <= last; only the halves that limit anything."""
+def in_range(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
+    """first <= other <= last; without LOWER or UPPER, only the other half of the condition."""
     if LOWER and UPPER:
         return (other >= first) & (other <= last)
     elif LOWER:
@@ -181,10 +184,10 @@ def seen(other, first, last, LOWER: tl.constexpr, UPPER: tl.constexpr):
 
 
 @triton.jit
-def capped(score, scale, softcap):
-    """From q k^T to log2(e) times the score before ALiBi, and its derivative by what is capped; scale and softcap are
-    multiplied by log2(e) already. 2^x is what the hardware has.
+def softcap_score(score, scale, softcap):
+    """log2(e) times the soft-capped score from q k^T, before ALiBi, and the cap's derivative. scale and softcap are already
+    multiplied by log2(e): the hardware computes 2^x.
     """
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; libdevice.tanh fails in the interpreter.
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), correct at both infinities; libdevice.tanh fails in the interpreter.
     tanh = 1.0 - 2.0 / (tl.exp2(score * (scale * (2.0 * LOG2_E) / softcap)) + 1.0)
     return softcap * tanh, 1.0 - tanh * tanh

@@ -10,7 +10,7 @@ from llmtrain.kernels.platform import Platform
 
 
 def build(spec: Conv1dSpec, platform: Platform, variant: str):
-    from causal_conv1d import causal_conv1d_fn  # type: ignore[import-not-found]
+    from causal_conv1d import causal_conv1d_fn
 
     def causal_conv1d_silu(
         x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The convolution of packed texts that begin alike (kernels/attention/prefix_tree.py): which tokens a token's window holds."""
+"""Convolution over a prefix tree (kernels/attention/prefix_tree.py): the tokens in each token's window."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 
-def predecessors(lengths: Sequence[int], above: Sequence[Sequence[int]], reach: int) -> Tensor:
-    """[T, reach] in int32, on the CPU: the token 1, 2, ... places before each in its own text, -1 before the text begins.
+def predecessors(lengths: Sequence[int], ancestors: Sequence[Sequence[int]], reach: int) -> Tensor:
+    """[T, reach] in int32, on the CPU: the token 1, 2, ... positions before each in its own request, -1 before the request begins.
 
-    lengths: tokens of each segment, in order, at least one; above: which earlier segments it continues, the outermost first.
+    lengths: tokens of each segment, in order, at least one; ancestors: the earlier segments that it continues, the outermost first.
     """
     size = np.array(lengths, dtype=np.int64)
     end = size.cumsum()
-    parent = np.array([chain[-1] if chain else -1 for chain in above])
-    depth = np.array([len(chain) for chain in above])
+    parent = np.array([chain[-1] if chain else -1 for chain in ancestors])
+    depth = np.array([len(chain) for chain in ancestors])
     back = np.arange(1, reach + 1)
-    # The last tokens of each segment's text, from its end back; behind all, for those that continue nothing: none.
+    # The last tokens of each segment, from its end back through its ancestors; the last row, for roots: none.
     last = np.full((len(size) + 1, reach), -1)
     for level in range(depth.max() + 1):
         (some,) = np.nonzero(depth == level)

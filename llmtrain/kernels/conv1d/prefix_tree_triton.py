@@ -1,10 +1,7 @@
-"""The causal depthwise convolution and SiLU of packed texts that begin alike, in Triton; forward only.
+"""The causal depthwise convolution and SiLU over a prefix tree, in Triton; forward only.
 
-A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of what that continues.
+A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of the segment that it continues.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _LAUNCH = {
 }
 
 
-def convolve_tree(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, vendor: str) -> Tensor:
+def prefix_tree_conv(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, vendor: str) -> Tensor:
     """x: [1, T, channels], its channels side by side; weight: [channels, width]; before: [T, width - 1], as of
     `predecessors`. Returns y like x, contiguous. No gradients.
     """

@@ -1,4 +1,4 @@
-"""What the short causal convolution in front of Mamba-2's scan is, and which backend runs it. No torch here."""
+"""Specification of the short causal convolution in front of Mamba-2's scan, and its backends. No torch here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """One token of the causal depthwise convolution and SiLU in one Triton kernel, the shift of the window included."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch
@@ -13,7 +10,7 @@ from torch import Tensor
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.platform import Platform
 
-# Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many processors.
+# Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many multiprocessors.
 _LAUNCH = {
     "nvidia": {"channels": 256, "num_warps": 2},
     "amd": {"channels": 256, "num_warps": 1},

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.conv1d.triton_launch import Launch, default_launch, fitted
+from llmtrain.kernels.conv1d.triton_launch import PROGRAMS_PER_SM, Launch, fitted, narrowed
 from llmtrain.kernels.platform import Platform
+
+
+def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, no wider than the channels."""
+    tiles = tuning.forward_backward("conv1d", spec.dtype, {"width": spec.width}, platform)
+    return Launch(*(narrowed(tile, spec.channels) for tile in tiles), PROGRAMS_PER_SM * platform.num_sms)
 
 
 def build(spec: Conv1dSpec, platform: Platform, variant: str) -> TritonConv1d:
@@ -39,10 +46,10 @@ def launch_forward(
     options: str,
     y: Tensor | None = None,
 ) -> Tensor:
-    """y: where to put the output, a slice, perhaps, of something contiguous."""
+    """y: memory for the output, possibly a slice of a contiguous tensor; None: allocated."""
     x, launch = _addressable(x), Launch.parse(options)
-    walk = fitted(launch.forward, launch.programs, *x.shape)
-    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), walk, y)
+    tile = fitted(launch.forward, launch.min_programs, *x.shape)
+    return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), tile, y)
 
 
 conv1d_forward = torch.library.custom_op(
@@ -80,10 +87,10 @@ def partial_backward(
     options: str,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x (put into dx, if given), and what parameter_gradients takes."""
+    """The gradient of x (written into dx, if given), and the partial sums for parameter_gradients."""
     dy, x, launch = _addressable(dy), _addressable(x), Launch.parse(options)
-    walk = fitted(launch.backward, launch.programs, *x.shape)
-    return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), walk, dx)
+    tile = fitted(launch.backward, launch.min_programs, *x.shape)
+    return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), tile, dx)
 
 
 conv1d_backward = torch.library.custom_op(
@@ -99,22 +106,22 @@ def _(dy, x, weight, bias, document_ids, options):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.options = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx, dy):
+def _backward(ctx, dy):
     x, weight, bias, document_ids = ctx.saved_tensors
     dx, d_weight, d_bias = conv1d_backward(dy, x, weight, bias, document_ids, ctx.options)
     return dx, d_weight, None if bias is None else d_bias, None, None
 
 
-conv1d_forward.register_autograd(_differentiate, setup_context=_keep)
+conv1d_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _addressable(t: Tensor) -> Tensor:
-    """Channels side by side, and offsets within a sequence that fit 32 bits."""
+    """The tensor with contiguous channels, and offsets within a sequence that fit 32 bits."""
     t = t if t.stride(2) == 1 else t.contiguous()
     assert t.shape[1] * max(t.stride(1), t.shape[2]) < 1 << 31
     return t

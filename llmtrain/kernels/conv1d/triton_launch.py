@@ -1,74 +1,64 @@
-"""Launch parameters of the convolution's kernels, from the tuning tables."""
+"""Launch parameters of the convolution's kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmtrain.kernels import tuning
-from llmtrain.kernels.conv1d.spec import Conv1dSpec
-from llmtrain.kernels.options import Options
-from llmtrain.kernels.platform import Platform
+from llmtrain.errors import UserError
+from llmtrain.kernels.options import Count, Flag, Options
 
-PROGRAMS = 4  # per processor, at least, where there are tokens enough
+PROGRAMS_PER_SM = 4  # at least, where there are tokens enough
 
 
 @dataclass(frozen=True)
-class Walk:
-    """How a program goes through its tokens.
+class Tile(Options):
+    """Channels and tokens of a program, and how it loops over the tokens.
 
-    channels: of one program, a power of two. walkers: how many runs of tokens a program goes through at once, a power of
-        two; they add up their sums of weight gradients before anything is written.
-    run: tokens of one walker, a multiple of `group`. At its borders a group is read twice.
-    group: tokens in flight at once, at least width - 1.
-    stages: groups fetched ahead through shared memory; 1: none.
-    ahead: whether the next group is fetched into registers.
+    block_channels: channels of one program, a power of two.
+    parallel_runs: runs of tokens that a program computes side by side, a power of two; their sums of weight gradients are
+        added before anything is written.
+    run_tokens: tokens of one run, a multiple of `step_tokens`. At both borders of a run one step's tokens are read twice.
+    step_tokens: tokens of a run per iteration of the loop, at least width - 1.
+    num_stages: steps prefetched through shared memory; 1: none. prefetch: the next step is loaded into registers early.
     """
 
-    channels: int
-    walkers: int
-    run: int
-    group: int
-    warps: int
-    stages: int = 1
-    ahead: bool = False
+    block_channels: Count
+    parallel_runs: Count
+    run_tokens: Count
+    step_tokens: Count
+    num_warps: Count
+    num_stages: Count = 1
+    prefetch: Flag = False
 
     def __post_init__(self) -> None:
-        assert self.run % self.group == 0, f"a run of {self.run} tokens is not made of groups of {self.group}"
+        if self.run_tokens % self.step_tokens:
+            raise UserError(f"a run of {self.run_tokens} tokens is not made of steps of {self.step_tokens}")
 
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """programs: as many as keep the GPU busy; runs are halved until there are so many. None: runs stay as they are."""
+    """min_programs: as many as keep the GPU busy; runs are halved until there are so many. None: runs stay as they are."""
 
-    forward: Walk
-    backward: Walk
-    programs: int | None
-
-
-def default_launch(spec: Conv1dSpec, platform: Platform) -> Launch:
-    """What the tuning table says, no wider than the channels."""
-    rows = (
-        tuning.select(f"conv1d.{kernel}", spec.dtype, {"width": spec.width}, platform)
-        for kernel in ("forward", "backward")
-    )
-    forward, backward = (narrowed(row.launch, spec.channels) for row in rows)
-    return Launch(forward, backward, PROGRAMS * platform.processors)
+    forward: Tile
+    backward: Tile
+    min_programs: Count | None
 
 
-def narrowed(walk: Walk, channels: int) -> Walk:
-    while walk.channels >= 2 * channels and walk.channels > 16:
-        walk = replace(walk, channels=walk.channels // 2)
-    return walk
+def narrowed(tile: Tile, channels: int) -> Tile:
+    """The same tile, no wider than the channels."""
+    while tile.block_channels >= 2 * channels and tile.block_channels > 16:
+        tile = replace(tile, block_channels=tile.block_channels // 2)
+    return tile
 
 
-def fitted(walk: Walk, programs: int | None, batch: int, seq_len: int, channels: int) -> Walk:
-    """The same with shorter runs, where programs would be too few, or longer than the sequence."""
+def fitted(tile: Tile, min_programs: int | None, batch: int, seq_len: int, channels: int) -> Tile:
+    """The same tile with shorter runs, where programs would be too few, or longer than the sequence."""
 
     def shorter_is_better() -> bool:
-        tokens = walk.walkers * walk.run
-        count = batch * -(-seq_len // tokens) * -(-channels // walk.channels)
-        return tokens >= 2 * seq_len or count < (programs or 0)
+        tokens = tile.parallel_runs * tile.run_tokens
+        count = batch * -(-seq_len // tokens) * -(-channels // tile.block_channels)
+        return tokens >= 2 * seq_len or count < (min_programs or 0)
 
-    while walk.run % (2 * walk.group) == 0 and shorter_is_better():
-        walk = replace(walk, run=walk.run // 2)
-    return walk
+    while tile.run_tokens % (2 * tile.step_tokens) == 0 and shorter_is_better():
+        tile = replace(tile, run_tokens=tile.run_tokens // 2)
+    return tile

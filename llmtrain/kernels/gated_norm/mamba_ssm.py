@@ -14,7 +14,7 @@ from llmtrain.kernels.platform import Platform
 def build(spec: GatedNormSpec, platform: Platform, variant: str):
     from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn  # type: ignore[import-not-found]
 
-    kernel: Any = torch.compiler.disable(rmsnorm_fn)  # as the scan of that package, it does not trace
+    kernel: Any = torch.compiler.disable(rmsnorm_fn)  # like the scan of that package, it cannot be traced
 
     def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         """x, z: [..., dim]; weight: [dim] -> like x."""

@@ -1,4 +1,4 @@
-"""What Mamba-2's output norm is, and which backend runs it. No torch here."""
+"""Specification of Mamba-2's output norm, and its backends. No torch here."""
 
 from __future__ import annotations
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.gated_norm.triton_launch import Launch, default_launch
+from llmtrain.kernels.gated_norm.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import fitted
+from llmtrain.kernels.row_tiles import fitted, narrowed
+
+
+def default_launch(spec: GatedNormSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, no wider than a group."""
+    tiles = tuning.forward_backward("gated_norm", spec.dtype, {"group_size": spec.group_size}, platform)
+    return Launch(*(narrowed(tile, spec.group_size) for tile in tiles), platform.num_sms)
 
 
 def build(spec: GatedNormSpec, platform: Platform, variant: str) -> TritonGatedNorm:
@@ -36,7 +43,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """y, and the reciprocal root mean squares, [tokens, n_groups] in fp32."""
     launch, rows = Launch.parse(options), _rows(x)
-    tile = fitted(launch.forward, launch.processors, len(rows), n_groups)
+    tile = fitted(launch.forward, launch.num_sms, len(rows), n_groups)
     y, r = kernels.forward(rows, _rows(z), weight.contiguous(), n_groups, eps, norm_first, tile)
     return y.view(x.shape), r
 
@@ -74,11 +81,11 @@ def partial_backward(
     dz: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z, and what parameter_gradient takes. dz, dx: where to put them: like z and x, slices of
-    something contiguous.
+    """The gradients of x and z, and the partial sums for parameter_gradient. dz, dx: memory for the gradients, slices of
+    contiguous tensors; None: allocated.
     """
     launch, rows = Launch.parse(options), _rows(x)
-    tile = fitted(launch.backward, launch.processors, len(rows), r.shape[1])
+    tile = fitted(launch.backward, launch.num_sms, len(rows), r.shape[1])
     into = (None if t is None else t.view(-1, t.shape[-1]) for t in (dz, dx))
     dx, dz, partials = kernels.backward(_rows(dy), rows, _rows(z), weight.contiguous(), r, norm_first, tile, *into)
     return dx.view(x.shape), dz.view(z.shape), partials
@@ -96,18 +103,18 @@ def _(dy, x, z, weight, r, norm_first, options):
     return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, z, weight, _, _, ctx.norm_first, ctx.options = inputs
     ctx.save_for_backward(x, z, weight, output[1])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dy, _):
+def _backward(ctx, dy, _):
     assert dy is not None, "r is not differentiable"
     return *gated_norm_backward(dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
 
 
-gated_norm_forward.register_autograd(_differentiate, setup_context=_keep)
+gated_norm_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

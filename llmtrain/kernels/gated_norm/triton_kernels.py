@@ -1,12 +1,8 @@
 """The gated RMSNorm in Triton, forward and backward, and the launches of both.
 
-A row is one token's group of channels (rows.py). It stays in registers, or (`again`) is read once more from the L1 cache
-after its sum is known. r: the reciprocal root mean square, kept for the backward.
+A row is one token's group of channels (row_kernels.py). It stays in registers, or (`reload`) is read once more from the L1
+cache after its sum is known. r: the reciprocal root mean square, kept for the backward.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.gated_norm.triton_launch import Tile
-from llmtrain.kernels.reduce_partials import column_sums
-from llmtrain.kernels.row_kernels import part, parts, vector
+from llmtrain.kernels.reduce_partials import reduce_partials
+from llmtrain.kernels.row_kernels import load_part, load_parts, load_vector
 from llmtrain.kernels.sigmoid import sigmoid
 
 
@@ -31,8 +27,8 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     r = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
     size = dim // n_groups
-    _forward[triton.cdiv(tokens, tile.rows * tile.run), n_groups](
-        *(x, z, weight, y, r, tokens, tile.run, size, x.stride(0), z.stride(0), eps),
+    _forward[triton.cdiv(tokens, tile.block_rows * tile.max_tiles), n_groups](
+        *(x, z, weight, y, r, tokens, tile.max_tiles, size, x.stride(0), z.stride(0), eps),
         **_constants(size, norm_first, tile),
     )
     return y, r
@@ -49,7 +45,7 @@ def backward(
     dz: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and z (put into dx and dz, if given), and what adds up to that of weight, [programs, dim] in fp32.
+    """The gradients of x and z (written into dx and dz, if given), and partial sums of that of weight, [programs, dim] in fp32.
 
     dy, x, z, dz, dx: [tokens, dim], channels contiguous.
     """
@@ -57,32 +53,45 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device) if dz is None else dz
     assert dx.stride(1) == dz.stride(1) == 1
-    size, programs = dim // n_groups, triton.cdiv(tokens, tile.rows * tile.run)
+    size, programs = dim // n_groups, triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(dy, x, z, weight, r, dx, dz, partials, tokens, tile.run, size, *(t.stride(0) for t in (dy, x, z, dx, dz))),
+        *(
+            dy,
+            x,
+            z,
+            weight,
+            r,
+            dx,
+            dz,
+            partials,
+            tokens,
+            tile.max_tiles,
+            size,
+            *(t.stride(0) for t in (dy, x, z, dx, dz)),
+        ),
         **_constants(size, norm_first, tile),
-        AGAIN=tile.again,
+        RELOAD=tile.reload,
     )
     return dx, dz, partials
 
 
 def parameter_gradient(partials: Tensor, weight: Tensor) -> Tensor:
-    """Of the weight, from the partial sums, [any number, dim]."""
+    """Gradient of the weight, from the partial sums, [any number, dim]."""
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    column_sums(partials, d_weight)
+    reduce_partials(partials, d_weight)
     return d_weight
 
 
 def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:
     return {
         "NORM_FIRST": norm_first,
-        "PARTS": triton.cdiv(size, tile.columns),
-        "COLUMNS": tile.columns,
-        "ROWS": tile.rows,
-        "STAGES": tile.stages,
-        "AHEAD": tile.ahead,
-        "num_warps": tile.warps,
+        "PARTS": triton.cdiv(size, tile.block_columns),
+        "BLOCK_COLUMNS": tile.block_columns,
+        "BLOCK_ROWS": tile.block_rows,
+        "NUM_STAGES": tile.num_stages,
+        "PREFETCH": tile.prefetch,
+        "num_warps": tile.num_warps,
     }
 
 
@@ -110,31 +119,31 @@ def _forward(
     eps,
     NORM_FIRST: tl.constexpr,
     PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Program (block of tokens, group)."""
     group, n_groups = tl.program_id(1), tl.num_programs(1)
     x += group * size
     z += group * size
     y += group * size
-    weights = vector(weight + group * size, size, PARTS, COLUMNS)
-    row = tl.program_id(0) * (run * ROWS) + tl.arange(0, ROWS)
-    if AHEAD:
-        next_x = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
-        next_z = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
-    for i in tl.range(0, run, num_stages=STAGES):
-        if AHEAD:
+    weights = load_vector(weight + group * size, size, PARTS, BLOCK_COLUMNS)
+    row = tl.program_id(0) * (run * BLOCK_ROWS) + tl.arange(0, BLOCK_ROWS)
+    if PREFETCH:
+        next_x = load_parts(x, row, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+        next_z = load_parts(z, row, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
+    for i in tl.range(0, run, num_stages=NUM_STAGES):
+        if PREFETCH:
             xs, zs = next_x, next_z
-            later = tl.where(i + 1 < run, row + ROWS, tokens)
-            next_x = parts(x, later, x_row, tokens, size, PARTS, COLUMNS)
-            next_z = parts(z, later, z_row, tokens, size, PARTS, COLUMNS)
+            later = tl.where(i + 1 < run, row + BLOCK_ROWS, tokens)
+            next_x = load_parts(x, later, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            next_z = load_parts(z, later, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
         else:
-            xs = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
-            zs = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
-        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+            xs = load_parts(x, row, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            zs = load_parts(z, row, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
+        squares = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         values, gates = (), ()
         for p in tl.static_range(PARTS):
             gate = zs[p].to(tl.float32)
@@ -150,10 +159,10 @@ def _forward(
             found = values[p] * scale[:, None] * weights[p]
             if NORM_FIRST:
                 found *= gates[p]
-            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
             to = row.to(tl.int64)[:, None] * (size * n_groups) + column
             tl.store(y + to, found.to(y.dtype.element_ty), mask=(row < tokens)[:, None] & (column < size))
-        row += ROWS
+        row += BLOCK_ROWS
 
 
 @triton.jit
@@ -176,11 +185,11 @@ def _backward(
     dz_row,
     NORM_FIRST: tl.constexpr,
     PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    AGAIN: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Program (block of tokens, group).
 
@@ -193,26 +202,26 @@ def _backward(
     z += group * size
     dx += group * size
     dz += group * size
-    weights = vector(weight + group * size, size, PARTS, COLUMNS)
-    sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
-    row = block * (run * ROWS) + tl.arange(0, ROWS)
-    if AHEAD:
-        next_x = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
-        next_z = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
-        next_dy = parts(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
-    for i in tl.range(0, run, num_stages=STAGES):
-        if AHEAD:
+    weights = load_vector(weight + group * size, size, PARTS, BLOCK_COLUMNS)
+    sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),) * PARTS
+    row = block * (run * BLOCK_ROWS) + tl.arange(0, BLOCK_ROWS)
+    if PREFETCH:
+        next_x = load_parts(x, row, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+        next_z = load_parts(z, row, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
+        next_dy = load_parts(dy, row, dy_row, tokens, size, PARTS, BLOCK_COLUMNS)
+    for i in tl.range(0, run, num_stages=NUM_STAGES):
+        if PREFETCH:
             xs, zs, dys = next_x, next_z, next_dy
-            later = tl.where(i + 1 < run, row + ROWS, tokens)
-            next_x = parts(x, later, x_row, tokens, size, PARTS, COLUMNS)
-            next_z = parts(z, later, z_row, tokens, size, PARTS, COLUMNS)
-            next_dy = parts(dy, later, dy_row, tokens, size, PARTS, COLUMNS)
+            later = tl.where(i + 1 < run, row + BLOCK_ROWS, tokens)
+            next_x = load_parts(x, later, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            next_z = load_parts(z, later, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            next_dy = load_parts(dy, later, dy_row, tokens, size, PARTS, BLOCK_COLUMNS)
         else:
-            xs = parts(x, row, x_row, tokens, size, PARTS, COLUMNS)
-            zs = parts(z, row, z_row, tokens, size, PARTS, COLUMNS)
-            dys = parts(dy, row, dy_row, tokens, size, PARTS, COLUMNS)
+            xs = load_parts(x, row, x_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            zs = load_parts(z, row, z_row, tokens, size, PARTS, BLOCK_COLUMNS)
+            dys = load_parts(dy, row, dy_row, tokens, size, PARTS, BLOCK_COLUMNS)
         scale = tl.load(r + row.to(tl.int64) * n_groups + group, mask=row < tokens, other=0.0)[:, None]
-        products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        products = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         added, ds = (), ()
         for p in tl.static_range(PARTS):
             value, silu, _ = _gated(xs[p], zs[p])
@@ -225,9 +234,9 @@ def _backward(
         mean = scale * scale * (tl.sum(products, 1) / size)[:, None]
 
         for p in tl.static_range(PARTS):
-            if AGAIN:
-                again_x = part(x, row, x_row, tokens, size, p, COLUMNS, True)
-                again_z = part(z, row, z_row, tokens, size, p, COLUMNS, True)
+            if RELOAD:
+                again_x = load_part(x, row, x_row, tokens, size, p, BLOCK_COLUMNS, True)
+                again_z = load_part(z, row, z_row, tokens, size, p, BLOCK_COLUMNS, True)
                 value, silu, slope = _gated(again_x, again_z)
             else:
                 value, silu, slope = _gated(xs[p], zs[p])
@@ -238,13 +247,13 @@ def _backward(
                 du = ds[p] - value * silu * mean
                 found = du * silu
                 d_gate = du * (value * slope)
-            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
             at, inside = row.to(tl.int64)[:, None], (row < tokens)[:, None] & (column < size)
             tl.store(dx + at * dx_row + column, found.to(dx.dtype.element_ty), mask=inside)
             tl.store(dz + at * dz_row + column, d_gate.to(dz.dtype.element_ty), mask=inside)
-        row += ROWS
+        row += BLOCK_ROWS
 
     partials += block.to(tl.int64) * dim + group * size
     for p in tl.static_range(PARTS):
-        column = p * COLUMNS + tl.arange(0, COLUMNS)
+        column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         tl.store(partials + column, tl.sum(sums[p], 0), mask=column < size)

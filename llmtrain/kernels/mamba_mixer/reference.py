@@ -24,7 +24,7 @@ def compose(
     scan: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     norm: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """From the first projection's output, [batch, T, sum of spec.widths], to the second's input, [batch, T, d_inner].
+    """The second projection's input, [batch, T, d_inner], from the first's output, [batch, T, sum of spec.widths].
 
     convolve: xBC -> like it; scan: (x [batch, T, heads, head_dim], dt [batch, T, heads], B, C [batch, T, groups,
     d_state]) -> y like x; norm: (y, z [batch, T, d_inner]) -> like y.

@@ -1,4 +1,4 @@
-"""What the inside of a Mamba-2 mixer is, between its two projections, and which backend runs it as one. No torch here."""
+"""Specification of the inside of a Mamba-2 mixer, between its two projections, as one operation. No torch here."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class MambaMixerSpec:
 
     @property
     def widths(self) -> list[int]:
-        """Of z, xBC and dt."""
+        """Widths of z, xBC and dt."""
         return [self.gated_norm.dim, self.conv1d.channels, self.ssd.n_heads]
 
     @property
     def conv_widths(self) -> list[int]:
-        """Of x, B and C."""
+        """Widths of x, B and C."""
         d_bc = self.ssd.n_groups * self.ssd.d_state
         return [self.gated_norm.dim, d_bc, d_bc]
 
@@ -47,7 +47,7 @@ def refuse_nothing(spec: MambaMixerSpec, platform: Platform | None) -> str | Non
 
 
 def refuse_triton(spec: MambaMixerSpec, platform: Platform | None) -> str | None:
-    """What one of its parts does not serve."""
+    """Reason of the first of its parts that cannot serve."""
     return (
         ssd.refuse_triton_scan(spec.ssd, platform)
         or conv1d.refuse_triton_sequence(spec.conv1d, platform)

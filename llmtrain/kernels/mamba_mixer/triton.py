@@ -1,7 +1,7 @@
 """The inside of a Mamba-2 mixer as one operator: the Triton kernels of its three parts, and one gradient buffer.
 
-Apart, the parts hand autograd the gradients of z, xBC and dt, which it copies into that of the projection's output, and
-those of x, B and C, which it copies into that of the convolution's. Here the kernels write them in place.
+As three operators, autograd copies the gradients of z, xBC and dt into that of the projection's output, and those of x, B and
+C into that of the convolution's. Here the kernels write them in place.
 
 Saved for the backward: the inputs (the projection's output and the parameters); the outputs of the convolution and of
 the scan, as Launch.keep says; the norm's reciprocal root mean squares, fp32 [tokens, groups].
@@ -27,9 +27,9 @@ Keep = Literal["all", "scan", "nothing"]
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """conv1d, ssd, gated_norm: the parts' own, dumped.
+    """conv1d, ssd, gated_norm: the parts' launch parameters, as text.
 
-    keep: which outputs the backward finds rather than computes again: "all", the convolution's and the scan's, each about as
+    keep: the outputs saved for the backward rather than computed again: "all", the convolution's and the scan's, each about as
         large as the mixer's own; "scan": not the convolution's, which is one pass over memory; "nothing".
     """
 
@@ -74,18 +74,18 @@ class TritonMambaMixer:
         initial_state: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """As the reference. The output is contiguous."""
+        """The reference's arguments. The output is contiguous."""
         spec, scan, norm = self.spec, self.spec.ssd, self.spec.gated_norm
         assert zxbcdt.shape[2:] == (sum(spec.widths),) and norm_weight.shape == (norm.dim,)
         assert conv_weight.shape == (spec.conv1d.channels, spec.conv1d.width)
         assert A.shape == D.shape == dt_bias.shape == (scan.n_heads,)
         assert document_ids is None or document_ids.shape == zxbcdt.shape[:2]
-        if document_ids is not None:  # once, for the kernels of both directions
+        if document_ids is not None:  # converted once for both directions
             document_ids = document_ids.to(torch.int32).contiguous()
         tensors = (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids)
         limits = scan.dt_limit or (None, None)
-        of_norm = (norm.n_groups, norm.eps, norm.norm_before_gate)
-        return mamba_mixer_forward(*tensors, scan.n_groups, *limits, *of_norm, self.options)[0]
+        norm_settings = (norm.n_groups, norm.eps, norm.norm_before_gate)
+        return mamba_mixer_forward(*tensors, scan.n_groups, *limits, *norm_settings, self.options)[0]
 
 
 def launch_forward(
@@ -114,7 +114,7 @@ def launch_forward(
     convolved = conv1d.launch_forward(xBC, conv_weight, conv_bias, document_ids, launch.conv1d)
     x, B, C = sizes.conv_parts(convolved)
     scan = (A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, launch.ssd)
-    y = ssd.launch_forward(x, dt, *scan, with_last=False)[0].flatten(-2)
+    y = ssd.launch_forward(x, dt, *scan, with_final_state=False)[0].flatten(-2)
     out, r = gated_norm.launch_forward(y, z, norm_weight, norm_groups, eps, norm_first, launch.gated_norm)
     convolved = convolved if launch.keeps_conv else y.new_empty(0)
     return out, convolved, y if launch.keeps_scan else y.new_empty(0), r
@@ -161,9 +161,9 @@ def launch_backward(
     launch, sizes = Launch.parse(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, (z, xBC, dt) = ssd.Launch.parse(launch.ssd), sizes.parts(zxbcdt)
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
-    d_initial, of_scan = ssd.initial_gradient(initial_state, zxbcdt), ssd.room_for_sums(dt, scan)
+    d_initial, scan_partials = ssd.initial_gradient(initial_state, zxbcdt), ssd.empty_param_partials(dt, scan)
     dz, dxBC, d_dt = sizes.parts(d_zxbcdt)
-    # dxBC is written last; until then it lends its memory to dy, or to the convolution's output made again.
+    # dxBC is written last; until then its memory holds dy, or the recomputed output of the convolution.
     if launch.keeps_conv:
         dy = dxBC[..., : sizes.d_inner]
     else:
@@ -171,17 +171,19 @@ def launch_backward(
     x, B, C = sizes.conv_parts(convolved)
     inputs = (x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
     if not launch.keeps_scan:
-        y = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd, with_last=False)[0].flatten(-2)
+        y = ssd.launch_forward(*inputs, dt_min, dt_max, launch.ssd, with_final_state=False)[0].flatten(-2)
     dy, _, partials = gated_norm.partial_backward(d_out, y, z, norm_weight, r, norm_first, launch.gated_norm, dz, dy)
     d_norm_weight = gated_norm.kernels.parameter_gradient(partials, norm_weight)
     del y, partials
     d_conv = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
     dx, dB, dC = sizes.conv_parts(d_conv)
-    ssd.backward_into(dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, (dx, d_dt, dB, dC, d_initial, of_scan))
+    ssd.backward_into(
+        dy.view(x.shape), None, *inputs, dt_min, dt_max, scan, (dx, d_dt, dB, dC, d_initial, scan_partials)
+    )
     del dy
     _, partials = conv1d.partial_backward(d_conv, xBC, conv_weight, conv_bias, document_ids, launch.conv1d, dxBC)
     d_conv_weight, d_conv_bias = conv1d.kernels.parameter_gradients(partials, conv_weight, conv_bias)
-    d_A, d_D, d_bias = ssd.parameter_gradients(of_scan, A, D, dt_bias)
+    d_A, d_D, d_bias = ssd.parameter_gradients(scan_partials, A, D, dt_bias)
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 
 
@@ -200,13 +202,13 @@ def _(
     return *found, ssd.initial_gradient(initial_state, zxbcdt)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.n_groups, ctx.dt_min, ctx.dt_max, _, _, ctx.norm_first, ctx.options = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_out, *_):
+def _backward(ctx, d_out, *_):
     assert d_out is not None, "only the first output is differentiable"
     saved = ctx.saved_tensors
     conv_bias, initial_state = saved[2], saved[7]
@@ -216,12 +218,12 @@ def _differentiate(ctx, d_out, *_):
     return d_zxbcdt, d_weight, None if conv_bias is None else d_bias, *found, d_initial, *[None] * 8
 
 
-mamba_mixer_forward.register_autograd(_differentiate, setup_context=_keep)
+mamba_mixer_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the columns of the projection's output and of the convolution's are divided."""
+    """Division of the columns of the projection's output and of the convolution's."""
 
     d_inner: int
     channels: int

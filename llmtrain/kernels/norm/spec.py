@@ -1,4 +1,4 @@
-"""What the norm of a residual stream is, and which backend runs it. No torch here."""
+"""Specification of the norm of a residual stream, and its backends. No torch here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of a residual stream in Triton: the operators and the backend. No atomics.
 
-The sum with what a layer adds to the stream is part of the norm: it is read once, and its gradient joins the norm's in the
-pass that computes the latter.
+The sum with a layer's output is part of the norm: it is read once, and its gradient is added to the norm's in the pass that
+computes the latter.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.row_tiles import Launch, fitted
+from llmtrain.kernels.row_tiles import Launch, fitted, narrowed
 
 
 def default_launch(spec: NormSpec, platform: Platform) -> Launch:
-    return Launch.of_table("norm", spec.dtype, {"dim": spec.dim}, platform)
+    """Launch parameters from the tuning table, no wider than a row."""
+    tiles = tuning.forward_backward("norm", spec.dtype, {"dim": spec.dim}, platform)
+    return Launch(*(narrowed(tile, spec.dim) for tile in tiles), platform.num_sms)
 
 
 def build(spec: NormSpec, platform: Platform, variant: str) -> TritonNorm:
@@ -45,10 +48,10 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta (empty without delta), its norm, and the statistics; see kernels.forward."""
     rows, launch = _rows(x), Launch.parse(options)
-    tile = fitted(launch.forward, launch.processors, len(rows))
+    tile = fitted(launch.forward, launch.num_sms, len(rows))
     bias = None if bias is None else bias.contiguous()
-    more = None if delta is None else _rows(delta)
-    total, y, statistics = kernels.forward(rows, more, weight.contiguous(), bias, centred, eps, tile)
+    residual = None if delta is None else _rows(delta)
+    total, y, statistics = kernels.forward(rows, residual, weight.contiguous(), bias, centred, eps, tile)
     return x.new_empty(0) if total is None else total.view(x.shape), y.view(x.shape), statistics
 
 
@@ -64,11 +67,11 @@ def _(x, delta, weight, bias, centred, eps, options):
 def launch_backward(
     dy: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, statistics: Tensor, biased: bool, options: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what is normed, of the weight and of the bias (empty, if there is none)."""
+    """The gradients of the norm's input, of the weight and of the bias (empty, if there is none)."""
     rows, launch = _rows(total), Launch.parse(options)
-    tile = fitted(launch.backward, launch.processors, len(rows))
-    more = None if d_total is None else _rows(d_total)
-    dx, partials = kernels.backward(_rows(dy), more, rows, weight.contiguous(), statistics, biased, tile)
+    tile = fitted(launch.backward, launch.num_sms, len(rows))
+    residual = None if d_total is None else _rows(d_total)
+    dx, partials = kernels.backward(_rows(dy), residual, rows, weight.contiguous(), statistics, biased, tile)
     d_weight, d_bias = kernels.parameter_gradients(partials, weight, biased)
     return dx.view(total.shape), d_weight, weight.new_empty(0) if d_bias is None else d_bias
 
@@ -82,14 +85,14 @@ def _(dy, d_total, total, weight, statistics, biased, options):
     return total.new_empty(total.shape), d_weight, weight.new_empty(weight.shape if biased else 0)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, delta, weight, bias, _, _, ctx.options = inputs
     ctx.summed, ctx.biased = delta is not None, bias is not None
     ctx.save_for_backward(output[0] if ctx.summed else x, weight, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_total, dy, _):
+def _backward(ctx, d_total, dy, _):
     if dy is None:  # only the sum was used
         assert ctx.summed
         return d_total, d_total, None, None, None, None, None
@@ -99,7 +102,7 @@ def _differentiate(ctx, d_total, dy, _):
     return dx, dx if ctx.summed else None, d_weight, d_bias if ctx.biased else None, None, None, None
 
 
-norm_forward.register_autograd(_differentiate, setup_context=_keep)
+norm_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -1,13 +1,8 @@
 """LayerNorm and RMSNorm of x + delta in Triton, forward and backward, and the launches of both.
 
-A row is one token, in registers as a whole (rows.py). u: the normed row before weight and bias; r: the reciprocal of its
+A row is one token, in registers as a whole (row_kernels.py). u: the normed row before weight and bias; r: the reciprocal of its
 root mean square or, of LayerNorm, standard deviation. Statistics, [1 or 2, tokens] in fp32: r and, of LayerNorm, the means.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -18,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.reduce_partials import column_sums
-from llmtrain.kernels.row_kernels import part, parts, vector
+from llmtrain.kernels.reduce_partials import reduce_partials
+from llmtrain.kernels.row_kernels import load_part, load_parts, load_vector
 from llmtrain.kernels.row_tiles import Tile
 
 
@@ -28,11 +23,12 @@ def forward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """x + delta (None without delta), its norm, and the statistics. x, delta: [tokens, dim], contiguous. centred: LayerNorm."""
     tokens, dim = x.shape
-    assert not tile.ahead, "the forward fetches nothing ahead into registers"
+    assert not tile.prefetch, "the forward does not prefetch into registers"
     total = None if delta is None else torch.empty_like(x)
     y, statistics = torch.empty_like(x), torch.empty((1 + centred, tokens), dtype=torch.float32, device=x.device)
-    _forward[(triton.cdiv(tokens, tile.rows * tile.run),)](
-        *(x, delta, weight, bias, total, y, statistics, tokens, tile.run, dim, eps), **_constants(dim, centred, tile)
+    _forward[(triton.cdiv(tokens, tile.block_rows * tile.max_tiles),)](
+        *(x, delta, weight, bias, total, y, statistics, tokens, tile.max_tiles, dim, eps),
+        **_constants(dim, centred, tile),
     )
     return total, y, statistics
 
@@ -46,38 +42,38 @@ def backward(
     biased: bool,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of what is normed (d_total: what comes to it from elsewhere), and what adds up to those of the weight and,
-    if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
+    """The gradient of the norm's input (d_total: the part of it that bypasses the norm), and partial sums of those of the weight
+    and, if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
     """
     tokens, dim = total.shape
-    programs = triton.cdiv(tokens, tile.rows * tile.run)
+    programs = triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
     dx = torch.empty_like(total)
     partials = torch.empty((programs, dim * (1 + biased)), dtype=torch.float32, device=dy.device)
     _backward[(programs,)](
-        *(dy, d_total, total, weight, statistics, dx, partials, tokens, tile.run, dim),
+        *(dy, d_total, total, weight, statistics, dx, partials, tokens, tile.max_tiles, dim),
         **_constants(dim, len(statistics) == 2, tile),
         BIASED=biased,
-        AHEAD=tile.ahead,
+        PREFETCH=tile.prefetch,
     )
     return dx, partials
 
 
 def parameter_gradients(partials: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
-    """Of the weight and the bias, like the weight, from the partial sums."""
+    """Gradients of the weight and the bias, like the weight, from the partial sums."""
     d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     d_bias = torch.empty_like(d_weight) if biased else None
-    column_sums(partials, d_weight, d_bias)
+    reduce_partials(partials, d_weight, d_bias)
     return d_weight, d_bias
 
 
 def _constants(dim: int, centred: bool, tile: Tile) -> dict[str, Any]:
     return {
         "CENTRED": centred,
-        "PARTS": triton.cdiv(dim, tile.columns),
-        "COLUMNS": tile.columns,
-        "ROWS": tile.rows,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
+        "PARTS": triton.cdiv(dim, tile.block_columns),
+        "BLOCK_COLUMNS": tile.block_columns,
+        "BLOCK_ROWS": tile.block_rows,
+        "NUM_STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
     }
 
 
@@ -96,30 +92,30 @@ def _forward(
     eps,
     CENTRED: tl.constexpr,
     PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """Program (block of tokens). The norm is that of the sum before it is rounded."""
-    weights = vector(weight, dim, PARTS, COLUMNS)
+    weights = load_vector(weight, dim, PARTS, BLOCK_COLUMNS)
     if bias is not None:
-        biases = vector(bias, dim, PARTS, COLUMNS)
-    row = tl.program_id(0) * (run * ROWS) + tl.arange(0, ROWS)
-    for _ in tl.range(0, run, num_stages=STAGES):
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        biases = load_vector(bias, dim, PARTS, BLOCK_COLUMNS)
+    row = tl.program_id(0) * (run * BLOCK_ROWS) + tl.arange(0, BLOCK_ROWS)
+    for _ in tl.range(0, run, num_stages=NUM_STAGES):
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         values = ()
         for p in tl.static_range(PARTS):
-            value = part(x, row, dim, tokens, dim, p, COLUMNS, False).to(tl.float32)
+            value = load_part(x, row, dim, tokens, dim, p, BLOCK_COLUMNS, False).to(tl.float32)
             if delta is not None:
-                value += part(delta, row, dim, tokens, dim, p, COLUMNS, False).to(tl.float32)
+                value += load_part(delta, row, dim, tokens, dim, p, BLOCK_COLUMNS, False).to(tl.float32)
             sums += value if CENTRED else value * value
             values = values + (value,)
         mean = tl.sum(sums, 1) / dim
         if CENTRED:
             tl.store(statistics + tokens + row, mean, mask=row < tokens)
-            squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+            squares = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
             for p in tl.static_range(PARTS):
-                column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
                 apart = tl.where(column < dim, values[p] - mean[:, None], 0.0)
                 squares += apart * apart
             r = tl.rsqrt(tl.sum(squares, 1) / dim + eps)
@@ -127,7 +123,7 @@ def _forward(
             r = tl.rsqrt(mean + eps)
         tl.store(statistics + row, r, mask=row < tokens)
         for p in tl.static_range(PARTS):
-            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
             at, inside = row.to(tl.int64)[:, None] * dim + column, (row < tokens)[:, None] & (column < dim)
             if delta is not None:
                 tl.store(total + at, values[p].to(total.dtype.element_ty), mask=inside)
@@ -136,7 +132,7 @@ def _forward(
             if bias is not None:
                 found += biases[p]
             tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
-        row += ROWS
+        row += BLOCK_ROWS
 
 
 @triton.jit
@@ -161,43 +157,46 @@ def _backward(
     dim,
     CENTRED: tl.constexpr,
     PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     BIASED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Program (block of tokens). With d = dy weight: dx = r (d - u mean(d u)), and of LayerNorm less r mean(d)."""
-    weights = vector(weight, dim, PARTS, COLUMNS)
-    weight_sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
-    bias_sums = (tl.zeros((ROWS, COLUMNS), tl.float32),) * PARTS
+    weights = load_vector(weight, dim, PARTS, BLOCK_COLUMNS)
+    weight_sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),) * PARTS
+    bias_sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),) * PARTS
     block = tl.program_id(0)
-    row = block * (run * ROWS) + tl.arange(0, ROWS)
-    if AHEAD:
-        next_x = parts(total, row, dim, tokens, dim, PARTS, COLUMNS)
-        next_dy = parts(dy, row, dim, tokens, dim, PARTS, COLUMNS)
+    row = block * (run * BLOCK_ROWS) + tl.arange(0, BLOCK_ROWS)
+    if PREFETCH:
+        next_x = load_parts(total, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
+        next_dy = load_parts(dy, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
         if d_total is not None:
-            next_more = parts(d_total, row, dim, tokens, dim, PARTS, COLUMNS)
-    for i in tl.range(0, run, num_stages=STAGES):
-        if AHEAD:
+            next_residual = load_parts(d_total, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
+    for i in tl.range(0, run, num_stages=NUM_STAGES):
+        if PREFETCH:
             xs, dys = next_x, next_dy
-            later = tl.where(i + 1 < run, row + ROWS, tokens)
-            next_x = parts(total, later, dim, tokens, dim, PARTS, COLUMNS)
-            next_dy = parts(dy, later, dim, tokens, dim, PARTS, COLUMNS)
+            later = tl.where(i + 1 < run, row + BLOCK_ROWS, tokens)
+            next_x = load_parts(total, later, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
+            next_dy = load_parts(dy, later, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
             if d_total is not None:
-                more = next_more
-                next_more = parts(d_total, later, dim, tokens, dim, PARTS, COLUMNS)
+                residual = next_residual
+                next_residual = load_parts(d_total, later, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
         else:
-            xs = parts(total, row, dim, tokens, dim, PARTS, COLUMNS)
-            dys = parts(dy, row, dim, tokens, dim, PARTS, COLUMNS)
+            xs = load_parts(total, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
+            dys = load_parts(dy, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
             if d_total is not None:
-                more = parts(d_total, row, dim, tokens, dim, PARTS, COLUMNS)
+                residual = load_parts(d_total, row, dim, tokens, dim, PARTS, BLOCK_COLUMNS)
         inside = row < tokens
         r = tl.load(statistics + row, mask=inside, other=0.0)[:, None]
         mean = r
         if CENTRED:
             mean = tl.load(statistics + tokens + row, mask=inside, other=0.0)[:, None]
-        products, sums = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+        products, sums = (
+            tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),
+            tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),
+        )
         to_weights, to_biases = (), ()
         for p in tl.static_range(PARTS):
             u, upstream = _normed(xs[p], mean, r, CENTRED), dys[p].to(tl.float32)
@@ -216,15 +215,15 @@ def _backward(
                 d -= level
             found = r * (d - _normed(xs[p], mean, r, CENTRED) * along)
             if d_total is not None:
-                found += more[p].to(tl.float32)
-            column = p * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                found += residual[p].to(tl.float32)
+            column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
             at = row.to(tl.int64)[:, None] * dim + column
             tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside[:, None] & (column < dim))
-        row += ROWS
+        row += BLOCK_ROWS
 
     partials += block.to(tl.int64) * (2 * dim if BIASED else dim)
     for p in tl.static_range(PARTS):
-        column = p * COLUMNS + tl.arange(0, COLUMNS)
+        column = p * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         tl.store(partials + column, tl.sum(weight_sums[p], 0), mask=column < dim)
         if BIASED:
             tl.store(partials + dim + column, tl.sum(bias_sums[p], 0), mask=column < dim)

@@ -14,7 +14,7 @@ def build(spec: RotarySpec, platform: Platform, variant: str) -> ReferenceRotary
 
 
 class ReferenceRotary:
-    """In fp32 or wider."""
+    """Rotated queries and keys, computed in fp32 or wider."""
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q, k: [batch, T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2], or with batch in front. Returns like q and k."""

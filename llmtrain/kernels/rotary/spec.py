@@ -1,4 +1,4 @@
-"""What rotary positions do to queries and keys, and which backend does it. No torch here."""
+"""Specification of rotary positions of queries and keys, and their backends. No torch here."""
 
 from __future__ import annotations
 

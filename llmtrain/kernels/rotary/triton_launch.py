@@ -1,24 +1,18 @@
-"""Launch parameters of the rotary kernel, from the tuning tables."""
+"""Launch parameters of the rotary kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmtrain.kernels import tuning
-from llmtrain.kernels.options import Options
-from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.rotary.spec import RotarySpec
+from llmtrain.kernels.options import Count, Options
 
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """tokens: of a program, a power of two. heads: that a program goes through with its cosines and sines in registers."""
+    """block_tokens: tokens of a program, a power of two. block_heads: heads that a program loops over with its cosines and
+    sines in registers.
+    """
 
-    tokens: int
-    heads: int
-    warps: int
-
-
-def default_launch(spec: RotarySpec, platform: Platform) -> Launch:
-    """What the tuning table says."""
-    return tuning.select("rotary", spec.dtype, {"head_dim": spec.head_dim}, platform).launch
+    block_tokens: Count
+    block_heads: Count
+    num_warps: Count

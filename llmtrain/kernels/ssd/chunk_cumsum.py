@@ -1,12 +1,8 @@
-"""Time steps of Mamba-2 in Triton: softplus and limits, running log-decays, document resets; and their gradients.
+"""Time steps of Mamba-2 in Triton: softplus and limits of dt, cumulative sums of dA per chunk, documents; and the gradients.
 
-These kernels touch one number per token and head, 1/64 of x: they are apart so that the others read decays in fp32
-with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
+These kernels touch one number per token and head, 1/64 of x. They are kernels of their own so that the others read decays
+in fp32 with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -15,89 +11,94 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS = 16  # of one program: 32 bytes of dt in bf16, what memory hands out at least
+_HEADS_PER_PROGRAM = 16  # 32 bytes of dt in bf16, the smallest memory transaction
 
 
-def decays(
+def chunk_cumsum_fwd(
     dt: Tensor,
     A: Tensor,
     dt_bias: Tensor,
     document_ids: Tensor | None,
     dt_limit: tuple[float | None, float | None],
     chunk: int,
-    with_longest: bool,
+    with_largest_dt: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the other kernels read of the time steps, padded to whole chunks.
+    """Cumulative log-decays, time steps and document indices for the other kernels, padded to whole chunks.
 
-    dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins.
-    Returns times, [batch, heads, chunks, 2, chunk] in fp32: the running sums of log2(decay) from the start of the chunk,
-    and the steps, clamp(softplus(dt + bias)), side by side so that one address serves both. The longest step of every chunk,
-    [batch, heads, chunks], if it is wanted. And how many documents have begun in the chunk so far, [batch, padded T] in int32.
-    Padding has steps of 0: it neither decays the state nor adds to it.
+    dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins. Returns
+
+    - dA_cumsum, [batch, heads, chunks, 2, chunk] in fp32: at 0 the running sum of log2(decay) from the start of the chunk, at
+      1 dt = clamp(softplus(dt + bias)), side by side so that one address serves both;
+    - the largest dt of each chunk, [batch, heads, chunks], or None;
+    - seq_idx, [batch, padded T] in int32: the documents that have begun since the start of the chunk; None without documents.
+
+    Padding has dt = 0: it neither decays the state nor adds to it.
     """
     batch, seq_len, n_heads = dt.shape
     chunks = triton.cdiv(seq_len, chunk)
-    times = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
-    longest, begun = None, None
-    if with_longest:
-        longest = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
+    dA_cumsum = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
+    largest_dt, seq_idx = None, None
+    if with_largest_dt:
+        largest_dt = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
     if document_ids is not None:
-        begun = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
-    _decays[triton.cdiv(n_heads, _HEADS), chunks, batch](
-        *(dt, A, dt_bias, document_ids, times, longest, begun),
+        seq_idx = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
+    _chunk_cumsum_fwd[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
+        *(dt, A, dt_bias, document_ids, dA_cumsum, largest_dt, seq_idx),
         *(seq_len, n_heads, *dt.stride(), *dt_limit),
         CHUNK=chunk,
-        HEADS=_HEADS,
+        HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
-    return times, longest, begun
+    return dA_cumsum, largest_dt, seq_idx
 
 
-def decay_gradients(
+def chunk_cumsum_bwd(
     dt: Tensor,
     A: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float | None, float | None],
-    times: Tensor,
-    vectors: Tensor,
-    diagonal: Tensor,
-    passed: Tensor,
+    dA_cumsum: Tensor,
+    ddA_terms: Tensor,
+    cb_diagonal: Tensor,
+    ddA_state: Tensor,
     chunk: int,
     d_dt: Tensor,
-    sums: Tensor,
+    param_partials: Tensor,
 ) -> None:
-    """Fills d_dt, the gradient of the raw dt, whose heads lie side by side, and sums, those of A, D and dt_bias by sequence
-    and chunk, [batch, chunks, 3, heads], from what the other kernels found; all of these fp32.
+    """Fill d_dt, the gradient of the raw dt (heads contiguous), and param_partials, the gradients of A, D and dt_bias by
+    sequence and chunk, [batch, chunks, 3, heads], from the results of the other kernels; all of these are fp32.
 
-    vectors: [batch, heads, chunks, 3, chunk], per head and token, in the terms of triton_pairs.py:
+    ddA_terms: [batch, heads, chunks, 3, chunk], per head and token, in the notation of intra_chunk_bwd.py:
         earlier_i = sum_{j < i} G_ij L_ij T_ij dt_j + 2^a_i C_i . S dy_i,   later_j = sum_{i > j} G_ij L_ij T_ij,
         same_j = T_jj, in this order
-    times: as of decays, but with after_j = 2^(a_end - a_j) x_j . B_j R where the steps were
-    diagonal: G_jj, [batch, chunks, groups, chunk]; passed: 2^a_end S . R, [batch, chunks, parts, heads], to be
-        added up over parts.
+    dA_cumsum: from chunk_cumsum_fwd, but with after_j = 2^(a_end - a_j) x_j . B_j R in place of dt
+    cb_diagonal: G_jj, [batch, chunks, groups, chunk]
+    ddA_state: 2^a_end S . R, [batch, chunks, parts, heads], to be summed over parts
     """
     batch, seq_len, n_heads = dt.shape
-    chunks = vectors.shape[2]
-    assert d_dt.stride(2) == 1 and sums.shape == (batch, chunks, 3, n_heads) and sums.is_contiguous()
-    _decay_gradients[triton.cdiv(n_heads, _HEADS), chunks, batch](
-        *(dt, A, dt_bias, times, vectors, diagonal, passed, d_dt, sums),
-        *(seq_len, n_heads, n_heads // diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
+    chunks = ddA_terms.shape[2]
+    assert (
+        d_dt.stride(2) == 1 and param_partials.shape == (batch, chunks, 3, n_heads) and param_partials.is_contiguous()
+    )
+    _chunk_cumsum_bwd[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
+        *(dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, d_dt, param_partials),
+        *(seq_len, n_heads, n_heads // cb_diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
-        PARTS=passed.shape[2],
-        HEADS=_HEADS,
+        PARTS=ddA_state.shape[2],
+        HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
 
 
 @triton.jit
-def _decays(
+def _chunk_cumsum_fwd(
     dt,
     A,
     dt_bias,
     document_ids,
-    times,
-    longest,
-    begun,
+    dA_cumsum,
+    largest_dt,
+    seq_idx,
     seq_len,
     n_heads,
     dt_row,
@@ -106,11 +107,11 @@ def _decays(
     dt_min,
     dt_max,
     CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
     block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS + tl.arange(0, HEADS)
+    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     h_valid = h < n_heads
     valid = (t < seq_len)[:, None] & h_valid[None, :]
     raw = tl.load(dt + row * dt_row + t[:, None].to(tl.int64) * dt_token + h[None, :] * dt_head, mask=valid, other=0.0)
@@ -123,31 +124,33 @@ def _decays(
     step = tl.where(valid, step, 0.0)
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
     padded = tl.num_programs(1) * CHUNK
-    times += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
-    tl.store(times, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
-    tl.store(times + CHUNK, step, mask=h_valid[None, :])
-    if longest is not None:
-        tl.store(longest + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
+    dA_cumsum += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[
+        :, None
+    ]
+    tl.store(dA_cumsum, tl.cumsum(step * rate[None, :], 0), mask=h_valid[None, :])
+    tl.store(dA_cumsum + CHUNK, step, mask=h_valid[None, :])
+    if largest_dt is not None:
+        tl.store(largest_dt + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
         # Nothing precedes the first token but the initial state, which belongs to its document.
         inside = (t > 0) & (t < seq_len)
         this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
         last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
-        tl.store(begun + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
+        tl.store(seq_idx + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
 
 
 @triton.jit
-def _decay_gradients(
+def _chunk_cumsum_bwd(
     dt,
     A,
     dt_bias,
-    times,
-    vectors,
-    diagonal,
-    passed,
+    dA_cumsum,
+    ddA_terms,
+    cb_diagonal,
+    ddA_state,
     d_dt,
-    sums,
+    param_partials,
     seq_len,
     n_heads,
     per_group,
@@ -160,12 +163,12 @@ def _decay_gradients(
     dt_max,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
     block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(1)
-    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS + tl.arange(0, HEADS)
+    t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     h_valid = h < n_heads
     valid = (t < seq_len)[:, None] & h_valid[None, :]
 
@@ -181,32 +184,32 @@ def _decay_gradients(
         step = tl.minimum(step, dt_max)
         passes = passes & (free <= dt_max)
 
-    vectors += (((row * n_heads + h) * chunks + chunk) * (3 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
-    earlier = tl.load(vectors, mask=valid, other=0.0)
-    later = tl.load(vectors + CHUNK, mask=valid, other=0.0)
-    same = tl.load(vectors + 2 * CHUNK, mask=valid, other=0.0)
-    times += (((row * n_heads + h) * chunks + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
-    after = tl.load(times + CHUNK, mask=valid, other=0.0)
+    ddA_terms += (((row * n_heads + h) * chunks + chunk) * (3 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    earlier = tl.load(ddA_terms, mask=valid, other=0.0)
+    later = tl.load(ddA_terms + CHUNK, mask=valid, other=0.0)
+    same = tl.load(ddA_terms + 2 * CHUNK, mask=valid, other=0.0)
+    dA_cumsum += (((row * n_heads + h) * chunks + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
+    after = tl.load(dA_cumsum + CHUNK, mask=valid, other=0.0)
     n_groups = (n_heads + per_group - 1) // per_group
-    diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
-    d_step = later + tl.load(diagonal, mask=valid, other=0.0) * same + after
+    cb_diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
+    d_step = later + tl.load(cb_diagonal, mask=valid, other=0.0) * same + after
     # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
     on_end = step * after
     d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
     for part in range(PARTS):
-        at = passed + ((row * chunks + chunk) * PARTS + part) * n_heads + h
+        at = ddA_state + ((row * chunks + chunk) * PARTS + part) * n_heads + h
         d_log_decay += tl.load(at, mask=h_valid, other=0.0)[None, :]
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
     to = row * d_dt_row + t[:, None].to(tl.int64) * d_dt_token + h[None, :]
     tl.store(d_dt + to, d_shifted.to(d_dt.dtype.element_ty), mask=valid)
-    # Of A, D and the bias.
-    sums += (row * chunks + chunk) * 3 * n_heads + h
-    tl.store(sums, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
-    tl.store(sums + n_heads, tl.sum(same, 0), mask=h_valid)
-    tl.store(sums + 2 * n_heads, tl.sum(d_shifted, 0), mask=h_valid)
+    # Gradients of A, D and the bias.
+    param_partials += (row * chunks + chunk) * 3 * n_heads + h
+    tl.store(param_partials, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
+    tl.store(param_partials + n_heads, tl.sum(same, 0), mask=h_valid)
+    tl.store(param_partials + 2 * n_heads, tl.sum(d_shifted, 0), mask=h_valid)
 
 
 @triton.jit

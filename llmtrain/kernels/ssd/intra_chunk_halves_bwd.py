@@ -1,17 +1,13 @@
-"""Mamba-2's state-space duality in Triton, backward: what passes from the first half of a chunk to its second half.
+"""Mamba-2's state-space duality in Triton, backward: gradients over pairs across the two halves of a chunk.
 
-Where the kernels of triton_pairs.py take half a chunk at a time. In their terms, with j in the first half, i in the
-second, and a_mid at the end of the first, decays fall apart into two factors, neither of which can overflow:
+Needed where the kernel of intra_chunk_bwd.py takes half a chunk at a time. In its notation, with j in the first half, i in the
+second, and a_mid at the end of the first, the decay is a product of two factors, neither of which can overflow:
 
     L_ij = 2^(a_mid - a_j) 2^(a_i - a_mid)
 
 So a matrix over pairs takes no exponentials, only a weight per row and per column, and C B^T and the mask of documents are
 the same for all heads. Row and column sums come from one fp32 matrix, as there.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -20,70 +16,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.ssd.head_blocks import blocks_of_heads, token_stride
-from llmtrain.kernels.ssd.triton_forward import padded, rows_described, rows_of
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch
+from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
-def through_halves(
+def intra_chunk_halves_bwd(
     dy: Tensor,
     x: Tensor,
     B: Tensor,
     C: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
-    vectors: Tensor,
+    dA_cumsum: Tensor,
+    seq_idx: Tensor | None,
+    ddA_terms: Tensor,
     dx: Tensor,
     chunk: int,
     precision: str,
-    launch: HeadsLaunch,
-    processors: int,
+    launch: HeadLoopLaunch,
+    num_sms: int,
 ) -> Tensor:
-    """Adds to dx and to the first two of `vectors`, after through_pairs.
+    """Add to dx and to the first two of `ddA_terms`, after intra_chunk_bwd.
 
-    Returns the gradients of the pairs by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].
+    Returns dCB between the halves by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].
     """
     seq_len, n_heads, head_dim = x.shape[1:]
     n_groups, d_state = B.shape[2:]
-    chunks, tile = times.shape[2], chunk // 2
-    heads, blocks = blocks_of_heads(x, n_groups, chunks, launch, processors)
-    d_across = torch.empty((blocks, x.shape[0], chunks, n_groups, tile, tile), dtype=B.dtype, device=x.device)
+    chunks, tile = dA_cumsum.shape[2], chunk // 2
+    heads, blocks = head_blocks(x, n_groups, chunks, launch, num_sms)
+    dCB_halves = torch.empty((blocks, x.shape[0], chunks, n_groups, tile, tile), dtype=B.dtype, device=x.device)
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
-    # A last chunk without a second half would take that of the next sequence: only loads through a mask know its end.
-    wanted = launch.described and seq_len % chunk == 0
-    views = [rows_described(wanted, t, tile) for t in (dy, x)]
-    fetched = all(view is not None for view in views)
-    dy, x = views if fetched else (dy, x)
-    _through_halves[n_groups * blocks, chunks, times.shape[0]](
-        *(dy, x, B, C, times, begun, dx, d_across, vectors),
+    # A last chunk without a second half would read that of the next sequence: only masked loads stop at its end.
+    wanted = launch.use_tma and seq_len % chunk == 0
+    views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
+    use_tma = all(view is not None for view in views)
+    dy, x = views if use_tma else (dy, x)
+    _intra_chunk_halves_bwd[n_groups * blocks, chunks, dA_cumsum.shape[0]](
+        *(dy, x, B, C, dA_cumsum, seq_idx, dx, dCB_halves, ddA_terms),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         TILE=tile,
-        ROWS=padded(d_state),
-        COLUMNS=padded(head_dim),
-        HEADS=heads,
-        TOKEN=token_stride(dx),
-        DESCRIBED=fetched,
+        BLOCK_DSTATE=padded(d_state),
+        BLOCK_HEADDIM=padded(head_dim),
+        HEADS_PER_PROGRAM=heads,
+        TOKEN_STRIDE=token_stride(dx),
+        USE_TMA=use_tma,
         PRECISION=precision,
-        STAGES=launch.stages,
+        NUM_STAGES=launch.num_stages,
         **launch.options,
     )
-    return d_across
+    return dCB_halves
 
 
 @triton.jit
-def _through_halves(
-    dy, x, B, C, times, begun, dx, d_across, vectors,
+def _intra_chunk_halves_bwd(
+    dy, x, B, C, dA_cumsum, seq_idx, dx, dCB_halves, ddA_terms,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
-    TOKEN: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, chunk, row of the batch). Matrices over pairs are [j, i]."""
-    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
     CHUNK: tl.constexpr = 2 * TILE
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
@@ -91,59 +87,59 @@ def _through_halves(
     chunks, batch = tl.num_programs(1), tl.num_programs(2)
     first = chunk * CHUNK
     middle = first + TILE
-    q, n, p = tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    q, n, p = tl.arange(0, TILE), tl.arange(0, BLOCK_DSTATE), tl.arange(0, BLOCK_HEADDIM)
 
     b_at = B + row * B_row + group * B_group + first.to(tl.int64) * B_token
     c_at = C + row * C_row + group * C_group + middle.to(tl.int64) * C_token
-    b = rows_of(b_at, q, n, B_token, seq_len - first, D_STATE)
-    c = rows_of(c_at, q, n, C_token, seq_len - middle, D_STATE)
-    bc = tl.dot(b, tl.trans(c), input_precision=PRECISION)
-    if begun is not None:
-        begun += row * chunks * CHUNK + first + q
-        paired = tl.load(begun)[:, None] == tl.load(begun + TILE)[None, :]
-        bc = tl.where(paired, bc, 0.0)
+    b_tile = load_tile(b_at, q, n, B_token, seq_len - first, D_STATE)
+    c_tile = load_tile(c_at, q, n, C_token, seq_len - middle, D_STATE)
+    cb = tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION)
+    if seq_idx is not None:
+        seq_idx += row * chunks * CHUNK + first + q
+        pair_mask = tl.load(seq_idx)[:, None] == tl.load(seq_idx + TILE)[None, :]
+        cb = tl.where(pair_mask, cb, 0.0)
 
-    if not DESCRIBED:
+    if not USE_TMA:
         x += row * x_row + first.to(tl.int64) * x_token
         dy += row * dy_row + middle.to(tl.int64) * dy_token
-    dx += (row * seq_len + first) * TOKEN
-    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
-    vectors += (row * N_HEADS * chunks + chunk) * (3 * CHUNK)
+    dx += (row * seq_len + first) * TOKEN_STRIDE
+    dA_cumsum += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
+    ddA_terms += (row * N_HEADS * chunks + chunk) * (3 * CHUNK)
     inside = (first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
-    d_bc = tl.zeros((TILE, TILE), tl.float32)
-    begin = group * HEADS_PER_GROUP + block * HEADS
-    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
-    for head in tl.range(begin, end, num_stages=STAGES):
-        if DESCRIBED:
+    dcb = tl.zeros((TILE, TILE), tl.float32)
+    begin = group * HEADS_PER_GROUP + block * HEADS_PER_PROGRAM
+    end = tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * HEADS_PER_GROUP)
+    for head in tl.range(begin, end, num_stages=NUM_STAGES):
+        if USE_TMA:
             token = tl.program_id(2) * seq_len + first
-            x_in = x.load([token, head * HEAD_DIM])
-            dy_in = dy.load([token + TILE, head * HEAD_DIM])
+            x_tile = x.load([token, head * HEAD_DIM])
+            dy_tile = dy.load([token + TILE, head * HEAD_DIM])
         else:
-            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len - first, HEAD_DIM)
-            dy_in = rows_of(dy + head * dy_head, q, p, dy_token, seq_len - middle, HEAD_DIM)
-        of_head = times + head * chunks * (2 * CHUNK)
-        a, step = tl.load(of_head + q), tl.load(of_head + CHUNK + q)
+            x_tile = load_tile(x + head * x_head, q, p, x_token, seq_len - first, HEAD_DIM)
+            dy_tile = load_tile(dy + head * dy_head, q, p, dy_token, seq_len - middle, HEAD_DIM)
+        of_head = dA_cumsum + head * chunks * (2 * CHUNK)
+        a, dt = tl.load(of_head + q), tl.load(of_head + CHUNK + q)
         a_mid = tl.load(of_head + TILE - 1)
         to_mid, from_mid = tl.exp2(a_mid - a), tl.exp2(tl.load(of_head + TILE + q) - a_mid)
-        weight = to_mid * step
+        weight = to_mid * dt
 
-        # What depends on j alone comes after the product.
-        u = tl.dot((bc * from_mid[None, :]).to(dy_in.dtype), dy_in, input_precision=PRECISION) * weight[:, None]
-        to = dx + head * HEAD_DIM + q[:, None] * TOKEN + p[None, :]
+        # Factors of j alone are applied after the product.
+        u = tl.dot((cb * from_mid[None, :]).to(dy_tile.dtype), dy_tile, input_precision=PRECISION) * weight[:, None]
+        to = dx + head * HEAD_DIM + q[:, None] * TOKEN_STRIDE + p[None, :]
         d_x = tl.load(to, mask=inside, other=0.0).to(tl.float32) + u
         tl.store(to, d_x.to(dx.dtype.element_ty), mask=inside)
-        d_pair = tl.dot(x_in, tl.trans(dy_in), input_precision=PRECISION) * from_mid[None, :]
-        d_bc += d_pair * weight[:, None]
-        d_pair *= bc
+        d_pair = tl.dot(x_tile, tl.trans(dy_tile), input_precision=PRECISION) * from_mid[None, :]
+        dcb += d_pair * weight[:, None]
+        d_pair *= cb
         later, earlier = (
-            vectors + head * chunks * (3 * CHUNK) + CHUNK + q,
-            vectors + head * chunks * (3 * CHUNK) + TILE + q,
+            ddA_terms + head * chunks * (3 * CHUNK) + CHUNK + q,
+            ddA_terms + head * chunks * (3 * CHUNK) + TILE + q,
         )
         tl.store(later, tl.load(later) + tl.sum(d_pair, 1) * to_mid)
         tl.store(earlier, tl.load(earlier) + tl.sum(d_pair * weight[:, None], 0))
 
-    if begun is not None:
-        d_bc = tl.where(tl.load(begun)[:, None] == tl.load(begun + TILE)[None, :], d_bc, 0.0)
+    if seq_idx is not None:
+        dcb = tl.where(tl.load(seq_idx)[:, None] == tl.load(seq_idx + TILE)[None, :], dcb, 0.0)
     of_block = ((block * batch + row) * chunks + chunk) * N_GROUPS + group
-    to = d_across + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :]
-    tl.store(to, d_bc.to(d_across.dtype.element_ty))
+    to = dCB_halves + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :]
+    tl.store(to, dcb.to(dCB_halves.dtype.element_ty))

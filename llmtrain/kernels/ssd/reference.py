@@ -106,7 +106,7 @@ class ReferenceSSD:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Where something must not pass because another document lies there; True hides. Heads and groups are 1.
+    """Masks for documents; True hides what lies in another document. The dimensions of groups and heads are 1.
 
     between_tokens: [batch, chunks, 1, 1, size, size], query and key of one chunk.
     before_the_end, after_the_start: [batch, chunks, 1, 1, size], tokens of another document than their chunk's last, and

@@ -1,4 +1,4 @@
-"""What a state-space-duality (Mamba-2) kernel is asked to do, and which backend can do it. No torch here."""
+"""Specification of a state-space-duality (Mamba-2) operation, and the backends that can serve it. No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SSDSpec:
     chunk_size: int
     dt_limit: tuple[float, float | None] | None = None
     dtype: str = "bfloat16"
-    """Of x, B and C. Decays are always fp32 or wider."""
+    """Dtype of x, B and C. Decays are always fp32 or wider."""
 
     def chunks(self, seq_len: int) -> tuple[int, int]:
         """(number of chunks, tokens per chunk) that cover seq_len."""

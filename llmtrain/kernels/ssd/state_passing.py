@@ -1,13 +1,9 @@
-"""States of Mamba-2's scan at the borders of chunks, in Triton: a program goes from chunk to chunk with a tile of one.
+"""State passing of Mamba-2's scan in Triton: a program loops over the chunks with a tile of one head's state in registers.
 
-For the backward states and their gradients are passed in one launch: each is bound by latency, and together they fill more
-of the device. They are in the dtype of x, and so is what is added to them; or in fp16 with powers of two (triton_half.py).
+In the backward, states (first chunk to last) and their gradients (last to first) are passed in one launch: each direction is
+bound by latency, and together they fill more of the device. Both are stored in the dtype of x, or in block-scaled fp16
+(block_scaled_fp16.py).
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
@@ -18,233 +14,261 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.ssd.block_scaled_fp16 import Keys, exponent_of
-from llmtrain.kernels.ssd.triton_forward import padded, rows_of
-from llmtrain.kernels.ssd.triton_launch import PassLaunch
+from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded
+from llmtrain.kernels.ssd.triton_launch import StatePassingLaunch
 
 
 class States(NamedTuple):
-    """States before all chunks, and then the gradients of those after them.
+    """States before each chunk (index 0 of the first dimension), and gradients of the states after each chunk (index 1).
 
     values: [2, batch, chunks, heads, d_state, head_dim], in the dtype of x; or, if there are exponents, fp16, to be
-    multiplied by 2^exponent. exponents: [2, batch, chunks, heads, parts] in fp32, for parts of `columns` of head_dim. added:
-    the same of what is added to them, x or dy, by tiles instead of chunks: divided by 2^exponent it is at most 2^14.
+        multiplied by 2^exponent.
+    exponents: [2, batch, chunks, heads, parts] in fp32, one per part of `block_headdim` columns of head_dim.
+    added_exponents: [2, batch, tiles, heads, parts] in fp32, those of the tiles of x and dy that are added to the states:
+        x or dy divided by 2^exponent is at most 2^14.
     """
 
     values: Tensor
     exponents: Tensor | None
-    added: Tensor | None
-    columns: int
+    added_exponents: Tensor | None
+    block_headdim: int
 
 
-def pass_states(
+def state_passing_fwd(
     x: Tensor,
     B: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
-    start: Tensor | None,
+    dA_cumsum: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
     chunk: int,
     precision: str,
-    launch: PassLaunch,
-    last: Tensor | None = None,
+    launch: StatePassingLaunch,
+    last_state: Tensor | None = None,
 ) -> Tensor:
-    """The states before all chunks, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
+    """States before each chunk, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
 
-    x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; start, and last (the state after all, filled if it is
-    wanted): [batch, heads, head_dim, d_state], fp32 and contiguous.
+    x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; dA_cumsum, seq_idx: see chunk_cumsum_fwd;
+    initial_state, and last_state (the state after the last token, filled if given): [batch, heads, head_dim, d_state],
+    fp32 and contiguous.
     """
     batch, _, n_heads, head_dim = x.shape
-    shape = (batch, times.shape[2], n_heads, B.shape[3], head_dim)
-    states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _columns(launch, head_dim))
-    _launch(x, x, Keys(B, B, None), times, None, begun, (start, None, last), states, chunk, chunk, precision, launch)
+    shape = (batch, dA_cumsum.shape[2], n_heads, B.shape[3], head_dim)
+    states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _block_headdim(launch, head_dim))
+    _launch(
+        x,
+        x,
+        ScaledBC(B, B, None),
+        dA_cumsum,
+        None,
+        seq_idx,
+        (initial_state, None, last_state),
+        states,
+        chunk,
+        chunk,
+        precision,
+        launch,
+    )
     return states.values
 
 
-def pass_both(
+def state_passing_bwd(
     x: Tensor,
     dy: Tensor,
-    keys: Keys,
-    times: Tensor,
-    longest: Tensor | None,
-    begun: Tensor | None,
-    start: Tensor | None,
-    end: Tensor | None,
-    d_start: Tensor | None,
+    bc: ScaledBC,
+    dA_cumsum: Tensor,
+    largest_dt: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
+    d_final_state: Tensor | None,
+    d_initial_state: Tensor | None,
     chunk: int,
     tile: int,
     precision: str,
-    launch: PassLaunch,
+    launch: StatePassingLaunch,
 ) -> States:
-    """The states before all chunks, and the gradients of those after them, which are passed on from the last chunk to the
-    first: dy and C in place of x and B.
+    """States before each chunk, and gradients of the states after each chunk, which are passed from the last chunk to the
+    first with dy and C in place of x and B.
 
-    longest: of decays, wanted in fp16. end: the gradient of the last state; d_start: that of start, filled if it is wanted;
-    both as start of pass_states. tile: tokens that are read at a time, a chunk or a part of one.
+    largest_dt: see chunk_cumsum_fwd; needed for fp16. d_final_state: gradient of the state after the last token;
+    d_initial_state: gradient of the initial state, filled if given; both shaped like initial_state of state_passing_fwd.
+    tile: tokens that are read at a time, a chunk or a part of one.
     """
-    states = room(x, keys, chunk, tile, launch)
-    ends = (start, end, d_start)
-    _launch(x, dy, keys, times, longest, begun, ends, states, chunk, tile, precision, launch)
+    states = empty_states(x, bc, chunk, tile, launch)
+    ends = (initial_state, d_final_state, d_initial_state)
+    _launch(x, dy, bc, dA_cumsum, largest_dt, seq_idx, ends, states, chunk, tile, precision, launch)
     return states
 
 
-def room(x: Tensor, keys: Keys, chunk: int, tile: int, launch: PassLaunch) -> States:
-    """Where pass_both puts what it finds."""
+def empty_states(x: Tensor, bc: ScaledBC, chunk: int, tile: int, launch: StatePassingLaunch) -> States:
+    """Memory for the result of state_passing_bwd."""
     batch, seq_len, n_heads, head_dim = x.shape
-    chunks, scaled = triton.cdiv(seq_len, chunk), keys.exponents is not None
-    shape = (2, batch, chunks, n_heads, keys.B.shape[3], head_dim)
+    chunks, scaled = triton.cdiv(seq_len, chunk), bc.exponents is not None
+    shape = (2, batch, chunks, n_heads, bc.B.shape[3], head_dim)
     values = torch.empty(shape, dtype=torch.float16 if scaled else x.dtype, device=x.device)
-    exponents, added = None, None
+    exponents, added_exponents = None, None
     if scaled:
-        tiles, parts = chunks * (chunk // tile), triton.cdiv(head_dim, _columns(launch, head_dim))
+        tiles, parts = chunks * (chunk // tile), triton.cdiv(head_dim, _block_headdim(launch, head_dim))
         exponents = torch.empty((2, batch, chunks, n_heads, parts), dtype=torch.float32, device=x.device)
-        added = torch.empty((2, batch, tiles, n_heads, parts), dtype=torch.float32, device=x.device)
-    return States(values, exponents, added, _columns(launch, head_dim))
+        added_exponents = torch.empty((2, batch, tiles, n_heads, parts), dtype=torch.float32, device=x.device)
+    return States(values, exponents, added_exponents, _block_headdim(launch, head_dim))
 
 
-def _columns(launch: PassLaunch, head_dim: int) -> int:
-    return min(launch.columns, padded(head_dim))
+def _block_headdim(launch: StatePassingLaunch, head_dim: int) -> int:
+    return min(launch.block_headdim, padded(head_dim))
 
 
 def _launch(
     x: Tensor,
     dy: Tensor,
-    keys: Keys,
-    times: Tensor,
-    longest: Tensor | None,
-    begun: Tensor | None,
+    bc: ScaledBC,
+    dA_cumsum: Tensor,
+    largest_dt: Tensor | None,
+    seq_idx: Tensor | None,
     ends: tuple[Tensor | None, ...],
     states: States,
     chunk: int,
     tile: int,
     precision: str,
-    launch: PassLaunch,
+    launch: StatePassingLaunch,
 ) -> None:
-    """In both directions if `states` has room for both."""
+    """Launch the kernel, in both directions if `states` has room for both."""
     batch, seq_len, n_heads, head_dim = x.shape
-    n_groups, d_state = keys.B.shape[2:]
-    both, rows = states.values.ndim == 6, min(launch.rows, padded(d_state))
-    grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if both else 1))
-    _pass_states[grid](
-        *(x, dy, *keys, times, longest, begun, *ends, states.values, states.exponents, states.added),
-        *(seq_len, times.shape[2], *(stride for t in (x, dy, keys.B, keys.C) for stride in t.stride()[:3])),
+    n_groups, d_state = bc.B.shape[2:]
+    bidirectional, block_dstate = states.values.ndim == 6, min(launch.block_dstate, padded(d_state))
+    grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if bidirectional else 1))
+    _state_passing[grid](
+        *(x, dy, *bc, dA_cumsum, largest_dt, seq_idx, *ends, states.values, states.exponents, states.added_exponents),
+        *(seq_len, dA_cumsum.shape[2], *(stride for t in (x, dy, bc.B, bc.C) for stride in t.stride()[:3])),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
         TILE=tile,
-        ALL_ROWS=padded(d_state),
-        ROWS=rows,
-        COLUMNS=states.columns,
-        BOTH=both,
+        PADDED_DSTATE=padded(d_state),
+        BLOCK_DSTATE=block_dstate,
+        BLOCK_HEADDIM=states.block_headdim,
+        BIDIRECTIONAL=bidirectional,
         PRECISION=precision,
-        STAGES=launch.stages,
+        NUM_STAGES=launch.num_stages,
         **launch.options,
     )
 
 
 @triton.jit
-def _pass_states(
-    x, dy, B, C, of_keys, times, longest, begun, start, end, last, states, exponents, added,
-    seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
+def _state_passing(
+    x, dy, B, C, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+    states, exponents, added_exponents, seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,
     C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PADDED_DSTATE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers from end to end."""
-    PARTS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * ROWS
-    head, every = tl.program_id(1), tl.program_id(2)
+    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers for all chunks."""
+    PARTS: tl.constexpr = (HEAD_DIM + BLOCK_HEADDIM - 1) // BLOCK_HEADDIM
+    part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * BLOCK_DSTATE
+    head, batch_dir = tl.program_id(1), tl.program_id(2)
     n_heads, group = tl.num_programs(1), head // HEADS_PER_GROUP
-    n, p, q = top + tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    n, p, q = top + tl.arange(0, BLOCK_DSTATE), part * BLOCK_HEADDIM + tl.arange(0, BLOCK_HEADDIM), tl.arange(0, TILE)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
     TILES: tl.constexpr = CHUNK // TILE
     tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
-    # `every` counts rows of the batch in both directions, as do states and exponents.
-    row, back = every, False
-    if BOTH:
+    # batch_dir counts rows of the batch in both directions: the first two dimensions of states and exponents.
+    row, reverse = batch_dir, False
+    if BIDIRECTIONAL:
         batch = tl.num_programs(2) // 2
-        back = every >= batch
-        row = tl.where(back, every - batch, every)
-        x, x_row = tl.where(back, dy, x), tl.where(back, dy_row, x_row)
-        x_token, x_head = tl.where(back, dy_token, x_token), tl.where(back, dy_head, x_head)
-        B, B_row = tl.where(back, C, B), tl.where(back, C_row, B_row)
-        B_token, B_group = tl.where(back, C_token, B_token), tl.where(back, C_group, B_group)
+        reverse = batch_dir >= batch
+        row = tl.where(reverse, batch_dir - batch, batch_dir)
+        x, x_row = tl.where(reverse, dy, x), tl.where(reverse, dy_row, x_row)
+        x_token, x_head = tl.where(reverse, dy_token, x_token), tl.where(reverse, dy_head, x_head)
+        B, B_row = tl.where(reverse, C, B), tl.where(reverse, C_row, B_row)
+        B_token, B_group = tl.where(reverse, C_token, B_token), tl.where(reverse, C_group, B_group)
     row = row.to(tl.int64)
-    first_state, of_row = every.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
+    first_state, of_row = batch_dir.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
 
     x += row * x_row + head * x_head
-    times += of_row * chunks * (2 * CHUNK)
+    dA_cumsum += of_row * chunks * (2 * CHUNK)
     B += row * B_row + group * B_group
-    inside = n[:, None] * HEAD_DIM + p[None, :]  # of a state that is kept transposed
-    of_start = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
-    outside = of_start + n[:, None]
+    inside = n[:, None] * HEAD_DIM + p[None, :]  # offsets in a stored state, which is transposed
+    state_at_ends = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
+    outside = state_at_ends + n[:, None]
 
-    state = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # No number of the state exceeds `bound`, in no tile of its rows. It is looser than a maximum, but no one waits for it, and
-    # fp16 has range enough. The state is kept divided by 2^of_state.
-    bound, of_state = 0.0, 0.0
-    if start is not None:
-        state = tl.load(start + outside, mask=valid & (not back), other=0.0)
-        bound = _largest(start + of_start, p, not back, D_STATE, HEAD_DIM, ALL_ROWS)
-    if end is not None:
-        state += tl.load(end + outside, mask=valid & back, other=0.0)
-        bound += _largest(end + of_start, p, back, D_STATE, HEAD_DIM, ALL_ROWS)
-    for turn in tl.range(0, chunks * TILES, num_stages=STAGES):
-        tile = turn
-        if BOTH:
-            tile = tl.where(back, chunks * TILES - 1 - turn, turn)
+    state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
+    # No element of the state exceeds `bound` in magnitude, in any tile of its rows. The bound is looser than a maximum but needs
+    # no reduction over threads, and fp16 has range enough. The state in registers is divided by 2^state_exponent.
+    bound, state_exponent = 0.0, 0.0
+    if initial_state is not None:
+        state = tl.load(initial_state + outside, mask=valid & (not reverse), other=0.0)
+        bound = _largest_abs(initial_state + state_at_ends, p, not reverse, D_STATE, HEAD_DIM, PADDED_DSTATE)
+    if d_final_state is not None:
+        state += tl.load(d_final_state + outside, mask=valid & reverse, other=0.0)
+        bound += _largest_abs(d_final_state + state_at_ends, p, reverse, D_STATE, HEAD_DIM, PADDED_DSTATE)
+    for iteration in tl.range(0, chunks * TILES, num_stages=NUM_STAGES):
+        tile = iteration
+        if BIDIRECTIONAL:
+            tile = tl.where(reverse, chunks * TILES - 1 - iteration, iteration)
         chunk, within = tile // TILES, tile % TILES
-        if turn % TILES == 0:
+        if iteration % TILES == 0:
             at = first_state + chunk * n_heads
             stored = state
             if exponents is not None:
                 exponent = exponent_of(bound)
-                stored = state * tl.exp2(of_state - exponent)
+                stored = state * tl.exp2(state_exponent - exponent)
                 tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
             to = states + at * (D_STATE * HEAD_DIM) + inside
             tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
 
         first = tile * TILE
-        v = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
-        k = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
-        of_chunk = times + chunk * (2 * CHUNK) + within * TILE
-        a, a_end = tl.load(of_chunk + q), tl.load(of_chunk + TILE - 1)
-        a_begin = tl.load(of_chunk - 1, mask=within > 0, other=0.0)
-        step = tl.load(of_chunk + CHUNK + q)
-        keep = tl.exp2(a_end - a_begin)
-        # Steps may exceed 1, decays may not.
-        of_step = 0.0
+        v = load_tile(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
+        k = load_tile(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+        dA_chunk = dA_cumsum + chunk * (2 * CHUNK) + within * TILE
+        a, a_end = tl.load(dA_chunk + q), tl.load(dA_chunk + TILE - 1)
+        a_begin = tl.load(dA_chunk - 1, mask=within > 0, other=0.0)
+        dt = tl.load(dA_chunk + CHUNK + q)
+        chunk_decay = tl.exp2(a_end - a_begin)
+        # dt may exceed 1, decays do not.
+        dt_exponent = 0.0
         if exponents is not None:
-            of_step = tl.maximum(tl.ceil(tl.log2(tl.load(longest + of_row * chunks + chunk))), -100.0)
-        weight = tl.exp2(a_end - a - of_step) * step
-        if BOTH:
-            weight, of_step = tl.where(back, tl.exp2(a - a_begin), weight), tl.where(back, 0.0, of_step)
-        if begun is not None:
-            count_at = begun + row * chunks * CHUNK + first
-            count, count_end = tl.load(count_at + q), tl.load(count_at + TILE - 1)
-            count_begin = tl.load(count_at - 1, mask=within > 0, other=0)
-            keep = tl.where(count_end == count_begin, keep, 0.0)
-            weight = tl.where(count == tl.where(back, count_begin, count_end), weight, 0.0)
+            dt_exponent = tl.maximum(tl.ceil(tl.log2(tl.load(largest_dt + of_row * chunks + chunk))), -100.0)
+        weight = tl.exp2(a_end - a - dt_exponent) * dt
+        if BIDIRECTIONAL:
+            weight, dt_exponent = tl.where(reverse, tl.exp2(a - a_begin), weight), tl.where(reverse, 0.0, dt_exponent)
+        if seq_idx is not None:
+            seq_idx_at = seq_idx + row * chunks * CHUNK + first
+            seq_idx_t, seq_idx_last = tl.load(seq_idx_at + q), tl.load(seq_idx_at + TILE - 1)
+            seq_idx_prev = tl.load(seq_idx_at - 1, mask=within > 0, other=0)
+            chunk_decay = tl.where(seq_idx_last == seq_idx_prev, chunk_decay, 0.0)
+            weight = tl.where(seq_idx_t == tl.where(reverse, seq_idx_prev, seq_idx_last), weight, 0.0)
         v = v.to(tl.float32)
         if exponents is not None:
-            of_k = tl.load(of_keys + (every * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0)
-            of_v = exponent_of(tl.max(tl.abs(v)))
-            tl.store(added + ((every * chunks * TILES + tile) * n_heads + head) * PARTS + part, of_v, mask=top == 0)
-            # No less than what a state of this size, divided by as much, overflows with.
-            of_v = tl.maximum(of_v, exponent_of(bound) - of_k - of_step - 60.0)
-            half, of_all = (v * weight[:, None] * tl.exp2(-of_v)).to(tl.float16), of_v + of_k + of_step
-            kept = state * (keep * tl.exp2(of_state - of_all))
-            state, of_state = tl.dot(tl.trans(k), half, acc=kept, input_precision=PRECISION), of_all
-            bound = bound * keep + tl.exp2(of_all + 28.0) * TILE
+            k_exponent = tl.load(
+                bc_exponents + (batch_dir * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0
+            )
+            v_exponent = exponent_of(tl.max(tl.abs(v)))
+            tl.store(
+                added_exponents + ((batch_dir * chunks * TILES + tile) * n_heads + head) * PARTS + part,
+                v_exponent,
+                mask=top == 0,
+            )
+            # At least so large that a state of this size, divided by the same power, does not overflow.
+            v_exponent = tl.maximum(v_exponent, exponent_of(bound) - k_exponent - dt_exponent - 60.0)
+            v_fp16, product_exponent = (
+                (v * weight[:, None] * tl.exp2(-v_exponent)).to(tl.float16),
+                v_exponent + k_exponent + dt_exponent,
+            )
+            kept = state * (chunk_decay * tl.exp2(state_exponent - product_exponent))
+            state, state_exponent = tl.dot(tl.trans(k), v_fp16, acc=kept, input_precision=PRECISION), product_exponent
+            bound = bound * chunk_decay + tl.exp2(product_exponent + 28.0) * TILE
         else:
-            state = tl.dot(tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * keep, input_precision=PRECISION)
-    if last is not None:
-        tl.store(last + outside, state * tl.exp2(of_state), mask=valid & (back == BOTH))
+            state = tl.dot(
+                tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * chunk_decay, input_precision=PRECISION
+            )
+    if last_state is not None:
+        tl.store(last_state + outside, state * tl.exp2(state_exponent), mask=valid & (reverse == BIDIRECTIONAL))
 
 
 @triton.jit
-def _largest(of_start, p, wanted, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr, ALL_ROWS: tl.constexpr):
-    n = tl.arange(0, ALL_ROWS)
+def _largest_abs(state_at_ends, p, wanted, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DSTATE: tl.constexpr):
+    n = tl.arange(0, PADDED_DSTATE)
     inside = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :] & wanted
-    return tl.max(tl.abs(tl.load(of_start + n[:, None], mask=inside, other=0.0)))
+    return tl.max(tl.abs(tl.load(state_at_ends + n[:, None], mask=inside, other=0.0)))

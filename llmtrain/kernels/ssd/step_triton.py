@@ -1,8 +1,5 @@
 """One token of Mamba-2's recurrence in Triton: the state is read once and written once, nothing else is large."""
 
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

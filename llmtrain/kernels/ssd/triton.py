@@ -1,36 +1,41 @@
 """Mamba-2's state-space duality in Triton: the operator, its gradient, and the order of its kernels.
 
-Forward: time steps; then one walk from chunk to chunk with the state in registers (x once in, y once out), or the states
-at the chunks' borders and then all chunks (x twice in, states out and in, y once out).
-Backward: time steps; the states at the chunks' borders again and, at the same time, their gradients, in reverse (x and dy in,
-both out); what passes through pairs (x, dy and gradients of states once in, dx once out); where tiles of pairs are half a
-chunk, what passes from half to half (half of x, dy and dx in, half of dx out); what passes through states (x, dy, states
-and their gradients once in; of wide states twice those before chunks); the gradients of the time steps. No atomics: every
-sum has a fixed order.
+Forward: chunk_cumsum; then the sequential chunk scan, with the state in registers (reads x once, writes y once), or state
+passing and then the chunk scan of all chunks in parallel (reads x twice, writes and reads states, writes y once).
+Backward: chunk_cumsum; state passing of the states and, in reverse, of their gradients (reads x and dy, writes both);
+intra_chunk_bwd (reads x, dy and gradients of states once, writes dx once); intra_chunk_halves_bwd where tiles are half a chunk
+(reads half of x, dy and dx, writes half of dx); inter_chunk_bwd (reads x, dy, states and their gradients once; the states before
+chunks twice where d_state is large); chunk_cumsum_bwd. No atomics: every sum has a fixed order.
 
-Matrix products take the dtype of x, or those with states fp16 (`Launch.half`); decays, time steps and the state passed on
-are fp32. The chunk is a launch
-parameter of each direction, not the spec's: results do not depend on it but for rounding.
+Matrix products are in the dtype of x, or those with states in fp16 (`Launch.fp16_states`); decays, time steps and the state
+that is passed on are fp32. The chunk size is a launch parameter of each direction, not the spec's: results depend on it only
+by rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.reduce_partials import column_sums
-from llmtrain.kernels.ssd import block_scaled_fp16 as half
-from llmtrain.kernels.ssd import chunk_cumsum as time_steps
-from llmtrain.kernels.ssd import inter_chunk_bwd as through
-from llmtrain.kernels.ssd import intra_chunk_bwd as pairs
-from llmtrain.kernels.ssd import intra_chunk_halves_bwd as across
-from llmtrain.kernels.ssd import state_passing as borders
+from llmtrain.kernels.reduce_partials import reduce_partials
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
+from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
+from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
+from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import Launch, default_launch
+from llmtrain.kernels.ssd.triton_launch import Launch
+
+
+def default_launch(spec: SSDSpec, platform: Platform) -> Launch:
+    """Launch parameters from the tuning table, for this device's number of multiprocessors."""
+    shape = {"head_dim": spec.head_dim, "d_state": spec.d_state}
+    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, num_sms=platform.num_sms)
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSD:
@@ -86,23 +91,26 @@ def launch_forward(
     dt_min: float | None,
     dt_max: float | None,
     options: str,
-    with_last: bool = True,
+    with_final_state: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y, and the last state (an empty tensor without with_last)."""
+    """y, and the last state (an empty tensor without with_final_state)."""
     launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
-    times, _, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk, False)
-    start, last = _state(initial_state), None
-    if with_last:
-        last = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-    if (walk := launch.walk_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
-        y = forward.walk(x, B, C, D, times, begun, start, launch.chunk, launch.precision, walk, last)
+    dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
+        dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False
+    )
+    initial, final_state = _state(initial_state), None
+    if with_final_state:
+        final_state = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
+    if (sequential := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
+        sizes = (launch.chunk_size, launch.input_precision, sequential)
+        y = forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, seq_idx, initial, *sizes, final_state)
     else:
-        passing = (launch.chunk, launch.precision, launch.passing)
-        states = borders.pass_states(x, B, times, begun, start, *passing, last)
-        scan = (launch.chunk, launch.precision, launch.scan, launch.processors)
-        y = forward.scan(x, B, C, D, times, begun, states, *scan)
-    return y, x.new_empty(0) if last is None else last
+        passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
+        states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)
+        scan = (launch.chunk_size, launch.input_precision, launch.chunk_scan, launch.num_sms)
+        y = forward.chunk_scan(x, B, C, D, dA_cumsum, seq_idx, states, *scan)
+    return y, x.new_empty(0) if final_state is None else final_state
 
 
 ssd_forward = torch.library.custom_op(
@@ -116,13 +124,13 @@ ssd_forward = torch.library.custom_op(
 
 @ssd_forward.register_fake
 def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
-    last = x.new_empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32)
-    return x.new_empty(x.shape), last
+    final_state = x.new_empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32)
+    return x.new_empty(x.shape), final_state
 
 
 def launch_backward(
     dy: Tensor,
-    d_last: Tensor | None,
+    d_final_state: Tensor | None,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -139,16 +147,16 @@ def launch_backward(
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
     launch = Launch.parse(options)
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
-    d_initial, sums = initial_gradient(initial_state, x), room_for_sums(dt, launch)
-    tensors = (dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
-    backward_into(*tensors, dt_min, dt_max, launch, (dx, d_dt, dB, dC, d_initial, sums))
-    d_A, d_D, d_bias = parameter_gradients(sums, A, D, dt_bias)
+    d_initial, param_partials = initial_gradient(initial_state, x), empty_param_partials(dt, launch)
+    tensors = (dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
+    backward_into(*tensors, dt_min, dt_max, launch, (dx, d_dt, dB, dC, d_initial, param_partials))
+    d_A, d_D, d_bias = parameter_gradients(param_partials, A, D, dt_bias)
     return dx, d_dt, d_A, dB, dC, d_D, d_bias, d_initial
 
 
 def backward_into(
     dy: Tensor,
-    d_last: Tensor | None,
+    d_final_state: Tensor | None,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -163,50 +171,56 @@ def backward_into(
     launch: Launch,
     into: Sequence[Tensor],
 ) -> None:
-    """into: where to put the gradients of x, dt, B and C (slices, perhaps, of something contiguous; B's and C's of the same), of
-    the initial state, if there is one, and what parameter_gradients takes.
+    """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
+    C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """
     limits = (dt_min, dt_max)
-    dx, d_dt, dB, dC, d_initial, sums = into
-    chunk, tile, precision = launch.chunk_backward, launch.tile, launch.precision
+    dx, d_dt, dB, dC, d_initial, param_partials = into
+    chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    times, longest, begun = time_steps.decays(dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.half)
-    start, end = _state(initial_state), _state(d_last)
-    of_start = None if start is None else d_initial
-    keys = half.keys_of(B, C, tile, launch.half, (dB, dC))
-    both = launch.both_for(x.shape[0] * x.shape[2], B.shape[3], x.shape[3])
+    dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
+        dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states
+    )
+    initial, d_final = _state(initial_state), _state(d_final_state)
+    d_initial_out = None if initial is None else d_initial
+    bc = block_scaled_fp16.scale_bc(B, C, tile, launch.fp16_states, (dB, dC))
+    both = launch.state_passing_bwd_for(x.shape[0] * x.shape[2], B.shape[3], x.shape[3])
     passing = (chunk, tile, precision, both)
-    states = borders.pass_both(x, dy, keys, times, longest, begun, start, end, of_start, *passing)
-    vectors = torch.empty((*times.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
-    _, d_pairs, diagonal = pairs.through_pairs(
-        *(dy, x, keys, D, times, begun, states, vectors),
-        *(chunk, tile, precision, launch.pairs, launch.processors, dx),
+    states = state_passing.state_passing_bwd(
+        x, dy, bc, dA_cumsum, largest_dt, seq_idx, initial, d_final, d_initial_out, *passing
     )
-    d_across = None
-    if launch.halves:
-        halves = (chunk, precision, launch.halves, launch.processors)
-        d_across = across.through_halves(dy, x, B, C, times, begun, vectors, dx, *halves)
-    _, _, passed = through.through_states(
-        *(dy, x, B, C, times, begun, d_pairs, d_across, states, vectors),
-        *(chunk, tile, precision, launch.states, launch.processors, dB, dC),
+    ddA_terms = torch.empty((*dA_cumsum.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
+    _, dCB, cb_diagonal = intra_chunk.intra_chunk_bwd(
+        *(dy, x, bc, D, dA_cumsum, seq_idx, states, ddA_terms),
+        *(chunk, tile, precision, launch.intra_chunk_bwd, launch.num_sms, dx),
     )
-    time_steps.decay_gradients(dt, A, dt_bias, limits, times, vectors, diagonal, passed, chunk, d_dt, sums)
+    dCB_halves = None
+    if launch.intra_chunk_halves_bwd:
+        halves = (chunk, precision, launch.intra_chunk_halves_bwd, launch.num_sms)
+        dCB_halves = intra_chunk_halves.intra_chunk_halves_bwd(dy, x, B, C, dA_cumsum, seq_idx, ddA_terms, dx, *halves)
+    _, _, ddA_state = inter_chunk.inter_chunk_bwd(
+        *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, ddA_terms),
+        *(chunk, tile, precision, launch.inter_chunk_bwd, launch.num_sms, dB, dC),
+    )
+    chunk_cumsum.chunk_cumsum_bwd(
+        dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, chunk, d_dt, param_partials
+    )
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
-    """Room for the gradient of the initial state, which is empty if there is none."""
+    """Memory for the gradient of the initial state; empty if there is none."""
     return like.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
 
 
-def room_for_sums(dt: Tensor, launch: Launch) -> Tensor:
-    """For the gradients of A, D and dt_bias by sequence and chunk."""
+def empty_param_partials(dt: Tensor, launch: Launch) -> Tensor:
+    """Memory for the gradients of A, D and dt_bias by sequence and chunk, [batch, chunks, 3, heads]."""
     batch, seq_len, n_heads = dt.shape
-    return dt.new_empty((batch, -(-seq_len // launch.chunk_backward), 3, n_heads), dtype=torch.float32)
+    return dt.new_empty((batch, -(-seq_len // launch.chunk_size_bwd), 3, n_heads), dtype=torch.float32)
 
 
-def parameter_gradients(sums: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> list[Tensor]:
+def parameter_gradients(param_partials: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> list[Tensor]:
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (A, D, dt_bias)]
-    column_sums(sums.flatten(0, 1).flatten(1), *found)
+    reduce_partials(param_partials.flatten(0, 1).flatten(1), *found)
     return found
 
 
@@ -214,7 +228,7 @@ ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward
 
 
 @ssd_backward.register_fake
-def _(dy, d_last, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
+def _(dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
     return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), initial_gradient(initial_state, x)
 
 
@@ -225,11 +239,11 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, d_last):
+def _backward(ctx, dy, d_final_state):
     tensors = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    *found, d_initial = ssd_backward(dy, d_last, *tensors, ctx.dt_min, ctx.dt_max, ctx.options)
+    *found, d_initial = ssd_backward(dy, d_final_state, *tensors, ctx.dt_min, ctx.dt_max, ctx.options)
     return *found, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None, None, None
 
 

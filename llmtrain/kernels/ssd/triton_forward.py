@@ -1,21 +1,17 @@
 """Mamba-2's state-space duality in Triton, forward.
 
-Either one walk per head over the chunks, which holds the state in registers and moves the fewest bytes; or, where heads
-are too few to fill the device, the states at the chunks' borders first, and then all chunks at once.
+Two forms. The sequential chunk scan: one program per head loops over the chunks with the state in registers, which moves the
+fewest bytes. Or, where heads are too few to fill the device, state passing (state_passing.py), then all chunks in parallel.
 
-Chunked form of arXiv:2405.21060, section 6. With a the running sum of log2(decay) inside a chunk, S the state before
-the chunk, kept transposed, [d_state, head_dim]:
+Chunked form of arXiv:2405.21060, section 6. With a the running sum of log2(decay) within a chunk, S the state before
+the chunk, stored transposed, [d_state, head_dim]:
 
     S' = 2^a_end S + sum_j (dt_j 2^(a_end - a_j)) B_j x_j^T
     y_i = 2^a_i C_i S + sum_{j <= i} (C_i . B_j) 2^(a_i - a_j) dt_j x_j + D x_i
 
-No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms that cross
-its beginning are masked, found by counting the beginnings within the chunk.
+No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms between tokens of
+different seq_idx are masked.
 """
-
-# What Triton makes of a kernel has other types than the function that pyright reads.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
-# pyright: reportIndexIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -25,19 +21,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from llmtrain.kernels.ssd.triton_launch import HeadsLaunch, WalkLaunch
+from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, SequentialScanLaunch
 
 
 def padded(size: int) -> int:
-    """What a matrix instruction takes: a power of two from 16 on."""
+    """The next power of two, at least 16: a size that matrix instructions take."""
     return max(16, triton.next_power_of_2(size))
 
 
-def rows_described(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
-    """A descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns` (one head).
+def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
+    """A tensor descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns`.
 
-    With it Hopper's copy engine fetches tiles, and no thread computes an address. None where it is not wanted or cannot:
-    heads and sequences must lie one after the other, aligned to 16 bytes, in whole blocks of powers of two.
+    With it Hopper's TMA loads tiles, and no thread computes addresses. None where it is not wanted or not possible: heads and
+    sequences must follow each other without gaps, aligned to 16 bytes, in whole blocks of powers of two.
     """
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
@@ -48,244 +44,251 @@ def rows_described(wanted: bool, t: Tensor, rows: int, columns: int | None = Non
     return TensorDescriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
 
 
-def walk(
+def sequential_chunk_scan(
     x: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
-    start: Tensor | None,
+    dA_cumsum: Tensor,
+    seq_idx: Tensor | None,
+    initial_state: Tensor | None,
     chunk: int,
     precision: str,
-    launch: WalkLaunch,
-    last: Tensor | None = None,
+    launch: SequentialScanLaunch,
+    final_state: Tensor | None = None,
 ) -> Tensor:
-    """y, like x but contiguous. Fills `last`, if it is wanted; it and start are as of pass_states.
+    """y, like x but contiguous. Fills `final_state` if given; it and initial_state are as in state_passing_fwd.
 
-    Reads x, and B and C once per head (from the L2 cache, mostly); writes y.
+    Reads x once, and B and C once per head (mostly from the L2 cache); writes y.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns = min(launch.columns, padded(head_dim))
+    columns = min(launch.block_headdim, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
-    wanted = launch.described
-    tiles = [rows_described(wanted, t, chunk, columns) for t in (x, y)]
-    tiles += [rows_described(wanted, t, chunk) for t in (B, C)]
-    fetched = all(tile is not None for tile in tiles)
-    x_in, out, b, c = tiles if fetched else (x, y, B, C)
-    _walk[triton.cdiv(head_dim, columns), n_heads, batch](
-        *(x_in, b, c, D, times, begun, start, out, last),
-        *(seq_len, times.shape[2], *strides),
+    wanted = launch.use_tma
+    tiles = [tma_descriptor(wanted, t, chunk, columns) for t in (x, y)]
+    tiles += [tma_descriptor(wanted, t, chunk) for t in (B, C)]
+    use_tma = all(tile is not None for tile in tiles)
+    x_tile, out, b_tile, c_tile = tiles if use_tma else (x, y, B, C)
+    _sequential_chunk_scan[triton.cdiv(head_dim, columns), n_heads, batch](
+        *(x_tile, b_tile, c_tile, D, dA_cumsum, seq_idx, initial_state, out, final_state),
+        *(seq_len, dA_cumsum.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
-        ROWS=padded(d_state),
-        COLUMNS=columns,
-        DESCRIBED=fetched,
-        STATE_FIRST=launch.state_first and begun is None,
+        BLOCK_DSTATE=padded(d_state),
+        BLOCK_HEADDIM=columns,
+        USE_TMA=use_tma,
+        STATE_FIRST=launch.state_first and seq_idx is None,
         PRECISION=precision,
-        STAGES=launch.stages,
+        NUM_STAGES=launch.num_stages,
         **launch.options,
     )
     return y
 
 
-def scan(
+def chunk_scan(
     x: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor,
-    times: Tensor,
-    begun: Tensor | None,
+    dA_cumsum: Tensor,
+    seq_idx: Tensor | None,
     states: Tensor,
     chunk: int,
     precision: str,
-    launch: HeadsLaunch,
-    processors: int,
+    launch: HeadLoopLaunch,
+    num_sms: int,
 ) -> Tensor:
-    """y, like x but contiguous, from the states before every chunk, as of pass_states."""
+    """y, like x but contiguous, from the states before each chunk, which state_passing_fwd returns."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = C.shape[2:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     per_group = n_heads // n_groups
-    heads = launch.heads(per_group, batch * times.shape[2] * n_groups, processors)
+    heads = launch.heads(per_group, batch * dA_cumsum.shape[2] * n_groups, num_sms)
     strides = tuple(s for t in (x, B, C) for s in t.stride()[:3])
-    wanted = launch.described and d_state == padded(d_state)
-    tiles = [rows_described(wanted, t, chunk) for t in (x, y)]
-    tiles.append(rows_described(wanted, states.view(1, -1, 1, head_dim), d_state))
-    fetched = all(tile is not None for tile in tiles)
-    x, out, states = tiles if fetched else (x, y, states)
-    _scan[n_groups * triton.cdiv(per_group, heads), times.shape[2], batch](
-        *(x, B, C, D, times, begun, states, out),
+    wanted = launch.use_tma and d_state == padded(d_state)
+    tiles = [tma_descriptor(wanted, t, chunk) for t in (x, y)]
+    tiles.append(tma_descriptor(wanted, states.view(1, -1, 1, head_dim), d_state))
+    use_tma = all(tile is not None for tile in tiles)
+    x, out, states = tiles if use_tma else (x, y, states)
+    _chunk_scan[n_groups * triton.cdiv(per_group, heads), dA_cumsum.shape[2], batch](
+        *(x, B, C, D, dA_cumsum, seq_idx, states, out),
         *(seq_len, *strides),
         HEADS_PER_GROUP=per_group,
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
-        ROWS=padded(d_state),
-        COLUMNS=padded(head_dim),
-        HEADS=heads,
-        DESCRIBED=fetched,
+        BLOCK_DSTATE=padded(d_state),
+        BLOCK_HEADDIM=padded(head_dim),
+        HEADS_PER_PROGRAM=heads,
+        USE_TMA=use_tma,
         PRECISION=precision,
-        STAGES=launch.stages,
+        NUM_STAGES=launch.num_stages,
         **launch.options,
     )
     return y
 
 
 @triton.jit
-def rows_of(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
+def load_tile(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
     """A tile of a matrix whose last dim is contiguous; zeros beyond its rows and its width."""
     at = t[:, None] * row_stride + column[None, :]
     return tl.load(base + at, mask=(t < n_rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def never(value):
-    """0, in a way that the compiler cannot know: what is compared with it is not taken for the same in every turn of a
-    loop. Masks of pairs, [CHUNK, CHUNK], would be kept over the whole loop otherwise, in 32 registers or more.
+def opaque_zero(value):
+    """0, computed so that the compiler cannot prove it: a comparison with it is not loop-invariant.
+
+    Otherwise masks over pairs, [CHUNK, CHUNK], would be kept over the whole loop, in 32 registers or more.
     """
     return (value > 1e30).to(tl.int32)
 
 
 @triton.jit
-def _scores(c, b, a, step, paired, PRECISION: tl.constexpr):
-    """What each earlier token, or the same, counts in the output of one: C B^T, decayed."""
-    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-    scores *= tl.exp2(a[:, None] - a[None, :]) * step[None, :]  # overflows only where it is masked
-    return tl.where(paired, scores, 0.0)
+def _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION: tl.constexpr):
+    """Weight of each token j <= i in the output at i: C B^T, decayed, times dt_j."""
+    scores = tl.dot(c_tile, tl.trans(b_tile), input_precision=PRECISION)
+    scores *= tl.exp2(a[:, None] - a[None, :]) * dt[None, :]  # overflows only where it is masked
+    return tl.where(pair_mask, scores, 0.0)
 
 
 @triton.jit
-def _walk(
-    x, B, C, D, times, begun, start, y, last,
+def _sequential_chunk_scan(
+    x, B, C, D, dA_cumsum, seq_idx, initial_state, y, final_state,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr, STATE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, USE_TMA: tl.constexpr, STATE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a head's columns, head, row of the batch): one chunk after the other."""
+    """Program (tile of a head's columns, head, row of the batch): loops over the chunks."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_heads = tl.num_programs(1)
     group = head // HEADS_PER_GROUP
-    q, n = tl.arange(0, CHUNK), tl.arange(0, ROWS)
-    left = tl.program_id(0) * COLUMNS
-    p = left + tl.arange(0, COLUMNS)
+    q, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_DSTATE)
+    left = tl.program_id(0) * BLOCK_HEADDIM
+    p = left + tl.arange(0, BLOCK_HEADDIM)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
 
-    if not DESCRIBED:
+    if not USE_TMA:
         x += row * x_row + head * x_head
         B += row * B_row + group * B_group
         C += row * C_row + group * C_group
         y += (row * seq_len * n_heads + head) * HEAD_DIM
-    times += (row * n_heads + head) * chunks * (2 * CHUNK)
+    dA_cumsum += (row * n_heads + head) * chunks * (2 * CHUNK)
     skip = tl.load(D + head).to(tl.float32)
     outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
 
-    state = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if start is not None:
-        state = tl.load(start + outside, mask=valid, other=0.0)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
+    state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
+    if initial_state is not None:
+        state = tl.load(initial_state + outside, mask=valid, other=0.0)
+    for chunk in tl.range(0, chunks, num_stages=NUM_STAGES):
         first = chunk * CHUNK
-        if DESCRIBED:
+        if USE_TMA:
             at = tl.program_id(2) * seq_len + first
-            x_in = x.load([at, head * HEAD_DIM + left])
-            b = B.load([at, group * D_STATE])
-            c = C.load([at, group * D_STATE])
+            x_tile = x.load([at, head * HEAD_DIM + left])
+            b_tile = B.load([at, group * D_STATE])
+            c_tile = C.load([at, group * D_STATE])
         else:
-            x_in = rows_of(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
-            b = rows_of(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
-            c = rows_of(C + first.to(tl.int64) * C_token, q, n, C_token, seq_len - first, D_STATE)
-        a, step = tl.load(times + 2 * first + q), tl.load(times + 2 * first + CHUNK + q)
-        a_end = tl.load(times + 2 * first + CHUNK - 1)
-        keep, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
-        paired = q[:, None] >= q[None, :] + never(a_end)
-        if begun is not None:
-            count = tl.load(begun + row * chunks * CHUNK + first + q)
-            count_end = tl.load(begun + row * chunks * CHUNK + first + CHUNK - 1)
-            keep = tl.where(count_end == 0, keep, 0.0)
-            from_start = tl.where(count == 0, from_start, 0.0)
-            to_end = tl.where(count == count_end, to_end, 0.0)
-            paired = paired & (count[:, None] == count[None, :])
+            x_tile = load_tile(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
+            b_tile = load_tile(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+            c_tile = load_tile(C + first.to(tl.int64) * C_token, q, n, C_token, seq_len - first, D_STATE)
+        a, dt = tl.load(dA_cumsum + 2 * first + q), tl.load(dA_cumsum + 2 * first + CHUNK + q)
+        a_end = tl.load(dA_cumsum + 2 * first + CHUNK - 1)
+        chunk_decay, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
+        pair_mask = q[:, None] >= q[None, :] + opaque_zero(a_end)
+        if seq_idx is not None:
+            seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
+            seq_idx_last = tl.load(seq_idx + row * chunks * CHUNK + first + CHUNK - 1)
+            chunk_decay = tl.where(seq_idx_last == 0, chunk_decay, 0.0)
+            from_start = tl.where(seq_idx_t == 0, from_start, 0.0)
+            to_end = tl.where(seq_idx_t == seq_idx_last, to_end, 0.0)
+            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
         if STATE_FIRST:
-            out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
-            out += skip * x_in.to(tl.float32)
-            scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
-            out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
+            out = tl.dot(c_tile, state.to(x_tile.dtype), input_precision=PRECISION) * from_start[:, None]
+            out += skip * x_tile.to(tl.float32)
+            scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
+            out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
         else:
-            scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
-            out = tl.dot(c, state.to(x_in.dtype), input_precision=PRECISION) * from_start[:, None]
-            out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
-            out += skip * x_in.to(tl.float32)
-        if DESCRIBED:
+            scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
+            out = tl.dot(c_tile, state.to(x_tile.dtype), input_precision=PRECISION) * from_start[:, None]
+            out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
+            out += skip * x_tile.to(tl.float32)
+        if USE_TMA:
             y.store([at, head * HEAD_DIM + left], out.to(y.dtype))
         else:
-            to = y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]  # y moves on: an offset from the first token spills
+            to = (
+                y + q[:, None] * (n_heads * HEAD_DIM) + p[None, :]
+            )  # y advances: offsets from the first token spill registers
             tl.store(to, out.to(y.dtype.element_ty), mask=(first + q < seq_len)[:, None] & (p < HEAD_DIM)[None, :])
             y += CHUNK * n_heads * HEAD_DIM
-        weighted = (x_in.to(tl.float32) * (to_end * step)[:, None]).to(x_in.dtype)
-        state = tl.dot(tl.trans(b), weighted, acc=state * keep, input_precision=PRECISION)
-    if last is not None:
-        tl.store(last + outside, state, mask=valid)
+        weighted = (x_tile.to(tl.float32) * (to_end * dt)[:, None]).to(x_tile.dtype)
+        state = tl.dot(tl.trans(b_tile), weighted, acc=state * chunk_decay, input_precision=PRECISION)
+    if final_state is not None:
+        tl.store(final_state + outside, state, mask=valid)
 
 
 @triton.jit
-def _scan(
-    x, B, C, D, times, begun, states, y,
+def _chunk_scan(
+    x, B, C, D, dA_cumsum, seq_idx, states, y,
     seq_len, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, chunk, row of the batch): one head after the other."""
-    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS - 1) // HEADS
+    """Program (group and block of its heads, chunk, row of the batch): loops over the heads."""
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(1)
     first = chunk * CHUNK
-    q, n, p = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    q, n, p = tl.arange(0, CHUNK), tl.arange(0, BLOCK_DSTATE), tl.arange(0, BLOCK_HEADDIM)
 
-    if not DESCRIBED:
+    if not USE_TMA:
         x += row * x_row + first.to(tl.int64) * x_token
         states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
         y += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
-    times += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
+    dA_cumsum += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
     tokens = seq_len
     seq_len -= first  # tokens from here on
 
-    b = rows_of(B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE)
-    c = rows_of(C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE)
-    count = None
-    if begun is not None:
-        count = tl.load(begun + row * chunks * CHUNK + first + q)
+    b_tile = load_tile(
+        B + row * B_row + group * B_group + first.to(tl.int64) * B_token, q, n, B_token, seq_len, D_STATE
+    )
+    c_tile = load_tile(
+        C + row * C_row + group * C_group + first.to(tl.int64) * C_token, q, n, C_token, seq_len, D_STATE
+    )
+    seq_idx_t = None
+    if seq_idx is not None:
+        seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
 
-    begin = group * HEADS_PER_GROUP + block * HEADS
-    end = tl.minimum(begin + HEADS, (group + 1) * HEADS_PER_GROUP)
-    for head in tl.range(begin, end, num_stages=STAGES):
+    begin = group * HEADS_PER_GROUP + block * HEADS_PER_PROGRAM
+    end = tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * HEADS_PER_GROUP)
+    for head in tl.range(begin, end, num_stages=NUM_STAGES):
         of_head = head * chunks * (2 * CHUNK)
-        if DESCRIBED:
+        if USE_TMA:
             token = tl.program_id(2) * tokens + first
-            x_in = x.load([token, head * HEAD_DIM])
+            x_tile = x.load([token, head * HEAD_DIM])
             state = states.load([((tl.program_id(2) * chunks + chunk) * N_HEADS + head) * D_STATE, 0])
         else:
-            x_in = rows_of(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
-            state = rows_of(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
-        a, step = tl.load(times + of_head + q), tl.load(times + of_head + CHUNK + q)
+            x_tile = load_tile(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
+            state = load_tile(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
+        a, dt = tl.load(dA_cumsum + of_head + q), tl.load(dA_cumsum + of_head + CHUNK + q)
         from_start = tl.exp2(a)
-        paired = q[:, None] >= q[None, :] + never(tl.load(times + of_head))
-        if begun is not None:
-            from_start = tl.where(count == 0, from_start, 0.0)
-            paired = paired & (count[:, None] == count[None, :])
-        # C B^T again for every head: held over the loop it would cost registers, read from memory time.
-        scores = _scores(c, b, a, step, paired, PRECISION).to(x_in.dtype)
-        out = tl.dot(c, state, input_precision=PRECISION) * from_start[:, None]
-        out = tl.dot(scores, x_in, acc=out, input_precision=PRECISION)
-        out += tl.load(D + head).to(tl.float32) * x_in.to(tl.float32)
-        if DESCRIBED:
+        pair_mask = q[:, None] >= q[None, :] + opaque_zero(tl.load(dA_cumsum + of_head))
+        if seq_idx is not None:
+            from_start = tl.where(seq_idx_t == 0, from_start, 0.0)
+            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+        # C B^T is computed again for every head: held over the loop it costs registers, loaded from memory time.
+        scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
+        out = tl.dot(c_tile, state, input_precision=PRECISION) * from_start[:, None]
+        out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
+        out += tl.load(D + head).to(tl.float32) * x_tile.to(tl.float32)
+        if USE_TMA:
             y.store([token, head * HEAD_DIM], out.to(y.dtype))
         else:
             to = q[:, None] * (N_HEADS * HEAD_DIM) + head * HEAD_DIM + p[None, :]

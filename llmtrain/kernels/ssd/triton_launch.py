@@ -1,130 +1,130 @@
-"""Launch parameters of the SSD kernels, from the tuning tables."""
+"""Launch parameters of the SSD kernels."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from llmtrain.kernels import tuning
-from llmtrain.kernels.options import Options
-from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.options import Count, Flag, Options
 
 
 @dataclass(frozen=True)
-class PassLaunch:
-    """How states are passed. rows x columns of [d_state, head_dim] per program; options: Triton's own; share: programs that run
-    side by side on a processor.
+class StatePassingLaunch(Options):
+    """Launch of state passing. A program's tile of a state is [block_dstate, block_headdim].
+
+    options: Triton's own. programs_per_sm: programs that run at once on a multiprocessor.
     """
 
-    rows: int
-    columns: int
-    stages: int
-    options: dict[str, int] = field(default_factory=dict)
-    share: int = 1
+    block_dstate: Count
+    block_headdim: Count
+    num_stages: Count
+    options: dict[str, Count] = field(default_factory=dict)
+    programs_per_sm: Count = 1
 
     def tiles(self, d_state: int, head_dim: int) -> int:
-        return math.ceil(d_state / self.rows) * math.ceil(head_dim / self.columns)
+        return math.ceil(d_state / self.block_dstate) * math.ceil(head_dim / self.block_headdim)
 
 
 @dataclass(frozen=True)
-class WalkLaunch:
-    """How the forward walks. columns of head_dim per program; described: let Hopper's copy engine fetch the tiles (through
-    tensor descriptors) where the tensors allow it; share: programs that run side by side on a processor; state_first: what
-    comes from the state before what comes from pairs, which takes fewer registers if there are no documents.
+class SequentialScanLaunch(Options):
+    """Launch of the sequential chunk scan. block_headdim: columns of head_dim per program.
+
+    use_tma: load and store tiles through tensor descriptors by Hopper's TMA where the tensors allow it.
+    programs_per_sm: programs that run at once on a multiprocessor.
+    state_first: the state's part of the output before that of the pairs within the chunk, which takes fewer registers if
+        there are no documents.
     """
 
-    columns: int
-    stages: int
-    options: dict[str, int] = field(default_factory=dict)
-    described: bool = False
-    share: int = 1
-    state_first: bool = False
+    block_headdim: Count
+    num_stages: Count
+    options: dict[str, Count] = field(default_factory=dict)
+    use_tma: Flag = False
+    programs_per_sm: Count = 1
+    state_first: Flag = False
 
 
 @dataclass(frozen=True)
-class HeadsLaunch:
-    """How a kernel runs that takes a chunk's heads one after the other. programs: per processor, at least, where there are
-    heads enough; described: as of WalkLaunch.
+class HeadLoopLaunch(Options):
+    """Launch of a kernel whose programs loop over heads of one chunk.
+
+    programs_per_sm: programs per multiprocessor, at least, where there are heads enough. use_tma: as in
+    SequentialScanLaunch.
     """
 
-    programs: int
-    stages: int
-    options: dict[str, int] = field(default_factory=dict)
-    described: bool = False
+    programs_per_sm: Count
+    num_stages: Count
+    options: dict[str, Count] = field(default_factory=dict)
+    use_tma: Flag = False
 
-    def heads(self, per_group: int, groups_of_heads: int, processors: int) -> int:
-        """Of one program: all of a group if the chunks alone make enough programs, for each sums over its heads in
-        registers; else fewer. groups_of_heads: chunks * groups * rows of the batch.
+    def heads(self, per_group: int, chunk_groups: int, num_sms: int) -> int:
+        """Heads per program: all of a group if the chunks alone make enough programs, so that sums over heads stay in
+        registers; else fewer. chunk_groups: chunks * groups * rows of the batch.
         """
-        wanted = 0.9 * self.programs * processors  # a little less than a whole wave is as good
-        blocks = min(per_group, max(1, math.ceil(wanted / groups_of_heads)))
+        wanted = 0.9 * self.programs_per_sm * num_sms  # a little less than a whole wave is as good
+        blocks = min(per_group, max(1, math.ceil(wanted / chunk_groups)))
         return math.ceil(per_group / blocks)
 
 
 @dataclass(frozen=True)
 class Launch(Options):
-    """Every launch parameter: what tuning turns.
+    """Launch parameters of all kernels of the scan.
 
-    chunk, chunk_backward: tokens per chunk, powers of two from 16 on.
-    halves: if there is one, a program of the backward takes half a chunk at a time, and so runs the kernel of what passes
-        from half to half; else a whole chunk.
-    walk, or pair where more programs shall share a processor; passing, scan: the two forms of the forward.
-    both, or wide where that fills the device: how the backward passes states and their gradients. pairs, states: its kernels
-        within chunks.
-    half: states and their gradients in fp16 with powers of two, not in bf16 (of what is in 16 bits).
-    precision: of fp32 matrix products. processors: of the device; no row has it.
+    chunk_size, chunk_size_bwd: tokens per chunk, powers of two from 16 on.
+    sequential_scan, or sequential_scan_shared_sm where two programs share a multiprocessor: one form of the forward.
+    state_passing, chunk_scan: the two kernels of the other form.
+    state_passing_bwd, or state_passing_bwd_wide where its larger tiles fill the device: states and their gradients.
+    intra_chunk_bwd, inter_chunk_bwd: the backward's kernels within chunks and from and to the states at their borders.
+    intra_chunk_halves_bwd: if there is one, a program of the backward takes half a chunk at a time, and this kernel adds
+        what passes from half to half; else a program takes a whole chunk.
+    fp16_states: states and their gradients in block-scaled fp16, not in bf16 (for 16-bit inputs).
+    input_precision: of fp32 matrix products. num_sms: multiprocessors of the device; no row has it.
     """
 
-    chunk: int
-    walk: WalkLaunch
-    scan: HeadsLaunch
-    chunk_backward: int
-    passing: PassLaunch
-    both: PassLaunch
-    pairs: HeadsLaunch
-    states: HeadsLaunch
-    precision: str = "ieee"
-    processors: int = 1
-    halves: HeadsLaunch | None = None
-    half: bool = False
-    pair: WalkLaunch | None = None
-    wide: PassLaunch | None = None
+    chunk_size: Count
+    sequential_scan: SequentialScanLaunch
+    chunk_scan: HeadLoopLaunch
+    chunk_size_bwd: Count
+    state_passing: StatePassingLaunch
+    state_passing_bwd: StatePassingLaunch
+    intra_chunk_bwd: HeadLoopLaunch
+    inter_chunk_bwd: HeadLoopLaunch
+    input_precision: str = "ieee"
+    num_sms: Count = 1
+    intra_chunk_halves_bwd: HeadLoopLaunch | None = None
+    fp16_states: Flag = False
+    sequential_scan_shared_sm: SequentialScanLaunch | None = None
+    state_passing_bwd_wide: StatePassingLaunch | None = None
 
     @property
     def tile(self) -> int:
-        """Tokens that a program of the backward takes at a time."""
-        return self.chunk_backward // (2 if self.halves else 1)
+        """Tokens of a tile of the backward."""
+        return self.chunk_size_bwd // (2 if self.intra_chunk_halves_bwd else 1)
 
-    def walk_for(self, heads: int, head_dim: int) -> WalkLaunch | None:
-        """How the forward walks, once per head of all sequences, if so it leaves few processors idle at its end: its last wave
-        is nearly full, or its only one more than half full.
+    def sequential_scan_for(self, heads: int, head_dim: int) -> SequentialScanLaunch | None:
+        """The launch of the sequential scan, with one program per head of all sequences, if it leaves few multiprocessors
+        idle: its last wave of programs is nearly full, or its only one more than half full.
 
-        Otherwise states are passed first, then all chunks scanned at once, which moves more bytes but fills any device.
+        None otherwise: states are passed first, then all chunks are scanned in parallel, which moves more bytes but fills
+        any device.
         """
         found = None
-        for walk in (self.walk, self.pair):
-            if walk is not None:
-                waves = heads * math.ceil(head_dim / walk.columns) / (walk.share * self.processors)
+        for scan in (self.sequential_scan, self.sequential_scan_shared_sm):
+            if scan is not None:
+                waves = heads * math.ceil(head_dim / scan.block_headdim) / (scan.programs_per_sm * self.num_sms)
                 if _full(waves) or 0.55 < waves <= 1:
-                    found = walk
+                    found = scan
         return found
 
-    def both_for(self, heads: int, d_state: int, head_dim: int) -> PassLaunch:
-        """How the backward passes states of so many heads of all sequences, and their gradients."""
-        if self.wide is not None:
-            waves = 2 * heads * self.wide.tiles(d_state, head_dim) / (self.wide.share * self.processors)
+    def state_passing_bwd_for(self, heads: int, d_state: int, head_dim: int) -> StatePassingLaunch:
+        """The launch of the backward's state passing for so many heads of all sequences."""
+        wide = self.state_passing_bwd_wide
+        if wide is not None:
+            waves = 2 * heads * wide.tiles(d_state, head_dim) / (wide.programs_per_sm * self.num_sms)
             if _full(waves):
-                return self.wide
-        return self.both
+                return wide
+        return self.state_passing_bwd
 
 
 def _full(waves: float) -> bool:
-    """Whether the last wave of programs, as many as run at once, leaves few places empty."""
+    """True if the last wave of programs, as many as run at once, leaves few places empty."""
     return waves / math.ceil(waves) > 0.8
-
-
-def default_launch(spec: SSDSpec, platform: Platform) -> Launch:
-    """What the tuning table says, for this device's number of processors."""
-    shape = {"head_dim": spec.head_dim, "d_state": spec.d_state}
-    return replace(tuning.select("ssd", spec.dtype, shape, platform).launch, processors=platform.processors)

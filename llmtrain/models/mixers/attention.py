@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree as trees
-from llmtrain.kernels.attention.prefix_tree import Tree
+from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
@@ -85,10 +85,14 @@ class Attention(nn.Module):
         tables = rotary and once((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
         return AttentionContext(tables, None, attend)
 
-    def tree_context(self, tree: Tree) -> AttentionContext:
+    def tree_context(self, tree: PrefixTree) -> AttentionContext:
         """For packed texts that begin alike."""
+        from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
+
         return self.cached_context(
-            tree.once, tree.places, partial(trees.attend_tree, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+            tree.cached,
+            tree.positions,
+            partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree),
         )
 
     def no_trees(self) -> str | None:

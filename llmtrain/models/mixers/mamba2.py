@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels import registry
-from llmtrain.kernels.async_copy import moved_to
+from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.conv1d.prefix_tree import predecessors
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd.prefix_tree import walks
+from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.flops import Flops
 from llmtrain.models.init import (
@@ -32,7 +32,7 @@ from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.specs import ssd_spec
 
 if TYPE_CHECKING:
-    from llmtrain.kernels.attention.prefix_tree import Tree
+    from llmtrain.kernels.attention.prefix_tree import PrefixTree
     from llmtrain.models.cache import CachedMamba2
 
 
@@ -120,7 +120,7 @@ class Mamba2(nn.Module):
     def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> Tensor | None:
         return document_ids
 
-    def tree_context(self, tree: Tree) -> TreeMamba2:
+    def tree_context(self, tree: PrefixTree) -> TreeMamba2:
         """For packed texts that begin alike."""
         return TreeMamba2(self, tree)
 
@@ -158,27 +158,27 @@ class TreeMamba2:
     """A Mamba-2 layer's context when it reads packed texts that begin alike. Without gradients."""
 
     mixer: Mamba2
-    tree: Tree
+    tree: PrefixTree
 
     def convolve(self, x: Tensor) -> Tensor:
         """x: [1, T, channels] -> like x."""
-        from llmtrain.kernels.conv1d.prefix_tree_triton import convolve_tree
+        from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
 
         conv, tree = self.mixer.conv, self.tree
         reach = conv.spec.width - 1
 
         def before() -> Tensor:
-            return moved_to(predecessors(tree.lengths, tree.above, reach), x.device)
+            return copy_async(predecessors(tree.lengths, tree.ancestors, reach), x.device)
 
-        return convolve_tree(
-            x, conv.weight, conv.bias, tree.once(("predecessors", reach), before), self.mixer.platform.vendor
+        return prefix_tree_conv(
+            x, conv.weight, conv.bias, tree.cached(("predecessors", reach), before), self.mixer.platform.vendor
         )
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """As the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
-        from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, scan_tree
+        from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 
         mixer, tree = self.mixer, self.tree
-        chunk = launch_for(mixer.spec, mixer.platform).chunk
-        made = tree.once(("walks", chunk), lambda: walks(tree.lengths, tree.above, chunk).to(x.device))
-        return scan_tree(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)
+        chunk = launch_for(mixer.spec, mixer.platform).chunk_size
+        made = tree.cached(("walks", chunk), lambda: scan_schedule(tree.lengths, tree.ancestors, chunk).to(x.device))
+        return prefix_tree_scan(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)

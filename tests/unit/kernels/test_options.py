@@ -5,19 +5,19 @@ from typing import Literal
 
 import pytest
 
-from llmtrain.kernels.options import Options
+from llmtrain.kernels.options import Count, Flag, Options
 
 
 @dataclass(frozen=True)
-class Inner:
-    rows: int
-    ahead: bool = False
+class Inner(Options):
+    rows: Count
+    prefetch: Flag = False
 
 
 @dataclass(frozen=True)
 class Outer(Options):
     forward: Inner
-    processors: int | None
+    num_sms: Count | None
     keep: Literal["all", "nothing"] = "all"
 
 
@@ -28,17 +28,17 @@ def test_they_survive_as_text(launch):
 
 def test_equal_launches_are_equal_texts():
     """However their text was written: what a default would say is left out."""
-    told = '{"processors": 5, "keep": "all", "forward": {"ahead": false, "rows": 3}}'
+    told = '{"num_sms": 5, "keep": "all", "forward": {"prefetch": false, "rows": 3}}'
     assert Outer.parse(told).dump() == Outer(Inner(3), 5).dump() != Outer(Inner(3), 6).dump()
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('{"forward": {"rows": 3}}', "launch: 'processors' is missing"),
-        ('{"forward": {"rows": 0}, "processors": null}', "launch: forward: rows must be a positive int, not 0"),
+        ('{"forward": {"rows": 3}}', "launch: 'num_sms' is missing"),
+        ('{"forward": {"rows": 0}, "num_sms": null}', "launch: forward: rows must be a positive integer, not 0"),
         (
-            '{"forward": {"rows": 3}, "processors": 1, "keep": "some"}',
+            '{"forward": {"rows": 3}, "num_sms": 1, "keep": "some"}',
             "launch: keep must be one of all, nothing, not 'some'",
         ),
     ],

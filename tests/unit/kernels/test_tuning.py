@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from llmtrain.kernels import refusals, registry, tuning, tuning_files
+from llmtrain.kernels import refusals, registry, tuning, tuning_table
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, choose
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
+from llmtrain.kernels.attention.triton_select import choose
+from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.ssd import triton_launch as ssd_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
-from llmtrain.kernels.ssd.triton_launch import default_launch
-from llmtrain.kernels.tuning import Row
+from llmtrain.kernels.ssd.triton import default_launch
+from llmtrain.kernels.tuning_table import Row, Table
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)
 LAUNCH = Launch(64, 64, 4, 2)
@@ -37,7 +40,7 @@ def shipped(monkeypatch):
     """shipped(rows): the table of every architecture holds these."""
 
     def hold(*rows: Row) -> None:
-        monkeypatch.setattr(tuning, "read_shipped", lambda arch: tuning.Table(arch, 1, rows))
+        monkeypatch.setattr(tuning, "read_shipped", lambda arch: Table(arch=arch, l2_budget=1, rows=rows))
         tuning._select.cache_clear()
 
     monkeypatch.setattr(tuning, "forget", lambda: (tuning._select.cache_clear(), tuning._own_rows.cache_clear()))
@@ -93,7 +96,7 @@ def test_rows_of_ones_own_win_at_their_shape(shipped, monkeypatch, tmp_path, nam
     assert chosen(64, seq_len=4096) == 1
     if named:
         monkeypatch.setenv("LLMTRAIN_TUNING", str(file))
-    tuning_files.save(file, "sm90", [a_row(64, 7), a_row(256, 8)])
+    tuning_table.save(file, "sm90", [a_row(64, 7), a_row(256, 8)])
     tuning.forget()
     assert [chosen(d, seq_len=4096) for d in (64, 128, 256)] == [7, 2, 8]
 
@@ -102,7 +105,7 @@ def test_a_named_file_must_exist_and_be_of_this_architecture(monkeypatch, tmp_pa
     monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "none.yaml"))
     with pytest.raises(ValueError, match=r"LLMTRAIN_TUNING names .*none.yaml, which does not exist"):
         chosen(64)
-    tuning_files.save(tmp_path / "none.yaml", "gfx942", [a_row(64)])
+    tuning_table.save(tmp_path / "none.yaml", "gfx942", [a_row(64)])
     with pytest.raises(ValueError, match="holds rows for gfx942, but this machine is sm90"):
         chosen(64)
 
@@ -180,18 +183,18 @@ def test_selection_is_cached():
 def test_a_table_survives_being_written(tmp_path):
     for arch in ("sm80", "sm90", "gfx90a", "gfx942"):
         table = tuning.read_shipped(arch)
-        tuning_files.save(tmp_path / arch, arch, list(table.rows), table.l2_budget)
-        assert tuning_files.load(tmp_path / arch, arch) == table
+        tuning_table.save(tmp_path / arch, arch, list(table.rows), table.l2_budget)
+        assert tuning_table.load(tmp_path / arch, arch) == table
 
 
 def test_writing_replaces_the_row_of_the_same_key_and_keeps_the_rest_and_the_comment(tmp_path):
     file = tmp_path / "t.yaml"
     file.write_text("# why\narch: sm90\nrows: []\n", encoding="utf-8")
-    tuning_files.save(file, "sm90", [a_row(64, 1), a_row(64, 2, seq_len=8), a_row(32, 3)])
-    tuning_files.save(file, "sm90", [a_row(64, 5, provenance=MEASURED)])
-    rows = tuning_files.load(file, "sm90", own=True).rows
+    tuning_table.save(file, "sm90", [a_row(64, 1), a_row(64, 2, seq_len=8), a_row(32, 3)])
+    tuning_table.save(file, "sm90", [a_row(64, 5, provenance=MEASURED)])
+    rows = tuning_table.load(file, "sm90", own=True).rows
     assert [(r.shape[0], r.seq_len, r.launch.block_m) for r in rows] == [(32, None, 3), (64, None, 5), (64, 8, 2)]
-    assert rows[1].provenance == MEASURED and rows[1].own
+    assert rows[1].provenance == MEASURED
     assert file.read_text(encoding="utf-8").startswith("# why\narch: sm90\n")
 
 
@@ -199,7 +202,7 @@ GOOD = {
     "kernel": "attention.forward",
     "dtype": "bfloat16",
     "shape": {"head_dim": 64},
-    "launch": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2},
+    "launch": {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2},
     "shared": 1,
     "provenance": "compiled only",
 }
@@ -213,9 +216,13 @@ GOOD = {
         ({"shape": {"d_state": 64}}, "shape must have head_dim"),
         ({"shape": {"head_dim": "64"}}, "head_dim must be a positive integer, not '64'"),
         ({"launch": {**GOOD["launch"], "waprs": 4}}, "Launch has no 'waprs'; it has block_m"),
+        (
+            {"launch": {**GOOD["launch"], "warps": 4}},
+            "Launch has no 'warps' ('warps' is now called 'num_warps'); it has",
+        ),
         ({"launch": {"block_m": 64}}, "launch: 'block_n' is missing"),
-        ({"launch": {**GOOD["launch"], "warps": 0}}, "warps must be a positive int, not 0"),
-        ({"launch": {**GOOD["launch"], "described": 1}}, "described must be a bool, not 1"),
+        ({"launch": {**GOOD["launch"], "num_warps": 0}}, "launch: num_warps must be a positive integer, not 0"),
+        ({"launch": {**GOOD["launch"], "use_tma": 1}}, "use_tma must be a bool, not 1"),
         ({"launch": 3}, "expected the fields of a Launch, not 3"),
         ({"provenance": "guessed"}, "provenance must be 'compiled only' or `measured:` with device"),
         ({"provenance": {"measured": {**MEASURED, "gbps": 3.0}}}, "tflops or gbps"),
@@ -233,8 +240,37 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
     file = tmp_path / "bad.yaml"
     file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [GOOD, {**GOOD, **change}]}))
     with pytest.raises(ValueError) as caught:
-        tuning_files.load(file, "sm90")
+        tuning_table.load(file, "sm90")
     assert str(caught.value).startswith(f"{file}: row 2") and words in str(caught.value)
+
+
+def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
+    import yaml
+
+    file = tmp_path / "bad.yaml"
+    rows = [{**GOOD, "dtype": "bf16", "seq_len": 0}, GOOD, {**GOOD, "launch": {"block_m": 0, "warps": 4}}]
+    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": rows}))
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(file, "sm90")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3, 3)]
+
+
+def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
+    """Nested ones too: a user's row from before the names changed."""
+    old = {
+        "chunk": 64,
+        "walk": {"columns": 64, "stages": 3, "options": {"num_warps": 4}, "described": True, "share": 2},
+    }
+    with pytest.raises(ValueError) as caught:
+        decode(ssd_launch.Launch, old, "launch")
+    assert "'walk' is now called 'sequential_scan'" in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        decode(ssd_launch.Launch, {"sequential_scan": old["walk"]}, "launch")
+    for name, now in {"columns": "block_headdim", "described": "use_tma", "share": "programs_per_sm"}.items():
+        assert f"launch: sequential_scan: SequentialScanLaunch has no '{name}' ('{name}' is now called '{now}')" in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize(
@@ -249,5 +285,5 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
 def test_a_file_that_is_no_table(tmp_path, text, words):
     (tmp_path / "t").write_text(text)
     with pytest.raises(ValueError, match=r"t") as caught:
-        tuning_files.load(tmp_path / "t", "sm90")
+        tuning_table.load(tmp_path / "t", "sm90")
     assert words in str(caught.value)

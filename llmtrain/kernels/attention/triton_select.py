@@ -1,0 +1,34 @@
+"""Choice of launch parameters of the attention kernels, from the tuning tables."""
+
+from __future__ import annotations
+
+from llmtrain.kernels import tuning
+from llmtrain.kernels.attention.triton_launch import Kernel, Launch
+from llmtrain.kernels.platform import Platform
+
+_INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
+
+
+def choose(
+    kernel: Kernel,
+    head_dim: int,
+    dtype: str,
+    platform: Platform,
+    seq_len: int | None = None,
+    variant: str | None = None,
+) -> Launch:
+    """Launch parameters of the row that serves this shape.
+
+    variant: `plain`; the one thing beyond it: alibi, window, documents or softcap; or `mixed`, several, or no causality,
+    which takes registers that the others can use for larger tiles; or `grouped`, of dkdv: any one of these where queries
+    share heads of keys. None: rows that name no variant.
+    """
+    if platform.vendor == "cpu":
+        return _INTERPRETED
+    return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant).launch
+
+
+def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
+    """Pairs of sequence and head that should run side by side when each rereads `bytes_each` from the L2 cache."""
+    budget = (32 << 20) if platform.vendor == "cpu" else tuning.table(platform).l2_budget
+    return max(1, budget // bytes_each) * at_least

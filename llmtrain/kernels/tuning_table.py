@@ -1,0 +1,235 @@
+"""Tables of launch parameters, one file per architecture: the model of a row, reading and writing. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from llmtrain.errors import UserError
+from llmtrain.kernels import row_tiles
+from llmtrain.kernels.attention import triton_launch as attention
+from llmtrain.kernels.conv1d import triton_launch as conv1d
+from llmtrain.kernels.gated_norm import triton_launch as gated_norm
+from llmtrain.kernels.options import Count, Options, decode, encode, mistake
+from llmtrain.kernels.rotary import triton_launch as rotary
+from llmtrain.kernels.ssd import triton_launch as ssd
+
+COMPILED_ONLY = "compiled only"
+_MEASURED = {"device": str, "date": str, "commit": str, "ms": float}
+_RATES = ("tflops", "gbps")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@plain_dataclass(frozen=True)
+class Kernel:
+    """Kind of a kernel's rows. shape: names of its sizes; launch: the dataclass of its parameters."""
+
+    shape: tuple[str, ...]
+    launch: type[Options]
+
+
+KERNELS: dict[str, Kernel] = {
+    "attention.forward": Kernel(("head_dim",), attention.Launch),
+    "attention.dq": Kernel(("head_dim",), attention.Launch),
+    "attention.dkdv": Kernel(("head_dim",), attention.Launch),
+    # All kernels of a scan: they share chunks of one size.
+    "ssd": Kernel(("head_dim", "d_state"), ssd.Launch),
+    # Channels are in no key: a program does the same for any number of them.
+    "conv1d.forward": Kernel(("width",), conv1d.Tile),
+    "conv1d.backward": Kernel(("width",), conv1d.Tile),
+    "gated_norm.forward": Kernel(("group_size",), gated_norm.Tile),
+    "gated_norm.backward": Kernel(("group_size",), gated_norm.Tile),
+    "norm.forward": Kernel(("dim",), row_tiles.Tile),
+    "norm.backward": Kernel(("dim",), row_tiles.Tile),
+    # Both directions: the gradient is a rotation.
+    "rotary": Kernel(("head_dim",), rotary.Launch),
+}
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Row:
+    """One line of a table.
+
+    shape: sizes, in the order of Kernel.shape. seq_len, variant: None: any.
+    shared: bytes of shared memory that a program takes at this shape, the most of its kernels.
+    provenance: `compiled only`, or how it was measured: device, date, commit, ms, tflops or gbps.
+    """
+
+    kernel: str
+    dtype: str
+    shape: tuple[int, ...]
+    launch: Any
+    shared: Annotated[int, Field(ge=0, strict=True)]
+    provenance: Any
+    seq_len: Count | None = None
+    variant: Annotated[str, Field(strict=True)] | None = None
+
+    @field_validator("kernel")
+    @classmethod
+    def _known(cls, kernel: str) -> str:
+        if kernel not in KERNELS:
+            raise UserError(f"no kernel '{kernel}'; there is {', '.join(KERNELS)}")
+        return kernel
+
+    @field_validator("dtype")
+    @classmethod
+    def _of_a_kernel(cls, dtype: str) -> str:
+        if dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        return dtype
+
+    @field_validator("shape", mode="before")
+    @classmethod
+    def _sizes(cls, shape: Any, info: ValidationInfo) -> Any:
+        if (kernel := info.data.get("kernel")) is None or isinstance(shape, tuple):
+            return shape if isinstance(shape, tuple) else ()
+        names = KERNELS[kernel].shape
+        if not isinstance(shape, dict) or set(shape) != set(names):
+            raise UserError(f"shape must have {', '.join(names)}, not {shape!r}")
+        for name, size in shape.items():
+            if type(size) is not int or size <= 0:
+                raise UserError(f"{name} must be a positive integer, not {size!r}")
+        return tuple(shape[name] for name in names)
+
+    @field_validator("launch")
+    @classmethod
+    def _parameters(cls, launch: Any, info: ValidationInfo) -> Any:
+        kernel = info.data.get("kernel")
+        return launch if kernel is None else decode(KERNELS[kernel].launch, launch, "launch")
+
+    @field_validator("provenance")
+    @classmethod
+    def _measured(cls, value: Any) -> str | dict[str, Any]:
+        if value == COMPILED_ONLY:
+            return value
+        # In a file under `measured:`, which says what the mapping is; in a Row the mapping itself.
+        measured = value["measured"] if isinstance(value, Mapping) and value.keys() == {"measured"} else value
+        rates = [name for name in _RATES if isinstance(measured, Mapping) and name in measured]
+        if not isinstance(measured, Mapping) or measured.keys() != {*_MEASURED, *rates} or len(rates) != 1:
+            wanted = f"{', '.join(_MEASURED)} and {' or '.join(_RATES)}"
+            raise UserError(f"provenance must be '{COMPILED_ONLY}' or `measured:` with {wanted}, not {value!r}")
+        for name in ("ms", rates[0]):
+            if type(measured[name]) not in (int, float) or not measured[name] > 0:
+                raise UserError(f"provenance: {name} must be a positive number, not {measured[name]!r}")
+        # YAML reads a date, and a commit of digits alone, as something else than text.
+        return {name: str(each) if _MEASURED.get(name) is str else each for name, each in measured.items()}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Two rows of one table with the same key contradict each other."""
+        return (self.kernel, self.dtype, self.shape, self.seq_len, self.variant)
+
+    @property
+    def label(self) -> str:
+        sizes = [f"{name}={size}" for name, size in zip(KERNELS[self.kernel].shape, self.shape, strict=True)]
+        more = [f"seq_len={self.seq_len}"] * (self.seq_len is not None) + [self.variant] * (self.variant is not None)
+        return " ".join(filter(None, [self.kernel, self.dtype, *sizes, *more]))
+
+
+class Table(BaseModel):
+    """l2_budget: bytes of the L2 cache for the tiles that concurrent programs read again and again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    arch: Annotated[str, Field(strict=True)]
+    l2_budget: Count
+    rows: tuple[Row, ...]
+
+
+def load(file: Path, arch: str, own: bool = False) -> Table:
+    """The table in `file`. own: a user's; it needs no l2_budget.
+
+    Raises UserError with a line for every mistake: the file, the row and what is wrong with it.
+    """
+    import yaml
+
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the tuning table {file}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: a tuning table has the keys {', '.join(Table.model_fields)}")
+    try:
+        table = Table.model_validate({"l2_budget": 1} | content if own else content)
+    except ValidationError as error:
+        lines = [line for one in error.errors() for line in _explain(content, one).split("\n")]
+        raise UserError("\n".join(f"{file}: {line}" for line in lines)) from None
+    if table.arch != arch:
+        raise UserError(f"{file} holds rows for {table.arch}, but this machine is {arch}; name another file")
+    known: set[tuple[Any, ...]] = set()
+    for number, row in enumerate(table.rows, 1):
+        if row.key in known:
+            raise UserError(f"{file}: row {number}: a second row for {row.label}")
+        known.add(row.key)
+    return table
+
+
+def _explain(content: dict[str, Any], error: Any) -> str:
+    """A line, or several, about one of pydantic's errors."""
+    section, *place = error["loc"]
+    if section != "rows" or not place:
+        if error["type"] == "extra_forbidden":
+            return f"unknown key '{section}'; a tuning table has {', '.join(Table.model_fields)}"
+        kind = {"arch": "str", "l2_budget": "int", "rows": "list"}[section]
+        return f"'{section}' must be a {kind}, not {content.get(section)!r}"
+    number, *field = place
+    where, row = f"row {number + 1}", content["rows"][number]
+    if isinstance(row, dict) and row.get("kernel") in KERNELS:
+        where += f" ({row['kernel']})"
+    if not field:
+        return f"{where}: expected a mapping, not {row!r}"
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        fields = ", ".join(sorted(Row.__dataclass_fields__))
+        return f"{where}: unknown field '{field[0]}'; a row has {fields}"
+    return "\n".join(f"{where}: {line}" for line in mistake(str(field[0]), error).split("\n"))
+
+
+def save(file: Path, arch: str, rows: list[Row], l2_budget: int | None = None) -> None:
+    """Write rows into `file`, in place of those with the same key; the rest and the comment at its top stay."""
+    comment, kept, budget = "", {}, l2_budget
+    if file.exists():
+        text = file.read_text(encoding="utf-8")
+        old = load(file, arch, own=l2_budget is None)
+        lines = text.splitlines(keepends=True)
+        top = next((i for i, line in enumerate(lines) if not line.startswith("#")), 0)
+        comment, kept = "".join(lines[:top]), {row.key: row for row in old.rows}
+        budget = old.l2_budget if "\nl2_budget:" in f"\n{text}" else None
+    kept |= {row.key: row for row in rows}
+    order = list(KERNELS)
+    ordered = sorted(
+        kept.values(), key=lambda r: (order.index(r.kernel), r.dtype, r.shape, r.variant or "", r.seq_len or 0)
+    )
+    head = f"arch: {arch}\n" + (f"l2_budget: {budget}\n" if budget else "")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(comment + head + "rows:\n" + "".join(map(dump_row, ordered)), encoding="utf-8")
+    temporary.replace(file)
+
+
+def dump_row(row: Row) -> str:
+    """YAML of a row, one line per field."""
+    import yaml
+
+    def flow(value: Any) -> str:
+        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+        return text.removesuffix("\n").removesuffix("\n...")
+
+    fields: dict[str, Any] = {
+        "kernel": row.kernel,
+        "dtype": row.dtype,
+        "shape": dict(zip(KERNELS[row.kernel].shape, row.shape, strict=True)),
+        "seq_len": row.seq_len,
+        "variant": row.variant,
+        "launch": encode(row.launch),
+        "shared": row.shared,
+        "provenance": row.provenance if isinstance(row.provenance, str) else {"measured": dict(row.provenance)},
+    }
+    lines = [f"{name}: {flow(value)}\n" for name, value in fields.items() if value is not None]
+    return "- " + "  ".join(lines)
