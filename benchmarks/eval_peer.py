@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
-from llmtrain.eval.task import Documents, Task, by_category
+from llmtrain.eval.task import Documents, Task
+from llmtrain.eval.tasks.documents import group_by_category
 from llmtrain.eval.tasks.sections import LmEvalPrompting
 
 WARM_UP = 32
@@ -49,12 +50,12 @@ def instances(task: Task, documents: Documents, shots: int) -> list[tuple[int, A
     """(document's index, Instance) for each request, in the order of Task.requests, without the premises of PMI scores."""
     from lm_eval.api.instance import Instance
 
-    assert isinstance(task.style, LmEvalPrompting)
-    own = documents.examples is None
-    pools = by_category(documents.everything if documents.examples is None else documents.examples)
+    assert isinstance(task.settings, LmEvalPrompting)
+    in_pool = documents.examples is None
+    pools = group_by_category(documents.everything if documents.examples is None else documents.examples)
     asked = []
-    for category, group in by_category(documents.evaluated).items():
-        prompts = LmEvalWriter(task.style).prompts(group, pools.get(category, []), shots, own)
+    for category, group in group_by_category(documents.evaluated).items():
+        prompts = LmEvalWriter(task.settings).prompts(group, pools.get(category, []), shots, in_pool)
         asked += [
             (one.document.index, Instance("loglikelihood", {}, (one.context, one.continuation), 0))
             for one in prompts

@@ -33,12 +33,13 @@ from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, meas
 from llmtrain.bench.entry import end_with
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
-from llmtrain.eval.runner import frozen
-from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.scoring.overlap import Ahead, Steps, finished, idle
-from llmtrain.eval.scoring.request import Score
+from llmtrain.eval.prompts.requests import LoglikelihoodRequest
+from llmtrain.eval.runner import frozen_gc
+from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scoring.overlap import Prefetcher, Steps, no_host_work, run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
-from llmtrain.eval.task import Documents, Task, document_text, load_task
+from llmtrain.eval.task import Documents, Task, load_task
+from llmtrain.eval.tasks.documents import document_text
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
@@ -111,7 +112,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
-    with frozen(), tempfile.TemporaryDirectory() as folder:
+    with frozen_gc(), tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)
         tokenizer = find_tokenizer(found)
@@ -138,14 +139,14 @@ def main() -> None:
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
-            requests = finished(_requests(task, documents[task.name], shots, tokenizer))
-            answers.append(_score(scorer, task, requests, idle))
+            requests = run_steps(_requests(task, documents[task.name], shots, tokenizer))
+            answers.append(_score(scorer, task, requests, no_host_work))
             rows.append(
                 _counted(f"{task.name}:{shots}" if shots else task.name, documents[task.name], requests, scorer)
             )
         for _ in range(args.passes):
             began = clock()
-            prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+            prompted = Prefetcher(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
             for row, ((task, _), requests) in zip(rows, prompted, strict=True):
                 _score(scorer, task, requests, prompted.step)
                 ended = clock()
@@ -208,17 +209,21 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     tokenizer.save(folder)
 
 
-def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> Steps[list[Score]]:
+def _requests(
+    task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer
+) -> Steps[list[LoglikelihoodRequest]]:
     made = yield from task.request_steps(documents, tokenizer, shots, pmi=False)
-    return [one for one in made if isinstance(one, Score)]
+    return [one for one in made if isinstance(one, LoglikelihoodRequest)]
 
 
-def _score(scorer: HybridScorer, task: Task, requests: list[Score], meanwhile: Callable[[], bool]) -> list[float]:
-    found = scorer.score(requests, window=task.window(scorer.window) - 1, meanwhile=meanwhile)
+def _score(
+    scorer: HybridScorer, task: Task, requests: list[LoglikelihoodRequest], host_work: Callable[[], bool]
+) -> list[float]:
+    found = scorer.loglikelihood(requests, window=task.window(scorer.window) - 1, host_work=host_work)
     return [one.log_likelihood for one in found]
 
 
-def _counted(title: str, documents: Documents, requests: list[Score], scorer: HybridScorer) -> Measured:
+def _counted(title: str, documents: Documents, requests: list[LoglikelihoodRequest], scorer: HybridScorer) -> Measured:
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
     plan = scorer.plan
     return Measured(title, len(documents), [], plan.tokens, plan.slots, naive, plan.calls)

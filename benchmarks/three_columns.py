@@ -33,9 +33,9 @@ import torch
 from benchmarks.eval_peer import ask, instances, load_peer
 from llmtrain.bench.entry import end_with
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.metrics import Metrics
-from llmtrain.eval.scoring.models import Backend, find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.scoring.request import Score, Scored
+from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, window_of
 from llmtrain.eval.task import Documents, Task, load_task
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -59,9 +59,9 @@ class Asked:
     task: Task
     shots: int
     documents: Documents
-    requests: list[Score]
+    requests: list[LoglikelihoodRequest]
 
-    def metrics(self, answers: Sequence[Scored]) -> Metrics:
+    def metrics(self, answers: Sequence[Loglikelihood]) -> Metrics:
         return self.task.metrics(self.documents, self.requests, answers)
 
 
@@ -93,13 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = []
     for title, (task, shots, some) in documents.items():
         requests = task.requests(some, tokenizer, shots, pmi=False)
-        tasks.append(Asked(title, task, shots, some, [one for one in requests if isinstance(one, Score)]))
+        tasks.append(
+            Asked(title, task, shots, some, [one for one in requests if isinstance(one, LoglikelihoodRequest)])
+        )
     columns = {
         "checkpoint": lambda: _ours(run, "llmtrain", tasks),
         "exported": lambda: _ours(exported, "transformers", tasks),
         "harness": lambda: _theirs(exported, window, tasks, args.batch),
     }
-    answers: dict[str, dict[str, list[Scored]]] = {}
+    answers: dict[str, dict[str, list[Loglikelihood]]] = {}
     title, rows, table = _about(args.file, found.folder, run), [], ""
     for name, score in columns.items():
         answers[name] = _timed(name, score)
@@ -174,7 +176,7 @@ def _command(*arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "llmtrain.cli", *arguments]).returncode
 
 
-def _timed(name: str, make: Any) -> dict[str, list[Scored]]:
+def _timed(name: str, make: Any) -> dict[str, list[Loglikelihood]]:
     began = time.perf_counter()
     made = make()
     gc.collect()
@@ -184,30 +186,32 @@ def _timed(name: str, make: Any) -> dict[str, list[Scored]]:
     return made
 
 
-def _ours(folder: Path, backend: Backend, tasks: Sequence[Asked]) -> dict[str, list[Scored]]:
+def _ours(folder: Path, backend: Backend, tasks: Sequence[Asked]) -> dict[str, list[Loglikelihood]]:
     found = find_model(str(folder), backend)
     tokenizer = find_tokenizer(found)
     scorer = load_scorer(found, tokenizer, dtype="float32")
     answers = {}
     for asked in tasks:
         requests = asked.task.requests(asked.documents, tokenizer, asked.shots, pmi=False)
-        scores = [one for one in requests if isinstance(one, Score)]
-        answers[asked.title] = scorer.score(scores, window=asked.task.window(scorer.window) - 1)
+        scores = [one for one in requests if isinstance(one, LoglikelihoodRequest)]
+        answers[asked.title] = scorer.loglikelihood(scores, window=asked.task.window(scorer.window) - 1)
     return answers
 
 
-def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> dict[str, list[Scored]]:
+def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> dict[str, list[Loglikelihood]]:
     peer = load_peer(str(folder), window, "float32")
     peer.batch_size_per_gpu = batch
     answers = {}
     for asked in tasks:
         questions = [instance for _, instance in instances(asked.task, asked.documents, asked.shots)]
         found = zip(ask(peer, questions), asked.requests, strict=True)
-        answers[asked.title] = [Scored(value, bool(greedy), len(one.continuation)) for (value, greedy), one in found]
+        answers[asked.title] = [
+            Loglikelihood(value, bool(greedy), len(one.continuation)) for (value, greedy), one in found
+        ]
     return answers
 
 
-def compare(asked: Asked, answers: dict[str, list[Scored]]) -> dict[str, Any]:
+def compare(asked: Asked, answers: dict[str, list[Loglikelihood]]) -> dict[str, Any]:
     """A task's row: every metric of every column there is, whether all accuracies are the same, and for each two columns the
     largest difference of a log-likelihood (nats)."""
     metrics = {name: asked.metrics(some) for name, some in answers.items()}

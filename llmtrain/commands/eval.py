@@ -1,4 +1,4 @@
-"""`llmtrain eval`: models on tasks, on this process or on one process per GPU; and `llmtrain decontaminate`."""
+"""`llmtrain eval` (in this process, or in one process per GPU) and `llmtrain decontaminate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS = {
     "max_length": ("N", int, "most tokens a model may read"),
     "max_batch_tokens": ("N", int, "tokens read at a time, padding included"),
 }
-"""Settings of the YAML that are also options."""
+"""Settings of the YAML that are also command-line options."""
 
 
 def add_eval(commands) -> None:
@@ -57,13 +57,13 @@ def add_decontaminate(commands) -> None:
 
 
 def run_decontaminate(args: argparse.Namespace) -> int:
-    from llmtrain.eval.decontamination.run import run  # numpy, which no other command needs to say what it takes
+    from llmtrain.eval.decontamination.run import run  # imports numpy, which --help does not need
 
     return run(args)
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `llmtrain eval` and scripts/eval.py share."""
+    """Arguments of `llmtrain eval` and scripts/eval.py."""
     parser.add_argument("file", metavar="FILE", help="the YAML")
     parser.add_argument(
         "overrides",
@@ -135,7 +135,7 @@ def _run(file: str, overrides: list[str]) -> int:
 
 
 def _run_rank(file: str, overrides: list[str]) -> int:
-    """One of several: tells why it fails, and leaves at once, because a normal exit waits for collectives."""
+    """Run as one of several ranks. After an error it prints the reason and exits at once: a normal exit waits for collectives."""
     status: int
     try:
         status = _run(file, overrides)
@@ -146,7 +146,7 @@ def _run_rank(file: str, overrides: list[str]) -> int:
     except BaseException as error:
         status = 2 if isinstance(error, ValueError) else 1
         if os.environ["RANK"] != "0":
-            time.sleep(3.0)  # most errors are every rank's; rank 0, which has the terminal, speaks first
+            time.sleep(3.0)  # most errors occur on every rank; rank 0, which has the terminal, prints first
         print(error if status == 2 else traceback.format_exc(), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

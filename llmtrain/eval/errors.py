@@ -1,7 +1,7 @@
-"""The one error of tasks and documents that speaks to the user."""
+"""Error of tasks, documents and models under evaluation."""
 
 from __future__ import annotations
 
 
 class EvalError(ValueError):
-    """A task, document or tokenizer that cannot be evaluated; says where, what was found and what to do."""
+    """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""

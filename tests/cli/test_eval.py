@@ -15,7 +15,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.scoring import models
-from llmtrain.eval.scoring.models import Found
+from llmtrain.eval.scoring.load import FoundModel
 from llmtrain.eval.scoring.scorer import HybridScorer
 from tests.support.evaluation import TASKS, Place
 from tests.support.project import LLMTRAIN, Project
@@ -244,7 +244,7 @@ def test_a_folder_that_is_a_file_is_told_before_a_model_is_loaded(place, tmp_pat
 
 
 def test_what_was_done_before_an_error_is_written(place, tmp_path, capsys, monkeypatch):
-    def load(found: Found, *given: Any, **options: Any) -> Any:
+    def load(found: FoundModel, *given: Any, **options: Any) -> Any:
         if found.folder.is_relative_to(lost):
             raise EvalError("these weights are damaged")
         return models.load_scorer(found, *given, **options)

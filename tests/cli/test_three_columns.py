@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.three_columns import Asked, as_markdown, compare, main
 from llmtrain.bench.entry import status_of
-from llmtrain.eval.scoring.request import Score, Scored
+from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
 
@@ -39,10 +39,12 @@ def data(tmp_path_factory) -> Path:
 def test_a_different_choice_is_found(data):
     task = load_task("arc_easy", "lm-eval", data)
     documents = task.documents(3)
-    requests = [one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, Score)]
+    requests = [
+        one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, LoglikelihoodRequest)
+    ]
     asked = Asked("arc_easy", task, 0, documents, requests)
     rights = {one.index: getattr(one.content, "gold", -1) for one in documents.evaluated}
-    right = [Scored(-2.0 + (one.option == rights[one.document]), False, 1) for one in requests]
+    right = [Loglikelihood(-2.0 + (one.option == rights[one.document]), False, 1) for one in requests]
     wrong = [replace(one, log_likelihood=-9.0) if i == rights[0] else one for i, one in enumerate(right)]
     row = compare(asked, dict.fromkeys(("checkpoint", "exported", "harness"), right))
     assert row["same"] and row["values"]["harness"]["acc_sum"] == 1.0 and set(row["differences"].values()) == {0.0}
@@ -59,9 +61,11 @@ def test_the_columns_that_there_are_make_a_table(data):
     """Each is written when it is done."""
     task = load_task("arc_easy", "lm-eval", data)
     documents = task.documents(3)
-    requests = [one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, Score)]
+    requests = [
+        one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, LoglikelihoodRequest)
+    ]
     asked = Asked("arc_easy", task, 0, documents, requests)
-    answers = [Scored(-1.0, False, 1) for _ in requests]
+    answers = [Loglikelihood(-1.0, False, 1) for _ in requests]
     alone, two = (
         compare(asked, dict.fromkeys(names, answers)) for names in (("checkpoint",), ("checkpoint", "exported"))
     )

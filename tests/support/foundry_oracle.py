@@ -14,7 +14,7 @@ from typing import Any
 Record = dict[str, Any]
 
 
-class Style:
+class ConventionSettings:
     """Settings of a task, by LLM Foundry's names and with its defaults."""
 
     def __init__(self, **settings: Any):
@@ -67,85 +67,89 @@ def spaced(tokenizer: Any, text: str) -> str:
     return text
 
 
-def question_context(style: Style, text: str, before: str) -> str:
-    context = style.prelimiter + text
+def question_context(settings: ConventionSettings, text: str, before: str) -> str:
+    context = settings.prelimiter + text
     if before:
-        context = style.example_delimiter + context
-    return context + style.continuation_delimiter
+        context = settings.example_delimiter + context
+    return context + settings.continuation_delimiter
 
 
-def multiple_choice(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def multiple_choice(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
-            before += question_context(style, example["query"], before) + example["choices"][example["gold"]]
-        context = question_context(style, record["query"], before).rstrip()
+            before += question_context(settings, example["query"], before) + example["choices"][example["gold"]]
+        context = question_context(settings, record["query"], before).rstrip()
         ids = begin(tokenizer, before) + plain(tokenizer, context)
         documents.append([(ids, plain(tokenizer, spaced(tokenizer, choice))) for choice in record["choices"]])
     return documents
 
 
-def schema(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def schema(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
             context = example["context_options"][example["gold"]]
             if before:
-                context = style.example_delimiter + context
-            before += style.prelimiter + context + style.continuation_delimiter + example["continuation"]
+                context = settings.example_delimiter + context
+            before += settings.prelimiter + context + settings.continuation_delimiter + example["continuation"]
         if before:
-            end = style.continuation_delimiter.rstrip()
-            contexts = [style.prelimiter + style.example_delimiter + one + end for one in record["context_options"]]
+            end = settings.continuation_delimiter.rstrip()
+            contexts = [
+                settings.prelimiter + settings.example_delimiter + one + end for one in record["context_options"]
+            ]
         else:
-            contexts = [style.prelimiter + one for one in record["context_options"]]
+            contexts = [settings.prelimiter + one for one in record["context_options"]]
         continuation = plain(tokenizer, spaced(tokenizer, record["continuation"]))
         documents.append([(begin(tokenizer, before) + plain(tokenizer, one), continuation) for one in contexts])
     return documents
 
 
-def language_modeling(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def language_modeling(
+    records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int
+) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
-            before += question_context(style, example["context"], before) + example["continuation"]
-        context = question_context(style, record["context"], before).rstrip()
+            before += question_context(settings, example["context"], before) + example["continuation"]
+        context = question_context(settings, record["context"], before).rstrip()
         ids = begin(tokenizer, before) + plain(tokenizer, context)
         documents.append([(ids, plain(tokenizer, spaced(tokenizer, record["continuation"])))])
     return documents
 
 
-def generation(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def generation(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
     reasons = "chain_of_thought" in records[0]
     longest = 0
     for record in records:
         for answer in [record["answer"], *record.get("aliases", [])]:
-            text = record["chain_of_thought"] + style.cot_delimiter + answer if reasons else answer
+            text = record["chain_of_thought"] + settings.cot_delimiter + answer if reasons else answer
             longest = max(longest, len(tokenizer(text)["input_ids"]))
-    longest = max(longest + (10 if style.cot_delimiter else 0), 1)
+    longest = max(longest + (10 if settings.cot_delimiter else 0), 1)
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
             answer = example["answer"]
             if reasons:
-                answer = example["chain_of_thought"] + style.cot_delimiter + answer
-            before += question_context(style, example["context"], before) + answer
-        context = question_context(style, record["context"], before).rstrip()
+                answer = example["chain_of_thought"] + settings.cot_delimiter + answer
+            before += question_context(settings, example["context"], before) + answer
+        context = question_context(settings, record["context"], before).rstrip()
         documents.append([(begin(tokenizer, before) + plain(tokenizer, context), longest)])
     return documents
 
@@ -158,14 +162,16 @@ TYPES = {
 }
 
 
-def requests(kind: str, records: list[Record], tokenizer: Any, style: Style, shots: int, categories: bool) -> list:
+def requests(
+    kind: str, records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int, categories: bool
+) -> list:
     """Per document its requests; with categories, one category's documents after the other's, each a set of its own."""
     if not categories:
-        return TYPES[kind](records, tokenizer, style, shots)
+        return TYPES[kind](records, tokenizer, settings, shots)
     documents = []
     for category in sorted({record["category"] for record in records}):
         part = [record for record in records if record["category"] == category]
-        documents += TYPES[kind](part, tokenizer, style, shots)
+        documents += TYPES[kind](part, tokenizer, settings, shots)
     return documents
 
 
@@ -180,12 +186,12 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def answered(record: Record, text: str, style: Style) -> bool:
+def answered(record: Record, text: str, settings: ConventionSettings) -> bool:
     """The cleaned text begins with a cleaned right answer."""
-    if style.early_stopping_criteria:
-        text = re.split("|".join(style.early_stopping_criteria), text)[0]
-    if style.cot_delimiter:
-        text = text.split(style.cot_delimiter)[-1]
-    clean = normalized if style.do_normalization else str.strip
+    if settings.early_stopping_criteria:
+        text = re.split("|".join(settings.early_stopping_criteria), text)[0]
+    if settings.cot_delimiter:
+        text = text.split(settings.cot_delimiter)[-1]
+    clean = normalized if settings.do_normalization else str.strip
     right = [clean(answer) for answer in [record["answer"], *record.get("aliases", [])]]
     return any(clean(text).startswith(answer) for answer in right)

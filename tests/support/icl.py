@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request, Response
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 """Public data sets beside the checkout; tests that need them are skipped without."""
@@ -101,16 +101,16 @@ def generate(context: Sequence[int]) -> str:
     return texts[choice] if choice < 4 else " The Mark, and more"
 
 
-def ask(requests: Sequence[Score | Generate]) -> list[Scored | Generated]:
+def ask(requests: Sequence[Request]) -> list[Response]:
     """The stand-in's answers."""
-    results: list[Scored | Generated] = []
+    results: list[Response] = []
     for request in requests:
-        if isinstance(request, Score):
+        if isinstance(request, LoglikelihoodRequest):
             likelihood, greedy = score(request.context, request.continuation)
-            results.append(Scored(likelihood, greedy, len(request.continuation)))
+            results.append(Loglikelihood(likelihood, greedy, len(request.continuation)))
         else:
             text = generate(request.context)
             for stop in request.stops:
                 text = text.split(stop)[0]
-            results.append(Generated(text))
+            results.append(GeneratedText(text))
     return results

@@ -16,12 +16,12 @@ from llmtrain.config.report import ConfigError
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.json_schema import SCHEMAS, schema_text
-from llmtrain.eval.scoring.request import Generate, Generated, Score
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, LoglikelihoodRequest
 from llmtrain.eval.task import Task, load_task
 from llmtrain.eval.tasks.documents import Choices
 from tests.support.icl import byte_level
 
-EVAL = Path(__file__).parents[3] / "eval"
+EVAL = Path(__file__).parents[4] / "eval"
 SHIPPED = sorted(file.stem for file in (EVAL / "tasks").glob("*.yaml"))
 GOOD = {"query": "Is it", "choices": ["so", "not so"], "gold": 1}
 
@@ -82,7 +82,7 @@ def test_a_task_of_four_lines(make, tokenizer):
         Choices("Is it", ("so", "not so"), 0),
     ]
     first, *_ = task.requests(documents, tokenizer)
-    assert isinstance(first, Score)
+    assert isinstance(first, LoglikelihoodRequest)
     assert tokenizer.decode([*first.context, *first.continuation]) == "Is it so"
 
 
@@ -274,7 +274,9 @@ def test_context_and_continuation_of_plain_records_do_not_run_together(make, tok
     def texts(**settings: Any) -> list[str]:
         task = make(records, type="language_modeling", **settings)
         made = task.requests(task.documents(), tokenizer)
-        return [tokenizer.decode([*one.context, *one.continuation]) for one in made if isinstance(one, Score)]
+        return [
+            tokenizer.decode([*one.context, *one.continuation]) for one in made if isinstance(one, LoglikelihoodRequest)
+        ]
 
     assert texts() == ["Is it !", "Is it so"]
     assert texts(lm_eval={"continuation_delimiter": "\n"})[0] == "Is it\n!"
@@ -297,9 +299,9 @@ def test_an_answer_ends_where_the_next_example_would_begin(make, tokenizer, conv
     settings = {convention.replace("-", "_"): section}
     task = make([{"context": "Is it", "answer": "so"}], convention, type="generation", **settings)
     [request] = task.requests(task.documents(), tokenizer)
-    assert isinstance(request, Generate) and request.stops == stops
-    judged = task.metrics(task.documents(), [request], [Generated("so\n\nand")])
-    assert judged.score.value == (1.0 if "\n\n" in stops or convention == "foundry" else 0.0)
+    assert isinstance(request, GenerateUntilRequest) and request.stops == stops
+    per_document = task.metrics(task.documents(), [request], [GeneratedText("so\n\nand")])
+    assert per_document.score.value == (1.0 if "\n\n" in stops or convention == "foundry" else 0.0)
 
 
 def test_half_a_character_is_named_with_its_line(make):
@@ -340,7 +342,7 @@ def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, conv
 
     def check(task: Task, window: int) -> None:
         documents = task.documents()
-        task.check_fit(documents, task.requests(documents, tokenizer), window)
+        task.check_lengths(documents, task.requests(documents, tokenizer), window)
 
     one, long = ({"context": "Is it", "continuation": " so" * n} for n in (1, 40))
     task = make([one, long], convention, type="language_modeling")
@@ -364,7 +366,7 @@ def test_pmi_requests_come_last_and_can_be_left_out(make, tokenizer):
     task = make([GOOD] * 2, "foundry", pmi="Answer:")
     documents = task.documents()
     requests = task.requests(documents, tokenizer)
-    assert [(one.document, one.option) for one in requests if isinstance(one, Score)] == [
+    assert [(one.document, one.option) for one in requests if isinstance(one, LoglikelihoodRequest)] == [
         (document, option) for document in range(2) for option in range(4)
     ]
     assert tokenizer.decode(requests[2].context) == "Answer:"
@@ -391,7 +393,7 @@ def test_generation_ends_where_the_convention_says(make, tokenizer):
     for convention, stops, length in (("foundry", ("\n",), longest), ("lm-eval", (".",), 7)):
         task = make([record], convention, **settings)
         [request] = task.requests(task.documents(), tokenizer)
-        assert request == Generate(0, tuple(tokenizer.encode("Name it")), stops, length)
+        assert request == GenerateUntilRequest(0, tuple(tokenizer.encode("Name it")), stops, length)
 
 
 def test_tasks_know_nothing_of_torch():

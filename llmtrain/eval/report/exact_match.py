@@ -1,4 +1,4 @@
-"""Whether a generated text answers the question, by either convention."""
+"""Exact match of generated answers, by either convention."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _PUNCTUATION_TO_SPACES = {ord(mark): " " for mark in string.punctuation + "â€˜â€
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def foundry_correct(text: str, question: Question, style: FoundryPrompting) -> dict[str, bool]:
-    """Right when the answer begins with one of the right answers.
+def foundry_exact_match(text: str, question: Question, settings: FoundryPrompting) -> dict[str, bool]:
+    """exact_match is True if the generated answer begins with a right one.
 
-    As in LLM Foundry, a right answer of which normalisation leaves nothing ("The") makes every answer right; of its
-    3,000 TriviaQA questions, one has such an alias.
+    As in LLM Foundry, an alias that is empty after normalisation ("The") makes every answer right; one of its 3,000
+    TriviaQA questions has such an alias.
     """
-    given = _cut(text, style.ends)
-    if style.cot_delimiter:
-        given = given.split(style.cot_delimiter)[-1]
-    clean = normalize if style.normalize else str.strip
+    given = _until_stop(text, settings.ends)
+    if settings.cot_delimiter:
+        given = given.split(settings.cot_delimiter)[-1]
+    clean = normalize if settings.normalize else str.strip
     right = {clean(answer) for answer in (question.answer, *question.aliases)}
     return {"exact_match": any(clean(given).startswith(answer) for answer in right)}
 
@@ -33,12 +33,12 @@ def normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def lm_eval_correct(text: str, question: Question, style: LmEvalPrompting) -> dict[str, bool]:
-    """Right when the answer equals one of the right answers, after the same clean-up of both."""
-    given = _cut(text, style.ends)
-    found = {name: extract_answer(given, rule) for name, rule in style.extract.items()} or {"exact_match": given}
-    right = {_clean(answer, style) for answer in (question.answer, *question.aliases)}
-    return {name: _clean(one.strip() if style.strip else one, style) in right for name, one in found.items()}
+def lm_eval_exact_match(text: str, question: Question, settings: LmEvalPrompting) -> dict[str, bool]:
+    """True, by name of the extraction, if the answer equals a right one after the same clean-up of both."""
+    given = _until_stop(text, settings.ends)
+    found = {name: extract_answer(given, rule) for name, rule in settings.extract.items()} or {"exact_match": given}
+    right = {_clean(answer, settings) for answer in (question.answer, *question.aliases)}
+    return {name: _clean(one.strip() if settings.strip else one, settings) in right for name, one in found.items()}
 
 
 def extract_answer(text: str, rule: Extract) -> str:
@@ -55,16 +55,16 @@ def extract_answer(text: str, rule: Extract) -> str:
     return next((group for group in match.groups() if group), rule.otherwise).strip()
 
 
-def _clean(text: str, style: LmEvalPrompting) -> str:
-    for pattern in style.ignore:
+def _clean(text: str, settings: LmEvalPrompting) -> str:
+    for pattern in settings.ignore:
         text = re.sub(pattern, "", text)
-    if style.ignore_case:
+    if settings.ignore_case:
         text = text.lower()
-    return text.translate(_PUNCTUATION) if style.ignore_punctuation else text
+    return text.translate(_PUNCTUATION) if settings.ignore_punctuation else text
 
 
-def _cut(text: str, stops: list[str]) -> str:
-    """The text before the first of `stops`, should the generator have gone on."""
+def _until_stop(text: str, stops: list[str]) -> str:
+    """Text before the first of `stops`."""
     for stop in stops:
         text = text.split(stop)[0]
     return text

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmtrain.eval.scoring.generation import Answer
-from llmtrain.eval.scoring.models import end_ids
+from llmtrain.eval.scoring.load import end_ids
 from tests.support.icl import byte_level
 
 
