@@ -98,7 +98,7 @@ def measure(settings: dict[str, Any], strategy: str, given: list[Any], fail_on: 
             scorer = HybridScorer(model, checkpoints.tokenizer(), max_batch_tokens=200)
             if fail_on == ranks.world.rank:
                 scorer.loglikelihood = scorer.generate_until = broken
-            options: dict[str, Any] = {"keep": lambda new: None, "progress": lambda count: None}
+            options: dict[str, Any] = {"save": lambda new: None, "progress": lambda count: None}
             answers = run_requests(given, scorer, ranks, title="texts (0-shot)", window=10**6, known={}, **options)
             found.append(responses_in_order(given, answers))
         assert model.training

@@ -180,7 +180,7 @@ def _row(gauntlet: Gauntlet, category: str, benchmark: Benchmark, metrics: Metri
 
 
 def _mean(parts: list[tuple[Estimate, float]]) -> Estimate:
-    """WeightedSum mean; its standard error is known if every part's is, and takes them as independent."""
+    """Weighted mean; its standard error treats the parts as independent and is None if one of theirs is."""
     total = sum(weight for _, weight in parts)
     value = sum(part.value * weight for part, weight in parts) / total
     if any(part.stderr is None for part, _ in parts):

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Row(NamedTuple):
-    """tokens: context and continuation, cut to the window; all but the last are read. scored: length of the continuation."""
+    """Token ids of context and continuation, cut to the window; all but the last are read. scored: those of the continuation."""
 
     tokens: tuple[int, ...]
     scored: int
