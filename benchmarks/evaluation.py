@@ -3,15 +3,14 @@
     python -m benchmarks.evaluation FILE [a.b=c …] --data-dir DIR [--limit N] [--tasks arc_easy arc_challenge:5 …]
 
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
-temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
-documents and timed from prompts as text to log-likelihoods. Ours are timed in --passes over all tasks, after one that compiles
-kernels (once for a machine), each task from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
-tokenised while those before are scored. Their median counts, as it is chance beside which task a prompt of the next is made.
-The harness runs with each batch size of --peer-batch, and its best counts. It may be too slow to answer everything: --peer-limit
-and --peer-seconds stop it early, and its rate is then that of the documents it did answer, spread evenly over the task. Its
-transformers runs a scan by mamba_ssm and causal_conv1d where they are on the path, and else in PyTorch, many times slower: which
-of them it found is printed. Without the harness (lm_eval), or with --no-peer, only our side is measured. --out is written anew
-after every task of the harness.
+temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are timed from
+prompts as text to log-likelihoods. llmtrain is timed in --passes over all tasks, after one pass that compiles kernels (once for a
+machine), each task from the end of the one before to its own, because a task's prompts are tokenised while those before are scored,
+as in `llmtrain eval`; the median of the passes counts. The harness runs with each batch size of --peer-batch, and its fastest
+counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is then that of the
+documents it did answer, spread evenly over the task. Its transformers runs scans by mamba_ssm and causal_conv1d where they are
+installed, and else in PyTorch, many times slower: the packages found are printed. Without the harness (lm_eval), or with --no-peer,
+only llmtrain is measured. --out is rewritten after every task of the harness.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
-"""The seed table's that are at hand, with their numbers of examples if not 0."""
+"""Tasks of the seed gauntlet with data at hand, and their numbers of examples if not 0."""
 
 _VOCAB = 16_000
 
 
 @dataclass
 class Measured:
-    """One task on both sides. passes: documents/s of ours. tokens: read by us; naive: by one forward pass per request."""
+    """Measurements of one task, of llmtrain and of the harness. passes: documents/s of ours. tokens: read by us; naive: by one forward pass per request."""
 
     task: str
     documents: int
@@ -146,9 +145,9 @@ def main() -> None:
             )
         for _ in range(args.passes):
             began = clock()
-            prompted = Prefetcher(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
-            for row, ((task, _), requests) in zip(rows, prompted, strict=True):
-                _score(scorer, task, requests, prompted.step)
+            prefetcher = Prefetcher(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+            for row, ((task, _), requests) in zip(rows, prefetcher, strict=True):
+                _score(scorer, task, requests, prefetcher.step)
                 ended = clock()
                 row.passes.append(row.documents / (ended - began))
                 began = ended
@@ -180,7 +179,7 @@ def _parse(task: str) -> tuple[str, str]:
 
 
 def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
-    """Trained on the documents, so that their tokens are as long as a real tokenizer's."""
+    """Tokenizer trained on the documents, so that their tokens are as long as a real tokenizer's."""
     texts = [document_text(one) for some in documents for one in some.everything]
     made = train_bpe(texts, _VOCAB if vocab is None else vocab, or_fewer=vocab is None)
     if vocab is None and made.vocab_size < _VOCAB:
@@ -189,7 +188,7 @@ def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokeniz
 
 
 def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
-    """A folder in Hugging Face format; weights as at the start of training."""
+    """Write a folder in Hugging Face format with weights as at the start of training."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         model = HybridLM(config, dtype=torch.float32)

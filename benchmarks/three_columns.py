@@ -9,8 +9,8 @@ trains; then three columns are scored on the same documents, in fp32 without TF3
     exported     what `llmtrain export` made of it, as transformers loads it, by `llmtrain eval`'s scorer
     harness      the same folder by lm-evaluation-harness's `hf` model, which gets prompts as text and tokenises them
 
-What log-likelihoods amount to is one function for all three (tests/numerics compares it with the harness's own metrics).
-FOLDER gets three_columns.md and .json, anew after each column. Exit status 1 when an accuracy differs.
+The metrics of all three come from one function (tests/numerics compares it with the harness's own metrics).
+FOLDER gets three_columns.md and .json, rewritten after each column. Exit status 1 when an accuracy differs.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ TASKS = (
     *("arc_easy", "arc_challenge", "boolq", "piqa", "winogrande", "winograd", "lambada", "copa", "openbook_qa"),
     *("hellaswag", "mmlu", "jeopardy", "arc_challenge:5"),
 )
-"""Those without generated answers, with their numbers of examples if not 0; what the data folder lacks is left out."""
+"""Tasks without generated answers, with their numbers of examples if not 0; those absent from the data folder are left out."""
 PROBE_STEPS = 30
 TOKENIZER_SIZE = 16_384
-"""At most: the standard library has too little text for more."""
+"""Largest vocabulary for which the standard library has enough text."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task and what is asked of it."""
+class TaskRequests:
+    """A task with its requests."""
 
     title: str
     task: Task
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, (task, shots, some) in documents.items():
         requests = task.requests(some, tokenizer, shots, pmi=False)
         tasks.append(
-            Asked(title, task, shots, some, [one for one in requests if isinstance(one, LoglikelihoodRequest)])
+            TaskRequests(title, task, shots, some, [one for one in requests if isinstance(one, LoglikelihoodRequest)])
         )
     columns = {
         "checkpoint": lambda: _ours(run, "llmtrain", tasks),
@@ -135,7 +135,7 @@ def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str
 
 
 def _train_and_export(args: argparse.Namespace, run: Path, exported: Path) -> int:
-    """Exit status. The length of training comes from the speed of a short run before it."""
+    """Train and export; return the exit status. The length of training comes from the speed of a short run before it."""
     config = load_config(args.file, args.overrides)
     overrides = [*_stdlib(config), *args.overrides]
     overrides += ["logging.tensorboard=false", "logging.wandb=null", "checkpoint.interval=1000000 steps"]
@@ -186,7 +186,7 @@ def _timed(name: str, make: Any) -> dict[str, list[Loglikelihood]]:
     return made
 
 
-def _ours(folder: Path, backend: Backend, tasks: Sequence[Asked]) -> dict[str, list[Loglikelihood]]:
+def _ours(folder: Path, backend: Backend, tasks: Sequence[TaskRequests]) -> dict[str, list[Loglikelihood]]:
     found = find_model(str(folder), backend)
     tokenizer = find_tokenizer(found)
     scorer = load_scorer(found, tokenizer, dtype="float32")
@@ -198,7 +198,7 @@ def _ours(folder: Path, backend: Backend, tasks: Sequence[Asked]) -> dict[str, l
     return answers
 
 
-def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> dict[str, list[Loglikelihood]]:
+def _theirs(folder: Path, window: int, tasks: Sequence[TaskRequests], batch: int) -> dict[str, list[Loglikelihood]]:
     peer = load_peer(str(folder), window, "float32")
     peer.batch_size_per_gpu = batch
     answers = {}
@@ -211,7 +211,7 @@ def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> di
     return answers
 
 
-def compare(asked: Asked, answers: dict[str, list[Loglikelihood]]) -> dict[str, Any]:
+def compare(asked: TaskRequests, answers: dict[str, list[Loglikelihood]]) -> dict[str, Any]:
     """A task's row: every metric of every column there is, whether all accuracies are the same, and for each two columns the
     largest difference of a log-likelihood (nats)."""
     metrics = {name: asked.metrics(some) for name, some in answers.items()}

@@ -1,4 +1,4 @@
-"""`llmtrain eval`: tables from models and tasks, continued when interrupted, or every reason why not."""
+"""`llmtrain eval`: results, continued runs and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scores(content: dict[str, Any]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def whole(place, tmp_path_factory) -> dict[str, Any]:
-    """Of an uninterrupted run."""
+    """Results of an uninterrupted run."""
     return evaluate(place, tmp_path_factory.mktemp("whole"))
 
 

@@ -1,4 +1,4 @@
-"""Evaluation by several ranks: the numbers of one, every document once, and nobody waits for ever."""
+"""Evaluation by several ranks: results of one rank, every document once, no deadlock."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(ranks, settings):
 
 
 def collect(settings: dict[str, Any]) -> None:
-    """A job: rank 1 fails while scoring, and says so; rank 0 reaches the end of its own work."""
+    """A job: rank 1 raises while scoring; rank 0 finishes its own work."""
     model = sharded(settings, "full")
     rank = world_from_environment().rank
     with evaluating(model):

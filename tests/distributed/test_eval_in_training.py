@@ -1,4 +1,4 @@
-"""Tasks scored while a model is trained: the same numbers as afterwards, and the training none the wiser."""
+"""Evaluation during training: the results of its checkpoint, and unchanged losses."""
 
 from __future__ import annotations
 

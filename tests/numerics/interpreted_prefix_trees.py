@@ -1,4 +1,4 @@
-"""Packed texts that begin alike, scored with our kernels; run by test_attention_triton.py under TRITON_INTERPRET=1."""
+"""Packed requests that share prefixes, scored with our kernels; run by test_attention_triton.py under TRITON_INTERPRET=1."""
 
 import pytest
 import torch

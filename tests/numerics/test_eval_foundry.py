@@ -84,15 +84,15 @@ def check(
     requests = task.requests(documents, tokenizer, shots)
     categories = task.config.category is not None
     expected = oracle.requests(
-        task.type, records, hugging_face(tokenizer, folder), oracle.ConventionSettings(**settings), shots, categories
+        task.type, records, hugging_face(tokenizer, folder), oracle.FoundrySettings(**settings), shots, categories
     )
     assert len(expected) == len(records) > 1
     assert grouped(requests) == expected
-    check_verdicts(task, documents, requests, records, oracle.ConventionSettings(**settings))
+    check_verdicts(task, documents, requests, records, oracle.FoundrySettings(**settings))
 
 
 def check_verdicts(
-    task: Task, documents: Any, requests: list, records: list[dict[str, Any]], settings: oracle.ConventionSettings
+    task: Task, documents: Any, requests: list, records: list[dict[str, Any]], settings: oracle.FoundrySettings
 ):
     results = ask(requests)
     metrics = task.metrics(documents, requests, results)
@@ -108,7 +108,7 @@ def check_verdicts(
     assert metrics.documents == len(records)
 
 
-def verdict(record: dict[str, Any], given: list[Any], settings: oracle.ConventionSettings) -> float:
+def verdict(record: dict[str, Any], given: list[Any], settings: oracle.FoundrySettings) -> float:
     if isinstance(given[0], GeneratedText):
         return float(oracle.answered(record, given[0].text, settings))
     assert isinstance(given[0], Loglikelihood)
@@ -198,6 +198,6 @@ def test_the_first_documents_do_not_depend_on_how_many_follow(tokenizer, tmp_pat
 
 
 def test_sections_hold_the_oracles_defaults():
-    ours, theirs = FoundryPrompting(), oracle.ConventionSettings()
+    ours, theirs = FoundryPrompting(), oracle.FoundrySettings()
     for name in ("example_delimiter", "continuation_delimiter", "prelimiter", "cot_delimiter"):
         assert getattr(ours, name) == getattr(theirs, name)

@@ -1,4 +1,4 @@
-"""Models of transformers behind the same interface, and generation on both sides, against one request at a time."""
+"""Scorer of transformers' models, and generation by both scorers, against one request at a time."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_model_of_states_is_read_whole():
 def greedy_one_by_one(
     forward: Callable[[Tensor], Tensor], tokenizer: TextTokenizer, request: GenerateUntilRequest, window: int
 ) -> GeneratedText:
-    """Everything is read anew for every token, and the text decoded anew."""
+    """Greedy decoding without a cache that decodes the whole text for every token."""
     context = list(request.context[-(window - request.max_new_tokens) :])
     new: list[int] = []
     for _ in range(request.max_new_tokens):
@@ -142,7 +142,7 @@ def greedy_one_by_one(
 
 
 def generations(tokenizer: TextTokenizer, forward: Callable[[Tensor], Tensor]) -> list[GenerateUntilRequest]:
-    """Some with a stop that comes up, found by looking."""
+    """Requests, some with a stop text that occurs in the answer."""
     text = Text(11, VOCAB)
     made = [GenerateUntilRequest(i, text(2, 40), (), 5 + 7 * (i % 2)) for i in range(8)]
     for i, request in enumerate(list(made)):

@@ -1,4 +1,4 @@
-"""Scores are those of one plain forward pass per request, whatever is shared, batched or cut."""
+"""Log-likelihoods against one plain forward pass per request, with sharing, batching and truncation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_scores_are_those_of_a_forward_pass_per_request(model, kind):
 
 @pytest.mark.parametrize("model", FEW, indirect=True)
 def test_some_continuations_are_greedy(model):
-    """The random ones above hardly ever are."""
+    """Continuations of greedy decoding; random ones are hardly ever greedy."""
     text = Text(5)
     requests = []
     for document in range(8):

@@ -1,4 +1,4 @@
-"""A folder to evaluate in: a small checkpoint, and tasks of every type with their data."""
+"""Folder for evaluations: a small checkpoint, and tasks of every type with their data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM Foundry's convention, written a second time from its description, straight and slow, on Hugging Face tokenizers.
+"""Second, plain implementation of LLM Foundry's convention, on Hugging Face tokenizers.
 
 It shares no code with llmtrain.eval and keeps to one function per type of task, so that it can be read line by line.
 A request is (context ids, continuation ids), or (context ids, most new tokens) where text is generated.
@@ -14,7 +14,7 @@ from typing import Any
 Record = dict[str, Any]
 
 
-class ConventionSettings:
+class FoundrySettings:
     """Settings of a task, by LLM Foundry's names and with its defaults."""
 
     def __init__(self, **settings: Any):
@@ -31,12 +31,12 @@ class ConventionSettings:
 
 
 def stripped(record: Record) -> Record:
-    """Texts lose the white space around them; lists stay as they are."""
+    """Record with texts stripped of white space; lists are unchanged."""
     return {key: value.strip() if isinstance(value, str) else value for key, value in record.items()}
 
 
 def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[int]:
-    """Draws anew for every document, from one generator for all of them."""
+    """Indices of examples, drawn for every document from one generator."""
     chosen = set(rng.sample(range(count), min(shots, count - 1)))
     if index in chosen:
         chosen.discard(index)
@@ -49,7 +49,7 @@ def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[i
 
 
 def begin(tokenizer: Any, text: str) -> list[int]:
-    """Tokens before the document, with special tokens, but without an EOS at its end."""
+    """Ids of the text before the document, with special tokens, but without an EOS at its end."""
     ids = tokenizer(text)["input_ids"]
     if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -67,14 +67,14 @@ def spaced(tokenizer: Any, text: str) -> str:
     return text
 
 
-def question_context(settings: ConventionSettings, text: str, before: str) -> str:
+def question_context(settings: FoundrySettings, text: str, before: str) -> str:
     context = settings.prelimiter + text
     if before:
         context = settings.example_delimiter + context
     return context + settings.continuation_delimiter
 
 
-def multiple_choice(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
+def multiple_choice(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
@@ -89,7 +89,7 @@ def multiple_choice(records: list[Record], tokenizer: Any, settings: ConventionS
     return documents
 
 
-def schema(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
+def schema(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
@@ -114,7 +114,7 @@ def schema(records: list[Record], tokenizer: Any, settings: ConventionSettings, 
 
 
 def language_modeling(
-    records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int
+    records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int
 ) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
@@ -130,7 +130,7 @@ def language_modeling(
     return documents
 
 
-def generation(records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int) -> list[list[Any]]:
+def generation(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     reasons = "chain_of_thought" in records[0]
     longest = 0
     for record in records:
@@ -163,7 +163,7 @@ TYPES = {
 
 
 def requests(
-    kind: str, records: list[Record], tokenizer: Any, settings: ConventionSettings, shots: int, categories: bool
+    kind: str, records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int, categories: bool
 ) -> list:
     """Per document its requests; with categories, one category's documents after the other's, each a set of its own."""
     if not categories:
@@ -186,7 +186,7 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def answered(record: Record, text: str, settings: ConventionSettings) -> bool:
+def answered(record: Record, text: str, settings: FoundrySettings) -> bool:
     """The cleaned text begins with a cleaned right answer."""
     if settings.early_stopping_criteria:
         text = re.split("|".join(settings.early_stopping_criteria), text)[0]

@@ -1,4 +1,4 @@
-"""Requests with much or little in common, and their scores by one plain forward pass each."""
+"""Requests with shared prefixes of several kinds, and their log-likelihoods by one plain forward pass each."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def letters(documents: int, *, shots: int = 0, seed: int = 1, vocab: int = VOCAB
 
 
 def schemas(documents: int, *, seed: int = 2, vocab: int = VOCAB) -> list[LoglikelihoodRequest]:
-    """The same continuation after two contexts that begin alike."""
+    """The same continuation after two contexts that share a prefix."""
     text = Text(seed, vocab)
     made = []
     for document in range(documents):

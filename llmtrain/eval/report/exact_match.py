@@ -42,7 +42,7 @@ def lm_eval_exact_match(text: str, question: Question, settings: LmEvalPrompting
 
 
 def extract_answer(text: str, rule: Extract) -> str:
-    """One of the pattern's matches; of a match with groups, the first group that is not empty."""
+    """Match `rule.match` of the pattern; of a match with groups, the first group that is not empty."""
     matches = list(re.finditer(rule.pattern, text))
     try:
         match = matches[rule.match]

@@ -15,7 +15,7 @@ from llmtrain.eval.scoring.batching import Row, Rows
 from llmtrain.eval.scoring.prefix_plan import RowGroup, SharingCosts, row_groups, split_by_root
 
 _COSTS = SharingCosts(split=2, root=8)
-"""Nothing is copied, but a segment and its ancestors are read one after the other."""
+"""Costs of packing: nothing is copied, but a segment and its ancestors are read one after the other."""
 
 
 class Segment(NamedTuple):

@@ -26,7 +26,7 @@ class SharingCosts:
 
 
 _CACHED_COSTS = SharingCosts(split=8, root=16)
-"""With a cache, which is copied for every row; prefixes that follow a root cannot be padded on the left."""
+"""Costs with a cache: it is copied for every row; prefixes that follow a root cannot be padded on the left."""
 
 
 @dataclass(frozen=True)

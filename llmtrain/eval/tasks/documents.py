@@ -164,7 +164,7 @@ class DocumentTemplates:
         return tuple(values)
 
     def _texts(self, name: str, names: dict[str, Any]) -> tuple[str, ...]:
-        """At least two texts, none of them empty."""
+        """Texts of a list of at least two, none of them empty."""
         values = self._list(name, names)
         for number, value in enumerate(values):
             if not isinstance(value, str):

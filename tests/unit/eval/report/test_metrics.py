@@ -1,4 +1,4 @@
-"""Numbers made by hand: every normalisation, standard errors, answers that are right or wrong."""
+"""Metrics against numbers computed by hand: normalisations, standard errors, exact match."""
 
 from __future__ import annotations
 

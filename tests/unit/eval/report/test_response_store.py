@@ -1,4 +1,4 @@
-"""Answers are kept, found again, and never taken for another question's."""
+"""Storing responses, and reading them again for the same requests only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of results: the table, what its numbers mean, and where they are in each format."""
+"""Files of results: the table, the meaning of its numbers, and each format."""
 
 from __future__ import annotations
 

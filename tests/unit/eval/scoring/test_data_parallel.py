@@ -1,4 +1,4 @@
-"""Work is divided so that every document is asked about once."""
+"""Division of documents among ranks."""
 
 from __future__ import annotations
 

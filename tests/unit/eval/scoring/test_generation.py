@@ -1,4 +1,4 @@
-"""Where a generated answer ends."""
+"""End of generated answers."""
 
 import json
 

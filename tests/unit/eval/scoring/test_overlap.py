@@ -1,4 +1,4 @@
-"""The next item is made, step by step, while the caller waits for something else."""
+"""Preparation of later items, step by step, while the caller waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.eval.scoring.overlap import Prefetcher, Steps, run_steps
 
 
 def counting(log: list[tuple[int, int]]) -> Callable[[int], Steps[int]]:
-    """Squares a number in three steps, and says which were done."""
+    """A `make` that squares a number in three steps and logs them."""
 
     def make(n: int) -> Steps[int]:
         for step in range(3):

@@ -1,4 +1,4 @@
-"""What rows share stands once in every pack; each row is read whole, and once."""
+"""A shared prefix is stored once per pack; each row is read completely and once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_packs(rows: Rows, capacity: int) -> PackedPlan:
 
 
 def read_by(plan: PackedPlan) -> dict[int, tuple[int, ...]]:
-    """Row -> the tokens that its score has seen."""
+    """Tokens read up to the end of each row, by row."""
     found = {}
     for pack in plan.packs:
         for segment in pack:
@@ -40,7 +40,7 @@ def test_every_row_is_read_whole_and_once(kind, capacity):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_come_in_the_order_of_what_they_continue(kind):
-    """At each depth, as attention needs it."""
+    """Ancestors ascend at each depth, as attention needs it."""
     for pack in make_packs(make_rows(KINDS[kind](), 1000), 10_000).packs:
         for depth in range(2):
             order = [segment.ancestors[depth] for segment in pack if len(segment.ancestors) > depth]

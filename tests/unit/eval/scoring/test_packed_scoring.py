@@ -1,4 +1,4 @@
-"""While the GPU works on a pack there is time for something else, and no longer."""
+"""Host work is done while the GPU is busy, and no longer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.eval.scoring.packed_scoring import _scores, _Pending
+from llmtrain.eval.scoring.packed_scoring import _Pending, _scores
 
 
 @dataclass
 class Event:
-    """Of a GPU that is done after so many looks."""
+    """CUDA event that is done after `looks` queries."""
 
     looks: int
     waited: bool = False
@@ -47,7 +47,7 @@ def test_other_work_is_done_until_the_gpu_is_done(work):
 
 def test_nothing_is_waited_for_without_a_gpu():
     def host_work() -> bool:
-        raise AssertionError("nobody waits")
+        raise AssertionError("host work without a GPU")
 
     running = _Pending(OWNERS, torch.zeros(3), torch.ones(3, dtype=torch.bool), None)
     assert [row for row, _ in _scores(running, host_work)] == [4, 1]

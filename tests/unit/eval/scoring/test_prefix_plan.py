@@ -1,4 +1,4 @@
-"""What is read, and how often, for requests that have something in common."""
+"""Tokens read by plans for requests that share prefixes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_few_shot_prefix_of_many_documents_is_read_once():
 
 
 def test_prefixes_of_several_groups_of_documents_are_told_apart():
-    """As in MMLU, where every subject has its own examples after a common sentence."""
+    """Requests like those of MMLU, whose subjects have their own examples after a common sentence."""
     text = Text(0)
     sentence = text(20)
     requests, lengths = [], 0
