@@ -52,7 +52,7 @@ _VOCAB = 16_000
 
 @dataclass
 class Measured:
-    """Measurements of one task, of llmtrain and of the harness. passes: documents/s of ours. tokens: read by us; naive: by one forward pass per request."""
+    """Measurements of one task. passes: documents/s of llmtrain. tokens: read by it; naive: by one forward pass per request."""
 
     task: str
     documents: int

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str, tuple[Task, int, Documents]]]:
-    """Title -> task, shots, documents. Raises ValueError when the folder holds none of the tasks, or bad records."""
+    """(task, shots, documents) by title. Raises ValueError when the folder holds none of the tasks, or bad records."""
     some = False
     for title in names:
         name, _, shots = title.partition(":")
@@ -171,7 +171,7 @@ def _train(file: str, overrides: Sequence[str], run: Path, steps: int) -> int:
 
 
 def _command(*arguments: str) -> int:
-    """llmtrain's own command, in a process of its own: its memory and settings are gone when it ends."""
+    """Run an llmtrain command in its own process, so that it leaves no memory or settings behind."""
     print("llmtrain", *arguments, flush=True)
     return subprocess.run([sys.executable, "-m", "llmtrain.cli", *arguments]).returncode
 
@@ -212,7 +212,7 @@ def _theirs(folder: Path, window: int, tasks: Sequence[TaskRequests], batch: int
 
 
 def compare(asked: TaskRequests, answers: dict[str, list[Loglikelihood]]) -> dict[str, Any]:
-    """A task's row: every metric of every column there is, whether all accuracies are the same, and for each two columns the
+    """Row of a task: every metric of every finished column, equality of all accuracies, and for each two columns the
     largest difference of a log-likelihood (nats)."""
     metrics = {name: asked.metrics(some) for name, some in answers.items()}
     first = next(iter(metrics.values()))
@@ -235,7 +235,7 @@ def compare(asked: TaskRequests, answers: dict[str, list[Loglikelihood]]) -> dic
 
 
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A row per task: the headline metric in each column; then the largest differences of a log-likelihood, in nats."""
+    """Table with one row per task: the headline metric in each column; then the largest differences of log-likelihoods, in nats."""
     pairs = list(rows[0]["differences"])
     columns = list(rows[0]["values"])
     heads = ["task", "documents", "metric", *columns, "same", *pairs]

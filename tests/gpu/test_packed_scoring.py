@@ -1,4 +1,4 @@
-"""Scores of texts packed as trees on a GPU are those of one forward pass per request."""
+"""Log-likelihoods of packed prefix trees on a GPU against one forward pass per request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Scores and answers beside lm-evaluation-harness's `hf` model: the same weights, the same tasks, number by number.
 
-What is asked, token by token, is compared in test_eval_lm_eval; here, what models say to it.
+The requests' token ids are compared in test_eval_lm_eval; here, the models' responses.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def scratch(tmp_path_factory) -> Path:
 
 
 def first_records(name: str, folder: Path) -> Path:
-    """The first few of the task's file, of each category: both sides would read all of them, again and again."""
+    """File of the first records of a task, of each category, so that both sides read less."""
     source = icl_file(LOCAL[name][0])
     made = folder / source.name
     if not made.exists():
@@ -109,7 +109,7 @@ def first_records(name: str, folder: Path) -> Path:
 
 
 def recorded(folder: Path, max_length: int) -> Any:
-    """Its `hf` model; remembers what it answered, by token ids."""
+    """Harness `hf` model that records its log-likelihoods by token ids."""
     from lm_eval.models.huggingface import HFLM
 
     base: Any = HFLM  # its type hides what it inherits
@@ -130,7 +130,7 @@ def recorded(folder: Path, max_length: int) -> Any:
 
 
 def their_tasks(name: str, shots: int, folder: Path) -> list[Any]:
-    """One for each category, in alphabetical order."""
+    """Harness tasks, one per category, in alphabetical order."""
     source = first_records(name, folder)
     files = categories(source, folder) if load_task(name, "lm-eval").config.category else [source]
     return [their_task(name, file, f"{name}-{i}", shots, folder / "cache") for i, file in enumerate(files)]

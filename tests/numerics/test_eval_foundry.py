@@ -1,4 +1,4 @@
-"""The LLM Foundry convention against tests/support/foundry_oracle.py: the same token ids, the same verdicts."""
+"""The LLM Foundry convention against tests/support/foundry_oracle.py: token ids and right answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "cot_delimiter": " #### ",
     },
 }
-"""LLM Foundry's own task files (scripts/eval/yamls/tasks_v0.2.yaml) where they say more than the file."""
+"""Settings of LLM Foundry's own task files (scripts/eval/yamls/tasks_v0.2.yaml)."""
 CATEGORIES = ("jeopardy", "mmlu")
 
 
@@ -69,7 +69,7 @@ def task_of(name: str, file: Path, **changes: Any) -> Task:
 
 
 def grouped(requests: list[Request]) -> list[list[Any]]:
-    """Per document, as the oracle has it."""
+    """Requests per document, in the form of the oracle."""
     documents: dict[int, list[Any]] = {}
     for one in requests:
         rest = list(one.continuation) if isinstance(one, LoglikelihoodRequest) else one.max_new_tokens

@@ -1,4 +1,4 @@
-"""The lm-eval convention against lm-evaluation-harness itself: the same token ids, the same metrics from the same numbers."""
+"""The lm-eval convention against lm-evaluation-harness: token ids, and metrics from the same log-likelihoods."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Task -> (file, how lm-evaluation-harness is told to read LLM Foundry's records)."""
+"""(file, settings with which lm-evaluation-harness reads LLM Foundry's records), by task."""
 
 NAMES = {
     "acc_sum": "acc,none",

@@ -113,9 +113,7 @@ def schema(records: list[Record], tokenizer: Any, settings: FoundrySettings, sho
     return documents
 
 
-def language_modeling(
-    records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int
-) -> list[list[Any]]:
+def language_modeling(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
@@ -165,7 +163,7 @@ TYPES = {
 def requests(
     kind: str, records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int, categories: bool
 ) -> list:
-    """Per document its requests; with categories, one category's documents after the other's, each a set of its own."""
+    """Requests per document; with categories, category after category, each as a data set of its own."""
     if not categories:
         return TYPES[kind](records, tokenizer, settings, shots)
     documents = []

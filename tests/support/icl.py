@@ -1,4 +1,4 @@
-"""Tokenizers of three kinds, a stand-in for a model, and where the public task files are."""
+"""Tokenizers of three kinds, a stand-in for a model, and paths of the public task files."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ TOKENIZERS = {"byte_level": byte_level, "with_bos": lambda: byte_level(bos=True)
 
 
 def score(context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """(log likelihood, greedy) as a model might say, from nothing but the tokens."""
+    """(log-likelihood, greedy): a pseudo-random function of the tokens."""
     digest = hashlib.blake2b(repr((list(context), list(continuation))).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     return -(0.5 + 3 * (number % 10_007) / 10_007) * len(continuation), number % 3 == 0
 
 
 def generate(context: Sequence[int]) -> str:
-    """A text as a model might write, from nothing but the tokens: often a number, seldom one after ####."""
+    """Generated text: a pseudo-random function of the tokens, often a number, seldom one after ####."""
     number = score(context, [0])[0] * -1e6
     choice = int(number) % 5
     texts = (
@@ -102,7 +102,7 @@ def generate(context: Sequence[int]) -> str:
 
 
 def ask(requests: Sequence[Request]) -> list[Response]:
-    """The stand-in's answers."""
+    """Responses of the stand-in."""
     results: list[Response] = []
     for request in requests:
         if isinstance(request, LoglikelihoodRequest):

@@ -16,7 +16,7 @@ from tests.support.models import VOCAB
 def score_one_by_one(
     forward: Callable[[Tensor], Tensor], requests: Sequence[LoglikelihoodRequest], window: int = 10**9
 ) -> list[Loglikelihood]:
-    """forward: ids [1, T] -> logits [1, T, vocab]. Everything is read, and everything goes through a softmax."""
+    """Log-likelihoods by one full forward pass and softmax per request. forward: ids [1, T] -> logits [1, T, vocab]."""
     found = []
     for request in requests:
         tokens = [*request.context, *request.continuation][-window - 1 :]
@@ -35,7 +35,7 @@ def score_one_by_one(
 def assert_same_scores(
     found: Sequence[Loglikelihood], expected: Sequence[Loglikelihood], tolerance: float = 1e-5
 ) -> None:
-    """tolerance: of a log-likelihood, relative or (below 1) absolute."""
+    """Compare responses. tolerance: of a log-likelihood, relative or (below 1) absolute."""
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.log_likelihood == pytest.approx(theirs.log_likelihood, rel=tolerance, abs=tolerance)

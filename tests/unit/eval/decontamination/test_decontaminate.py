@@ -1,4 +1,4 @@
-"""Overlap with training data: what is there is found, where it is, and nothing else."""
+"""Overlap with training data: the documents found, and their locations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task files: what is wrong with them is said at once, with file and line; so is what is wrong with a record."""
+"""Task files and records: all errors at once, with file and line."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_too_few_examples_is_an_error(make, tokenizer):
 
 
 def test_context_and_continuation_of_plain_records_do_not_run_together(make, tokenizer):
-    """A template of the task's own is left as it is, as in lm-evaluation-harness."""
+    """A task's own template gets no delimiter, as in lm-evaluation-harness."""
     records = [{"context": "Is it", "continuation": word} for word in ("!", " so")]
 
     def texts(**settings: Any) -> list[str]:
@@ -295,7 +295,7 @@ def test_context_and_continuation_of_plain_records_do_not_run_together(make, tok
     ],
 )
 def test_an_answer_ends_where_the_next_example_would_begin(make, tokenizer, convention, section, stops):
-    """lm-evaluation-harness's `until`, where a task says none."""
+    """Default of lm-evaluation-harness's `until`."""
     settings = {convention.replace("-", "_"): section}
     task = make([{"context": "Is it", "answer": "so"}], convention, type="generation", **settings)
     [request] = task.requests(task.documents(), tokenizer)
@@ -338,7 +338,7 @@ def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
 
 @pytest.mark.parametrize("convention, most", [("foundry", 19), ("lm-eval", 20)])
 def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, convention, most):
-    """LLM Foundry's window holds the token that is only predicted, lm-evaluation-harness's does not."""
+    """LLM Foundry counts the last token, which is predicted but not read, as part of the window; lm-evaluation-harness does not."""
 
     def check(task: Task, window: int) -> None:
         documents = task.documents()
