@@ -25,7 +25,7 @@ _HFLM: Any = HFLM  # its type hides what it inherits
 
 
 class Harness(_HFLM):
-    """Harness `hf` model whose log-likelihoods and texts come from the stand-in. asked: (context, continuation) ids; generations: (context ids, stops, length)."""
+    """Harness `hf` model with the stand-in's responses. asked: (context, continuation) ids; generations: (ids, stops, length)."""
 
     def __init__(self, tokenizer: Any, max_length: int = 2048):
         self.tokenizer = tokenizer
