@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's `hf` model, asked for the prompts of our tasks as text: it tokenises them itself."""
+"""Speed and log-likelihoods of lm-evaluation-harness's `hf` model on our tasks' prompts, which it tokenises itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
-from llmtrain.eval.task import Documents, Task, by_category
+from llmtrain.eval.task import Documents, Task
+from llmtrain.eval.tasks.documents import group_by_category
 from llmtrain.eval.tasks.sections import LmEvalPrompting
 
 WARM_UP = 32
-"""Documents answered before the clock starts: kernels are compiled, and libraries set up."""
+"""Documents answered before timing: kernels are compiled and libraries initialised."""
 _FIRST_CHUNK = 8
-"""Documents from which the speed of the rest is foretold, when time is short."""
+"""Documents of the first timed chunk under a time limit."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PeerMeasured:
 
 
 def load_peer(folder: str, max_length: int, dtype: str) -> Any:
-    """Its model of a folder in Hugging Face format, on the GPU if there is one. Raises ImportError without lm_eval."""
+    """Harness model of a folder in Hugging Face format, on the GPU if there is one. Raises ImportError without lm_eval."""
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a line for every context that it cuts
@@ -49,12 +50,12 @@ def instances(task: Task, documents: Documents, shots: int) -> list[tuple[int, A
     """(document's index, Instance) for each request, in the order of Task.requests, without the premises of PMI scores."""
     from lm_eval.api.instance import Instance
 
-    assert isinstance(task.style, LmEvalPrompting)
-    own = documents.examples is None
-    pools = by_category(documents.everything if documents.examples is None else documents.examples)
+    assert isinstance(task.settings, LmEvalPrompting)
+    in_pool = documents.examples is None
+    pools = group_by_category(documents.everything if documents.examples is None else documents.examples)
     asked = []
-    for category, group in by_category(documents.evaluated).items():
-        prompts = LmEvalWriter(task.style).prompts(group, pools.get(category, []), shots, own)
+    for category, group in group_by_category(documents.evaluated).items():
+        prompts = LmEvalWriter(task.settings).prompts(group, pools.get(category, []), shots, in_pool)
         asked += [
             (one.document.index, Instance("loglikelihood", {}, (one.context, one.continuation), 0))
             for one in prompts
@@ -78,7 +79,7 @@ def measure_peer(
     seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> PeerMeasured | None:
-    """Its speed with each batch size; the best counts. None if none fits the GPU's memory.
+    """Speed of the harness with the fastest batch size. None if none fits the GPU's memory.
 
     asked: of `instances`; ours: our log-likelihoods of the same. limit: take so many documents, evenly from all of them.
     seconds: for all batch sizes together, warming up apart. The documents are then timed in chunks, each one sorted by
@@ -142,7 +143,7 @@ def _timed(
 
 
 def _evenly(groups: list[list[int]], limit: int | None) -> list[list[int]]:
-    """At most `limit`, from the whole list; in an order in which any beginning is spread over it."""
+    """Evenly spaced groups, at most `limit`, in an order in which every prefix is spread over the list."""
     count = min(limit or len(groups), len(groups))
     some = [groups[i * len(groups) // count] for i in range(count)]
     stride = next(step for step in (101, 103, 107, 1) if count % step)  # no divisor: every document comes once
@@ -154,7 +155,7 @@ def _flat(groups: Sequence[list[int]]) -> list[int]:
 
 
 def _choice(group: Sequence[int], values: Any) -> int:
-    """The likeliest of a document's alternatives."""
+    """Request of the likeliest of a document's alternatives."""
     return max(group, key=lambda at: values[at])
 
 

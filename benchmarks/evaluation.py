@@ -3,15 +3,14 @@
     python -m benchmarks.evaluation FILE [a.b=c …] --data-dir DIR [--limit N] [--tasks arc_easy arc_challenge:5 …]
 
 FILE: a run's YAML, for the model's shape. Its weights are random, bf16 on a GPU, and written in Hugging Face format to a
-temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are given the
-documents and timed from prompts as text to log-likelihoods. Ours are timed in --passes over all tasks, after one that compiles
-kernels (once for a machine), each task from the end of the one before to its own: as in `llmtrain eval`, a task's prompts are
-tokenised while those before are scored. Their median counts, as it is chance beside which task a prompt of the next is made.
-The harness runs with each batch size of --peer-batch, and its best counts. It may be too slow to answer everything: --peer-limit
-and --peer-seconds stop it early, and its rate is then that of the documents it did answer, spread evenly over the task. Its
-transformers runs a scan by mamba_ssm and causal_conv1d where they are on the path, and else in PyTorch, many times slower: which
-of them it found is printed. Without the harness (lm_eval), or with --no-peer, only our side is measured. --out is written anew
-after every task of the harness.
+temporary folder, from which both sides load them; the tokenizer is trained on the tasks' own text. Both are timed from
+prompts as text to log-likelihoods. llmtrain is timed in --passes over all tasks, after one pass that compiles kernels (once for a
+machine), each task from the end of the one before to its own, because a task's prompts are tokenised while those before are scored,
+as in `llmtrain eval`; the median of the passes counts. The harness runs with each batch size of --peer-batch, and its fastest
+counts. It may be too slow to answer everything: --peer-limit and --peer-seconds stop it early, and its rate is then that of the
+documents it did answer, spread evenly over the task. Its transformers runs scans by mamba_ssm and causal_conv1d where they are
+installed, and else in PyTorch, many times slower: the packages found are printed. Without the harness (lm_eval), or with --no-peer,
+only llmtrain is measured. --out is rewritten after every task of the harness.
 """
 
 from __future__ import annotations
@@ -33,26 +32,27 @@ from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, meas
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.errors import UserError, exit_with
-from llmtrain.eval.runner import frozen
-from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.scoring.overlap import Ahead, Steps, finished, idle
-from llmtrain.eval.scoring.request import Score
+from llmtrain.eval.prompts.requests import LoglikelihoodRequest
+from llmtrain.eval.runner import frozen_gc
+from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scoring.overlap import Prefetcher, Steps, no_host_work, run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
-from llmtrain.eval.task import Documents, Task, document_text, load_task
+from llmtrain.eval.task import Documents, Task, load_task
+from llmtrain.eval.tasks.documents import document_text
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
-"""The seed table's that are at hand, with their numbers of examples if not 0."""
+"""Tasks of the seed gauntlet with data at hand, and their numbers of examples if not 0."""
 
 _VOCAB = 16_000
 
 
 @dataclass
 class Measured:
-    """One task on both sides. passes: documents/s of ours. tokens: read by us; naive: by one forward pass per request."""
+    """Measurements of one task. passes: documents/s of llmtrain. tokens: read by it; naive: by one forward pass per request."""
 
     task: str
     documents: int
@@ -111,7 +111,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
-    with frozen(), tempfile.TemporaryDirectory() as folder:
+    with frozen_gc(), tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)
         tokenizer = find_tokenizer(found)
@@ -138,16 +138,16 @@ def main() -> None:
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
-            requests = finished(_requests(task, documents[task.name], shots, tokenizer))
-            answers.append(_score(scorer, task, requests, idle))
+            requests = run_steps(_requests(task, documents[task.name], shots, tokenizer))
+            answers.append(_score(scorer, task, requests, no_host_work))
             rows.append(
                 _counted(f"{task.name}:{shots}" if shots else task.name, documents[task.name], requests, scorer)
             )
         for _ in range(args.passes):
             began = clock()
-            prompted = Ahead(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
-            for row, ((task, _), requests) in zip(rows, prompted, strict=True):
-                _score(scorer, task, requests, prompted.step)
+            prefetcher = Prefetcher(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
+            for row, ((task, _), requests) in zip(rows, prefetcher, strict=True):
+                _score(scorer, task, requests, prefetcher.step)
                 ended = clock()
                 row.passes.append(row.documents / (ended - began))
                 began = ended
@@ -179,7 +179,7 @@ def _parse(task: str) -> tuple[str, str]:
 
 
 def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
-    """Trained on the documents, so that their tokens are as long as a real tokenizer's."""
+    """Tokenizer trained on the documents, so that their tokens are as long as a real tokenizer's."""
     texts = [document_text(one) for some in documents for one in some.everything]
     made = train_bpe(texts, _VOCAB if vocab is None else vocab, or_fewer=vocab is None)
     if vocab is None and made.vocab_size < _VOCAB:
@@ -188,7 +188,7 @@ def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokeniz
 
 
 def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
-    """A folder in Hugging Face format; weights as at the start of training."""
+    """Write a folder in Hugging Face format with weights as at the start of training."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         model = HybridLM(config, dtype=torch.float32)
@@ -208,17 +208,21 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
     tokenizer.save(folder)
 
 
-def _requests(task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer) -> Steps[list[Score]]:
+def _requests(
+    task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer
+) -> Steps[list[LoglikelihoodRequest]]:
     made = yield from task.request_steps(documents, tokenizer, shots, pmi=False)
-    return [one for one in made if isinstance(one, Score)]
+    return [one for one in made if isinstance(one, LoglikelihoodRequest)]
 
 
-def _score(scorer: HybridScorer, task: Task, requests: list[Score], meanwhile: Callable[[], bool]) -> list[float]:
-    found = scorer.score(requests, window=task.window(scorer.window) - 1, meanwhile=meanwhile)
+def _score(
+    scorer: HybridScorer, task: Task, requests: list[LoglikelihoodRequest], host_work: Callable[[], bool]
+) -> list[float]:
+    found = scorer.loglikelihood(requests, window=task.window(scorer.window) - 1, host_work=host_work)
     return [one.log_likelihood for one in found]
 
 
-def _counted(title: str, documents: Documents, requests: list[Score], scorer: HybridScorer) -> Measured:
+def _counted(title: str, documents: Documents, requests: list[LoglikelihoodRequest], scorer: HybridScorer) -> Measured:
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
     plan = scorer.plan
     return Measured(title, len(documents), [], plan.tokens, plan.slots, naive, plan.calls)

@@ -9,8 +9,8 @@ trains; then three columns are scored on the same documents, in fp32 without TF3
     exported     what `llmtrain export` made of it, as transformers loads it, by `llmtrain eval`'s scorer
     harness      the same folder by lm-evaluation-harness's `hf` model, which gets prompts as text and tokenises them
 
-What log-likelihoods amount to is one function for all three (tests/numerics compares it with the harness's own metrics).
-FOLDER gets three_columns.md and .json, anew after each column. Exit status 1 when an accuracy differs.
+The metrics of all three come from one function (tests/numerics compares it with the harness's own metrics).
+FOLDER gets three_columns.md and .json, rewritten after each column. Exit status 1 when an accuracy differs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import torch
 from benchmarks.eval_peer import ask, instances, load_peer
 from llmtrain.errors import exit_with
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.metrics import Metrics
-from llmtrain.eval.scoring.models import Backend, find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.scoring.request import Score, Scored
+from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, window_of
 from llmtrain.eval.task import Documents, Task, load_task
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -45,23 +45,23 @@ TASKS = (
     *("arc_easy", "arc_challenge", "boolq", "piqa", "winogrande", "winograd", "lambada", "copa", "openbook_qa"),
     *("hellaswag", "mmlu", "jeopardy", "arc_challenge:5"),
 )
-"""Those without generated answers, with their numbers of examples if not 0; what the data folder lacks is left out."""
+"""Tasks without generated answers, with their numbers of examples if not 0; those absent from the data folder are left out."""
 PROBE_STEPS = 30
 TOKENIZER_SIZE = 16_384
-"""At most: the standard library has too little text for more."""
+"""Largest vocabulary for which the standard library has enough text."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task and what is asked of it."""
+class TaskRequests:
+    """A task with its requests."""
 
     title: str
     task: Task
     shots: int
     documents: Documents
-    requests: list[Score]
+    requests: list[LoglikelihoodRequest]
 
-    def metrics(self, answers: Sequence[Scored]) -> Metrics:
+    def metrics(self, answers: Sequence[Loglikelihood]) -> Metrics:
         return self.task.metrics(self.documents, self.requests, answers)
 
 
@@ -93,13 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = []
     for title, (task, shots, some) in documents.items():
         requests = task.requests(some, tokenizer, shots, pmi=False)
-        tasks.append(Asked(title, task, shots, some, [one for one in requests if isinstance(one, Score)]))
+        tasks.append(
+            TaskRequests(title, task, shots, some, [one for one in requests if isinstance(one, LoglikelihoodRequest)])
+        )
     columns = {
         "checkpoint": lambda: _ours(run, "llmtrain", tasks),
         "exported": lambda: _ours(exported, "transformers", tasks),
         "harness": lambda: _theirs(exported, window, tasks, args.batch),
     }
-    answers: dict[str, dict[str, list[Scored]]] = {}
+    answers: dict[str, dict[str, list[Loglikelihood]]] = {}
     title, rows, table = _about(args.file, found.folder, run), [], ""
     for name, score in columns.items():
         answers[name] = _timed(name, score)
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str, tuple[Task, int, Documents]]]:
-    """Title -> task, shots, documents. Raises UserError when the folder holds none of the tasks, or bad records."""
+    """(task, shots, documents) by title. Raises UserError when the folder holds none of the tasks, or bad records."""
     some = False
     for title in names:
         name, _, shots = title.partition(":")
@@ -133,7 +135,7 @@ def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str
 
 
 def _train_and_export(args: argparse.Namespace, run: Path, exported: Path) -> int:
-    """Exit status. The length of training comes from the speed of a short run before it."""
+    """Train and export; return the exit status. The length of training comes from the speed of a short run before it."""
     config = load_config(args.file, args.overrides)
     overrides = [*_stdlib(config), *args.overrides]
     overrides += ["logging.tensorboard=false", "logging.wandb=null", "checkpoint.interval=1000000 steps"]
@@ -169,12 +171,12 @@ def _train(file: str, overrides: Sequence[str], run: Path, steps: int) -> int:
 
 
 def _command(*arguments: str) -> int:
-    """llmtrain's own command, in a process of its own: its memory and settings are gone when it ends."""
+    """Run an llmtrain command in its own process, so that it leaves no memory or settings behind."""
     print("llmtrain", *arguments, flush=True)
     return subprocess.run([sys.executable, "-m", "llmtrain.cli", *arguments]).returncode
 
 
-def _timed(name: str, make: Any) -> dict[str, list[Scored]]:
+def _timed(name: str, make: Any) -> dict[str, list[Loglikelihood]]:
     began = time.perf_counter()
     made = make()
     gc.collect()
@@ -184,31 +186,33 @@ def _timed(name: str, make: Any) -> dict[str, list[Scored]]:
     return made
 
 
-def _ours(folder: Path, backend: Backend, tasks: Sequence[Asked]) -> dict[str, list[Scored]]:
+def _ours(folder: Path, backend: Backend, tasks: Sequence[TaskRequests]) -> dict[str, list[Loglikelihood]]:
     found = find_model(str(folder), backend)
     tokenizer = find_tokenizer(found)
     scorer = load_scorer(found, tokenizer, dtype="float32")
     answers = {}
     for asked in tasks:
         requests = asked.task.requests(asked.documents, tokenizer, asked.shots, pmi=False)
-        scores = [one for one in requests if isinstance(one, Score)]
-        answers[asked.title] = scorer.score(scores, window=asked.task.window(scorer.window) - 1)
+        scores = [one for one in requests if isinstance(one, LoglikelihoodRequest)]
+        answers[asked.title] = scorer.loglikelihood(scores, window=asked.task.window(scorer.window) - 1)
     return answers
 
 
-def _theirs(folder: Path, window: int, tasks: Sequence[Asked], batch: int) -> dict[str, list[Scored]]:
+def _theirs(folder: Path, window: int, tasks: Sequence[TaskRequests], batch: int) -> dict[str, list[Loglikelihood]]:
     peer = load_peer(str(folder), window, "float32")
     peer.batch_size_per_gpu = batch
     answers = {}
     for asked in tasks:
         questions = [instance for _, instance in instances(asked.task, asked.documents, asked.shots)]
         found = zip(ask(peer, questions), asked.requests, strict=True)
-        answers[asked.title] = [Scored(value, bool(greedy), len(one.continuation)) for (value, greedy), one in found]
+        answers[asked.title] = [
+            Loglikelihood(value, bool(greedy), len(one.continuation)) for (value, greedy), one in found
+        ]
     return answers
 
 
-def compare(asked: Asked, answers: dict[str, list[Scored]]) -> dict[str, Any]:
-    """A task's row: every metric of every column there is, whether all accuracies are the same, and for each two columns the
+def compare(asked: TaskRequests, answers: dict[str, list[Loglikelihood]]) -> dict[str, Any]:
+    """Row of a task: every metric of every finished column, equality of all accuracies, and for each two columns the
     largest difference of a log-likelihood (nats)."""
     metrics = {name: asked.metrics(some) for name, some in answers.items()}
     first = next(iter(metrics.values()))
@@ -231,7 +235,7 @@ def compare(asked: Asked, answers: dict[str, list[Scored]]) -> dict[str, Any]:
 
 
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A row per task: the headline metric in each column; then the largest differences of a log-likelihood, in nats."""
+    """Table with one row per task: the headline metric in each column; then the largest differences of log-likelihoods, in nats."""
     pairs = list(rows[0]["differences"])
     columns = list(rows[0]["values"])
     heads = ["task", "documents", "metric", *columns, "same", *pairs]

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 scripts/eval.py FILE model=PATH
     composer -n 8 scripts/eval.py FILE model=PATH
 
-Started plainly, it does what `llmtrain eval` does.
+Without a launcher it does the same as `llmtrain eval`.
 """
 
 import argparse

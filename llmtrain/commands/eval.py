@@ -1,4 +1,4 @@
-"""`llmtrain eval`: models on tasks, on this process or on one process per GPU; and `llmtrain decontaminate`."""
+"""`llmtrain eval` (in this process, or in one process per GPU) and `llmtrain decontaminate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAGS = {
     "max_length": ("N", int, "most tokens a model may read"),
     "max_batch_tokens": ("N", int, "tokens read at a time, padding included"),
 }
-"""Settings of the YAML that are also options."""
+"""Settings of the YAML that are also command-line options."""
 
 
 def add_eval(commands) -> None:
@@ -59,7 +59,7 @@ def add_decontaminate(commands) -> None:
 
 
 def run_decontaminate(args: argparse.Namespace) -> int:
-    from llmtrain.eval.decontamination.run import run  # numpy, which no other command needs to say what it takes
+    from llmtrain.eval.decontamination.run import run  # imports numpy, which --help does not need
 
     return run(args)
 

@@ -1,4 +1,4 @@
-"""The one error of tasks and documents that speaks to the user."""
+"""Error of tasks, documents and models under evaluation."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from llmtrain.errors import UserError
 
 
 class EvalError(UserError):
-    """A task, document or tokenizer that cannot be evaluated; says where, what was found and what to do."""
+    """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""

@@ -1,6 +1,6 @@
-"""JSON schemas by which editors complete and check the YAMLs of runs, tasks and gauntlets.
+"""JSON schemas with which editors complete and check the YAMLs of runs, tasks and gauntlets.
 
-`python -m llmtrain.eval.json_schema` in a checkout writes them anew after a change of the sections.
+After a change of the sections, `python -m llmtrain.eval.json_schema` in a checkout writes them again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SCHEMAS: dict[str, type[Section]] = {
     "tasks/schema.json": TaskConfig,
     "gauntlets/schema.json": Gauntlet,
 }
-"""Below eval/."""
+"""Root sections by file name below eval/."""
 
 
 def schema_text(section: type[Section]) -> str:
-    """From the same types that decode the YAML."""
+    """JSON schema of the section that decodes the YAML."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **section.model_json_schema()}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 

@@ -1,4 +1,4 @@
-"""The YAML of `llmtrain eval`: which models, which tasks, by which convention. No torch here."""
+"""The YAML of `llmtrain eval`: models, tasks and convention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmtrain.schema.wandb import WandbConfig
 
 
 class _OrText:
-    """Of a section that may be written as the text of one key: says so in the JSON schema."""
+    """JSON schema of a section that may also be written as a string, the value of one key."""
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
         return {"anyOf": [{"type": "string"}, handler(core_schema)]}
@@ -37,19 +37,19 @@ def _from_text(key: str) -> BeforeValidator:
 
 
 class ModelChoice(Section):
-    """A model to evaluate; only its path, where nothing else is said."""
+    """A model to evaluate; a string is its path."""
 
     path: str
     """A run's folder (its newest checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a folder or hub
     name in Hugging Face format."""
     name: str | None = None
-    """In results; default: the last part of the path (of a checkpoint, its run's and its own)."""
+    """Name in results; default: the last part of the path (of a checkpoint, its run's and its own)."""
     tokenizer: str | None = None
     """A folder, tokenizer.json or hub name; default: the model's own."""
     backend: Literal["auto", "llmtrain", "transformers"] = "auto"
     """transformers: as AutoModelForCausalLM loads it. auto: llmtrain's own model wherever it can be read as one."""
     max_length: PositiveInt | None = None
-    """Most tokens it may read; default: the run's setting, or what its config says."""
+    """Most tokens it may read; default: the run's setting, or that of its config."""
 
     @property
     def title(self) -> str:
@@ -61,7 +61,7 @@ class ModelChoice(Section):
 
 
 class TaskChoice(Section):
-    """A task to run; only its name, where nothing else is said."""
+    """A task to run; a string is its name."""
 
     task: str
     """The name of a shipped task, or the path of a task's YAML."""
@@ -82,35 +82,35 @@ class EvalRun(Section):
     """One run of `llmtrain eval`."""
 
     name: str = Field("eval", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Of the run."""
+    """Name of the run."""
     out: str = "results/${name}"
     """The folder of results."""
     cache: str | None = "${out}/cache"
-    """Where answers are kept, so that an interrupted run continues and a repeated one need not ask again; null: nowhere."""
+    """Folder of stored responses, with which an interrupted run continues and a repeated one needs no model; null: none."""
     model: Texts | None = None
     """A model, or several, in place of `models`: `llmtrain eval FILE model=PATH`."""
     models: Models = []
-    """What to evaluate; a path, or a mapping with more to say."""
+    """Models to evaluate: paths, or mappings with further settings."""
     tasks: Tasks = []
-    """What to run; a name, or a mapping with the number of examples. With a gauntlet, its tasks are run as well."""
+    """Tasks to run: names, or mappings with the numbers of examples. With a gauntlet, its tasks are run as well."""
     gauntlet: str | None = None
     """The name of a shipped gauntlet, or the path of one: averages over categories of tasks."""
     convention: Convention = "lm-eval"
-    """Whose prompts, tokenisation and normalisation: `foundry` or `lm-eval`."""
+    """Convention of prompts, tokenisation and normalisation: `foundry` or `lm-eval`."""
     data_dir: str | None = None
     """A folder of local JSONL files, in place of the tasks' sources."""
     limit: PositiveInt | None = None
-    """Evaluate only the first so many documents of each task (of each category); for a try, not for a result."""
+    """Number of documents of each task (of each category) to evaluate, the first ones; for trials, not for results."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of weights and activations; default: bfloat16 on a GPU, float32 on a CPU."""
+    """Type of weights and activations; default: bfloat16 on a GPU, float32 on a CPU."""
     max_length: PositiveInt | None = None
-    """Most tokens a model may read; default: what its config says."""
+    """Most tokens a model may read; default: that of its config."""
     max_batch_tokens: PositiveInt | None = None
     """Tokens read at a time, padding included. Results do not depend on it; memory does."""
     share_prefixes: bool = True
-    """Read what requests begin with alike once. Results do not depend on it."""
+    """Read a prefix that several requests share once. Results do not depend on it."""
     pmi: bool = True
-    """Also ask for the scores of choices without their question, in tasks that say how; more work for one more metric."""
+    """Also score the choices after the premise alone, in tasks with `pmi`; more work for one more metric."""
     details: bool = False
     """Also write every document's log-likelihoods and answers, to details/MODEL/TASK.jsonl."""
     wandb: WandbConfig | None = None
@@ -128,9 +128,9 @@ class EvalRun(Section):
 
 
 def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_models: bool = True) -> EvalRun:
-    """Reads and checks an eval YAML. overrides: `a.b=c`, applied in order.
+    """Read and check an eval YAML. overrides: `a.b=c`, applied in order.
 
-    Raises ConfigError, which holds every problem; tasks and gauntlet are looked for too, but no data and no model.
+    Raises ConfigError that lists every problem. Tasks and gauntlet are loaded too, data and models are not.
     """
     file = Path(path)
     if file.is_file() and not file.read_bytes().strip():
@@ -147,14 +147,14 @@ def load_eval_run(path: str | Path, overrides: Sequence[str] = (), *, needs_mode
             problems.append(
                 Problem("models", None, "there is nothing to evaluate; name models here, or add model=PATH")
             )
-        problems += _missing(run)
+        problems += _task_problems(run)
         problems += _unwritable(run) if needs_models else ()
     if problems or run is None:
         raise ConfigError(source.title, problems, source.origins)
     return run
 
 
-def _missing(run: EvalRun) -> Iterator[Problem]:
+def _task_problems(run: EvalRun) -> Iterator[Problem]:
     for number, choice in enumerate(run.tasks):
         try:
             _task(run, choice.task)
@@ -178,7 +178,7 @@ def _unwritable(run: EvalRun) -> Iterator[Problem]:
 
 
 def _task(run: EvalRun, name: str) -> Task:
-    """Raises ConfigError, EvalError."""
+    """Load a task. Raises ConfigError or EvalError, also for a headline metric that `pmi: false` leaves out."""
     task = load_task(name, run.convention, run.data_dir)
     if task.metric not in _measured(run, task):
         raise EvalError(
@@ -192,27 +192,28 @@ def _measured(run: EvalRun, task: Task) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A task with a number of examples. title: what results call it."""
+class TaskRun:
+    """A task with a number of few-shot examples."""
 
     task: Task
     shots: int
 
     @property
     def title(self) -> str:
+        """Name in results."""
         return f"{self.task.name} ({self.shots}-shot)"
 
 
-def chosen_tasks(run: EvalRun, gauntlet: Gauntlet | None) -> list[Chosen]:
-    """In the order of the YAML, then of the gauntlet; each pair of task and shots once. Raises ConfigError, EvalError."""
+def task_runs(run: EvalRun, gauntlet: Gauntlet | None) -> list[TaskRun]:
+    """Distinct pairs of task and shots, in the order of the YAML, then of the gauntlet. Raises ConfigError, EvalError."""
     wanted = [(choice.task, choice.shots) for choice in run.tasks]
     wanted += [(name, [shots]) for name, shots in (gauntlet.benchmarks() if gauntlet else [])]
-    made: dict[tuple[str, int], Chosen] = {}
+    made: dict[tuple[str, int], TaskRun] = {}
     files: dict[str, Path] = {}
     for name, counts in wanted:
         task, file = _task(run, name), find_yaml(name, "tasks").resolve()
         if files.setdefault(task.name, file) != file:
             raise EvalError(f"{files[task.name]} and {file} are both called '{task.name}'; rename one of them")
         for shots in counts or task.shots:
-            made.setdefault((task.name, shots), Chosen(task, shots))
+            made.setdefault((task.name, shots), TaskRun(task, shots))
     return list(made.values())

@@ -1,4 +1,4 @@
-"""`llmtrain decontaminate`: a table per task, or the reason why not."""
+"""`llmtrain decontaminate`: its table and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmtrain eval`: tables from models and tasks, continued when interrupted, or every reason why not."""
+"""`llmtrain eval`: results, continued runs and refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.scoring import models
-from llmtrain.eval.scoring.models import Found
+from llmtrain.eval.scoring import load as loading
+from llmtrain.eval.scoring.load import FoundModel
 from llmtrain.eval.scoring.scorer import HybridScorer
 from tests.support.evaluation import TASKS, Place
 from tests.support.project import LLMTRAIN, Project
@@ -38,7 +38,7 @@ def scores(content: dict[str, Any]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def whole(place, tmp_path_factory) -> dict[str, Any]:
-    """Of an uninterrupted run."""
+    """Results of an uninterrupted run."""
     return evaluate(place, tmp_path_factory.mktemp("whole"))
 
 
@@ -65,7 +65,7 @@ def test_results_are_written_as_json_markdown_csv_and_a_picture(place, tmp_path,
 
 def test_a_repeated_run_asks_nothing_and_loads_no_model(place, tmp_path, whole, monkeypatch):
     assert scores(evaluate(place, tmp_path)) == scores(whole)
-    monkeypatch.setattr(models, "load_scorer", None)
+    monkeypatch.setattr(loading, "load_scorer", None)
     monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
     again = evaluate(place, tmp_path)
     assert [one["asked"] for one in again["results"]] == [0] * 6
@@ -74,18 +74,18 @@ def test_a_repeated_run_asks_nothing_and_loads_no_model(place, tmp_path, whole, 
 
 def test_an_interrupted_run_continues(place, tmp_path, whole, monkeypatch, capsys):
     file = place.write({})
-    calls, score = 0, HybridScorer.score
+    calls, loglikelihood = 0, HybridScorer.loglikelihood
 
     def interrupted(self: HybridScorer, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return score(self, *args, **options)
+        return loglikelihood(self, *args, **options)
 
     few = ["--max-batch-tokens", "20"]  # so that there are several chunks
     with monkeypatch.context() as patched:
-        patched.setattr(HybridScorer, "score", interrupted)
+        patched.setattr(HybridScorer, "loglikelihood", interrupted)
         assert main(["eval", str(file), "--out", str(tmp_path), *few]) == 130
     assert not (tmp_path / "results.json").exists()
     continued = evaluate(place, tmp_path, *few)
@@ -244,10 +244,10 @@ def test_a_folder_that_is_a_file_is_told_before_a_model_is_loaded(place, tmp_pat
 
 
 def test_what_was_done_before_an_error_is_written(place, tmp_path, capsys, monkeypatch):
-    def load(found: Found, *given: Any, **options: Any) -> Any:
+    def load(found: FoundModel, *given: Any, **options: Any) -> Any:
         if found.folder.is_relative_to(lost):
             raise EvalError("these weights are damaged")
-        return models.load_scorer(found, *given, **options)
+        return loading.load_scorer(found, *given, **options)
 
     lost = shutil.copytree(place.model, tmp_path / "lost")
     monkeypatch.setattr("llmtrain.eval.runner.load_scorer", load)

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.remote.download import verify
 from llmtrain.checkpoint.remote.mounted import MountedBucket
 from llmtrain.checkpoint.remote.upload import upload
 from llmtrain.cli import main
-from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
+from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.schema.load import load_config
 from tests.support.faulty_proxy import FaultyProxy
@@ -108,7 +108,7 @@ def test_a_model_in_a_store_can_be_evaluated(finished, tmp_path, monkeypatch):
     bucket = MountedBucket(tmp_path / "mounted")
     upload(bucket, finished[0].run_dir / "checkpoints" / "step-00000006")
     found = find_model(bucket.url)
-    assert found.is_checkpoint and found.ours and found.folder.is_relative_to(tmp_path / "cache")
+    assert found.is_checkpoint and found.native and found.folder.is_relative_to(tmp_path / "cache")
     scorer = load_scorer(found, find_tokenizer(found))
     assert isinstance(scorer, HybridScorer) and scorer.model.config.vocab_size == 300
 

@@ -1,4 +1,4 @@
-"""Trained, evaluated, exported, and evaluated again by us and by lm-evaluation-harness: the same numbers."""
+"""The three columns (checkpoint, exported, harness) have the same numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.three_columns import Asked, as_markdown, compare, main
+from benchmarks.three_columns import TaskRequests, as_markdown, compare, main
 from llmtrain.errors import exit_status
-from llmtrain.eval.scoring.request import Score, Scored
+from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
 
@@ -39,10 +39,12 @@ def data(tmp_path_factory) -> Path:
 def test_a_different_choice_is_found(data):
     task = load_task("arc_easy", "lm-eval", data)
     documents = task.documents(3)
-    requests = [one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, Score)]
-    asked = Asked("arc_easy", task, 0, documents, requests)
+    requests = [
+        one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, LoglikelihoodRequest)
+    ]
+    asked = TaskRequests("arc_easy", task, 0, documents, requests)
     rights = {one.index: getattr(one.content, "gold", -1) for one in documents.evaluated}
-    right = [Scored(-2.0 + (one.option == rights[one.document]), False, 1) for one in requests]
+    right = [Loglikelihood(-2.0 + (one.option == rights[one.document]), False, 1) for one in requests]
     wrong = [replace(one, log_likelihood=-9.0) if i == rights[0] else one for i, one in enumerate(right)]
     row = compare(asked, dict.fromkeys(("checkpoint", "exported", "harness"), right))
     assert row["same"] and row["values"]["harness"]["acc_sum"] == 1.0 and set(row["differences"].values()) == {0.0}
@@ -56,12 +58,14 @@ def test_a_different_choice_is_found(data):
 
 
 def test_the_columns_that_there_are_make_a_table(data):
-    """Each is written when it is done."""
+    """Columns are written as they are finished."""
     task = load_task("arc_easy", "lm-eval", data)
     documents = task.documents(3)
-    requests = [one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, Score)]
-    asked = Asked("arc_easy", task, 0, documents, requests)
-    answers = [Scored(-1.0, False, 1) for _ in requests]
+    requests = [
+        one for one in task.requests(documents, byte_level(), 0, pmi=False) if isinstance(one, LoglikelihoodRequest)
+    ]
+    asked = TaskRequests("arc_easy", task, 0, documents, requests)
+    answers = [Loglikelihood(-1.0, False, 1) for _ in requests]
     alone, two = (
         compare(asked, dict.fromkeys(names, answers)) for names in (("checkpoint",), ("checkpoint", "exported"))
     )

@@ -1,4 +1,4 @@
-"""Evaluation by several ranks: the numbers of one, every document once, and nobody waits for ever."""
+"""Evaluation by several ranks: results of one rank, every document once, no deadlock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmtrain.distributed.world import initialize, world_from_environment
+from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Response, responses_in_order
 from llmtrain.eval.run_config import EvalRun
 from llmtrain.eval.runner import evaluate
-from llmtrain.eval.scoring.data_parallel import Team, answer, divide, in_order
-from llmtrain.eval.scoring.fsdp_sync import lockstep
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scoring.data_parallel import DataParallel, partition, run_requests
+from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.generate.load import load_model
 from llmtrain.models.hybrid import HybridLM
@@ -25,8 +25,6 @@ from tests.support.evaluation import Place
 from tests.support.ranks import RankFailed
 from tests.support.scoring import Text, assert_same_scores, choices, letters, schemas, texts
 
-Answer = Scored | Generated
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
@@ -36,7 +34,10 @@ def place(tmp_path_factory) -> Place:
 def details(run: EvalRun) -> tuple[dict[tuple[str, int], list[dict[str, Any]]], list[int]]:
     """A job: every document's details by task, and how many documents were asked about."""
     report = evaluate(run)
-    found = {(one.task, one.shots): [dict(judged.details) for judged in one.metrics.judged] for one in report.results}
+    found = {
+        (one.task, one.shots): [dict(per_document.details) for per_document in one.metrics.per_document]
+        for one in report.results
+    }
     return found, [one.asked for one in report.results]
 
 
@@ -66,12 +67,12 @@ def test_results_do_not_depend_on_ranks_batches_or_sharing(place, ranks, tmp_pat
 
 
 UNEQUAL = [*choices(7), *letters(5, shots=20), *schemas(3), *texts(6)]
-REQUESTS = [Score(i, 0, one.context, one.continuation) for i, one in enumerate(UNEQUAL[1:])]
+REQUESTS = [LoglikelihoodRequest(i, 0, one.context, one.continuation) for i, one in enumerate(UNEQUAL[1:])]
 
 
-def prompts() -> list[Generate]:
+def prompts() -> list[GenerateUntilRequest]:
     text = Text(9)
-    return [Generate(i, text(3, 12), (), 3 + 2 * i) for i in range(5)]
+    return [GenerateUntilRequest(i, text(3, 12), (), 3 + 2 * i) for i in range(5)]
 
 
 def sharded(settings: dict[str, Any], strategy: str) -> HybridLM:
@@ -87,19 +88,19 @@ def sharded(settings: dict[str, Any], strategy: str) -> HybridLM:
     return model.train()
 
 
-def measure(settings: dict[str, Any], strategy: str, given: list[Any], fail_on: int | None = None) -> list[Answer]:
+def measure(settings: dict[str, Any], strategy: str, given: list[Any], fail_on: int | None = None) -> list[Response]:
     """A job: answers of a sharded model, twice, because the first leaves it as it was."""
     model = sharded(settings, strategy)
-    team = Team(world_from_environment(), lambda: lockstep(model))
-    found: list[list[Answer]] = []
+    ranks = DataParallel(world_from_environment(), lambda: join_uneven_calls(model))
+    found: list[list[Response]] = []
     for _ in range(2):
         with evaluating(model):
             scorer = HybridScorer(model, checkpoints.tokenizer(), max_batch_tokens=200)
-            if fail_on == team.world.rank:
-                scorer.score = scorer.generate = broken
-            options: dict[str, Any] = {"keep": lambda new: None, "progress": lambda count: None}
-            answers = answer(given, scorer, team, title="texts (0-shot)", window=10**6, known={}, **options)
-            found.append(in_order(given, answers))
+            if fail_on == ranks.world.rank:
+                scorer.loglikelihood = scorer.generate_until = broken
+            options: dict[str, Any] = {"save": lambda new: None, "progress": lambda count: None}
+            answers = run_requests(given, scorer, ranks, title="texts (0-shot)", window=10**6, known={}, **options)
+            found.append(responses_in_order(given, answers))
         assert model.training
         assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
     assert found[0] == found[1]
@@ -116,7 +117,9 @@ def alone(settings: dict[str, Any], given: list[Any]) -> list[Any]:
     model = HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32)
     model.init_weights(3)
     scorer = HybridScorer(model.eval(), checkpoints.tokenizer())
-    return list(scorer.generate(given) if isinstance(given[0], Generate) else scorer.score(given))
+    return list(
+        scorer.generate_until(given) if isinstance(given[0], GenerateUntilRequest) else scorer.loglikelihood(given)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def settings(place) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "full"), (2, "full"), (2, "grad_op"), (3, "full")])
 def test_a_sharded_model_with_unequal_work(ranks, settings, size, strategy):
-    shares = divide({i: len(one.context) for i, one in enumerate(REQUESTS)}, range(len(REQUESTS)), size)
+    shares = partition({i: len(one.context) for i, one in enumerate(REQUESTS)}, range(len(REQUESTS)), size)
     assert size == 1 or len({len(share) for share in shares}) > 1
     expected = alone(settings, REQUESTS)
     for found in ranks(size).run(measure, settings, strategy, REQUESTS):
@@ -153,14 +156,14 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(ranks, settings):
 
 
 def collect(settings: dict[str, Any]) -> None:
-    """A job: rank 1 fails while scoring, and says so; rank 0 reaches the end of its own work."""
+    """A job: rank 1 raises while scoring; rank 0 finishes its own work."""
     model = sharded(settings, "full")
     rank = world_from_environment().rank
     with evaluating(model):
         scorer = HybridScorer(model, checkpoints.tokenizer(), max_batch_tokens=200)
-        with lockstep(model):
+        with join_uneven_calls(model):
             assert rank == 0 or broken()
-            scorer.score(REQUESTS)
+            scorer.loglikelihood(REQUESTS)
 
 
 def world_size() -> int:

@@ -1,4 +1,4 @@
-"""Tasks scored while a model is trained: the same numbers as afterwards, and the training none the wiser."""
+"""Evaluation during training: the results of its checkpoint, and unchanged losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.commands.checks import load_runnable
 from llmtrain.config.report import ConfigError
-from llmtrain.eval.report.results import flat
+from llmtrain.eval.report.results import flat_metrics
 from llmtrain.eval.runner import evaluate
 from llmtrain.schema.config import Config
 from tests.support.evaluation import Place
@@ -60,7 +60,7 @@ def test_losses_are_those_of_a_run_without(ranks, shards, tmp_path, place, size,
     found = logged(Path(made.run_dir))
     assert list(found) == [3, 6, 7]
     report = evaluate(place.run(models=[made.run_dir], cache=None))
-    assert found[7] == pytest.approx(flat(report.results), abs=1e-5, rel=1e-4)
+    assert found[7] == pytest.approx(flat_metrics(report.results), abs=1e-5, rel=1e-4)
     assert found[3] != found[6]
 
 
@@ -70,7 +70,7 @@ def test_bf16_scores_are_those_of_the_checkpoint_read_in_bf16(ranks, shards, tmp
     made = config(shards, tmp_path / "run", place, changes)
     ranks(size).run(train, made)
     report = evaluate(place.run(models=[made.run_dir], cache=None, dtype="bfloat16"))
-    assert logged(Path(made.run_dir))[7] == pytest.approx(flat(report.results), abs=1e-5, rel=1e-4)
+    assert logged(Path(made.run_dir))[7] == pytest.approx(flat_metrics(report.results), abs=1e-5, rel=1e-4)
 
 
 def test_a_gauntlet_and_a_sparse_log(ranks, shards, tmp_path, place):

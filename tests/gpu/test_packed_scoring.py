@@ -1,11 +1,11 @@
-"""Scores of texts packed as trees on a GPU are those of one forward pass per request."""
+"""Log-likelihoods of packed prefix trees on a GPU against one forward pass per request."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from llmtrain.eval.scoring.packing import Packs
+from llmtrain.eval.scoring.packed_plan import PackedPlan
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from tests.support.checkpoints import tokenizer
@@ -25,5 +25,5 @@ def test_scores_in_fp32(name):
     expected = score_one_by_one(lambda ids: model(ids.cuda()).cpu(), requests)
     for tokens in (None, 300):
         made = HybridScorer(model, tokenizer(), max_batch_tokens=tokens)
-        assert_same_scores(made.score(requests), expected, tolerance=1e-4)
-        assert isinstance(made.plan, Packs) and (made.plan.calls == 1) == (tokens is None)
+        assert_same_scores(made.loglikelihood(requests), expected, tolerance=1e-4)
+        assert isinstance(made.plan, PackedPlan) and (made.plan.calls == 1) == (tokens is None)

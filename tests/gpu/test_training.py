@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.eval.report.results import flat
+from llmtrain.eval.report.results import flat_metrics
 from llmtrain.eval.runner import evaluate
 from llmtrain.schema.load import load_config
 from tests.support.evaluation import Place
@@ -108,7 +108,7 @@ def test_tasks_are_scored_in_training_as_afterwards(config_file: Path, tmp_path:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found = {name: value for line in lines for name, value in line.items() if name.startswith("icl/")}
     report = evaluate(place.run(models=[str(run_dir)], cache=None, dtype="bfloat16"))
-    assert found == pytest.approx(flat(report.results), rel=1e-3, abs=1e-3)
+    assert found == pytest.approx(flat_metrics(report.results), rel=1e-3, abs=1e-3)
 
 
 def test_fp32_agrees_with_bf16(config_file: Path, plain: list[float]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmtrain.distributed.world import World
-from llmtrain.eval.scoring.packing import Packs
+from llmtrain.eval.scoring.packed_plan import PackedPlan
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
@@ -23,8 +23,8 @@ CAPPED = {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "softcap": 5.0, "positio
 
 def scored(model: HybridLM, requests, **options):
     made = HybridScorer(model, tokenizer(), packed=True, **options)
-    found = made.score(requests)
-    assert isinstance(made.plan, Packs)
+    found = made.loglikelihood(requests)
+    assert isinstance(made.plan, PackedPlan)
     return found, made.plan
 
 
@@ -39,7 +39,7 @@ def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     found, plan = scored(model, requests)
     assert_same_scores(found, expected)
     assert plan.calls == 1 and plan.tokens < 0.5 * sum(row.length for row in plan.rows)
-    assert any(len(segment.above) == 2 for segment in plan.packs[0])
+    assert any(len(segment.ancestors) == 2 for segment in plan.packs[0])
 
 
 def test_scores_do_not_depend_on_how_much_is_read_at_a_time():

@@ -1,6 +1,6 @@
 """Scores and answers beside lm-evaluation-harness's `hf` model: the same weights, the same tasks, number by number.
 
-What is asked, token by token, is compared in test_eval_lm_eval; here, what models say to it.
+The requests' token ids are compared in test_eval_lm_eval; here, the models' responses.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llmtrain.eval.report.metrics import Judged, Metrics
-from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.prompts.requests import GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest, Response
+from llmtrain.eval.report.metrics import DocumentMetrics, Metrics
+from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.task import Task, load_task
 from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, harness_settings, without_pmi_premise
 from tests.support.icl import byte_level, icl_file
@@ -94,7 +94,7 @@ def scratch(tmp_path_factory) -> Path:
 
 
 def first_records(name: str, folder: Path) -> Path:
-    """The first few of the task's file, of each category: both sides would read all of them, again and again."""
+    """File of the first records of a task, of each category, so that both sides read less."""
     source = icl_file(LOCAL[name][0])
     made = folder / source.name
     if not made.exists():
@@ -109,7 +109,7 @@ def first_records(name: str, folder: Path) -> Path:
 
 
 def recorded(folder: Path, max_length: int) -> Any:
-    """Its `hf` model; remembers what it answered, by token ids."""
+    """Harness `hf` model that records its log-likelihoods by token ids."""
     from lm_eval.models.huggingface import HFLM
 
     base: Any = HFLM  # its type hides what it inherits
@@ -130,7 +130,7 @@ def recorded(folder: Path, max_length: int) -> Any:
 
 
 def their_tasks(name: str, shots: int, folder: Path) -> list[Any]:
-    """One for each category, in alphabetical order."""
+    """Harness tasks, one per category, in alphabetical order."""
     source = first_records(name, folder)
     files = categories(source, folder) if load_task(name, "lm-eval").config.category else [source]
     return [their_task(name, file, f"{name}-{i}", shots, folder / "cache") for i, file in enumerate(files)]
@@ -170,7 +170,7 @@ def evaluate(lm: Any, tasks: list[Any], limit: int) -> Any:
 
 def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Path, limit: int = LIMIT) -> None:
     found = find_model(str(folder))
-    assert found.ours == (folder.name[:4] != "gpt2")
+    assert found.native == (folder.name[:4] != "gpt2")
     tokenizer = find_tokenizer(found)
     scorer = load_scorer(found, tokenizer, dtype="float32", max_length=window)
     lm = recorded(folder, window)
@@ -180,11 +180,11 @@ def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Pa
         task = our_task(name, scratch)
         documents = task.documents(limit)
         requests = task.requests(documents, tokenizer, shots)
-        scores = [request for request in requests if isinstance(request, Score)]
-        answers: list[Scored | Generated] = list(scorer.score(scores, window=task.window(window) - 1))
-        answers += scorer.generate([request for request in requests if isinstance(request, Generate)])
+        scores = [request for request in requests if isinstance(request, LoglikelihoodRequest)]
+        answers: list[Response] = list(scorer.loglikelihood(scores, window=task.window(window) - 1))
+        answers += scorer.generate_until([request for request in requests if isinstance(request, GenerateUntilRequest)])
         for request, answer in zip(scores, answers, strict=False):
-            assert isinstance(answer, Scored)
+            assert isinstance(answer, Loglikelihood)
             likelihood, greedy = lm.scores[request.context, request.continuation]
             assert answer.log_likelihood == pytest.approx(likelihood, abs=2e-4), (name, request)
             assert answer.greedy == greedy, (name, request)
@@ -192,7 +192,7 @@ def compare(folder: Path, names: list[str], shots: int, window: int, scratch: Pa
         titles = [theirs.config.task for theirs in tasks[name]]
         if len(titles) == 1:
             compare_metrics(metrics, results["results"][titles[0]])
-        compare_documents(metrics.judged, [results["samples"][title] for title in titles])
+        compare_documents(metrics.per_document, [results["samples"][title] for title in titles])
 
 
 def compare_metrics(metrics: Metrics, theirs: dict[str, Any]) -> None:
@@ -202,14 +202,14 @@ def compare_metrics(metrics: Metrics, theirs: dict[str, Any]) -> None:
         assert math.isclose(metrics.values[name].value, theirs[NAMES[name]], rel_tol=1e-4), name
 
 
-def compare_documents(judged: Sequence[Judged], groups: Sequence[Sequence[dict[str, Any]]]) -> None:
+def compare_documents(per_document: Sequence[DocumentMetrics], groups: Sequence[Sequence[dict[str, Any]]]) -> None:
     """Hits and texts, document by document. groups: the harness's samples, of each category, with one for each filter."""
     filters: dict[str, list[dict[str, Any]]] = {}
     for samples in groups:
         for sample in sorted(samples, key=lambda one: one["doc_id"]):
             filters.setdefault(sample["filter"], []).append(sample)
     compared = 0
-    for number, one in enumerate(judged):
+    for number, one in enumerate(per_document):
         for metric, (value, _) in one.values.items():
             key, _, name = NAMES.get(metric, "").partition(",")
             if name in filters and key in filters[name][number] and key != "perplexity":
@@ -218,7 +218,7 @@ def compare_documents(judged: Sequence[Judged], groups: Sequence[Sequence[dict[s
         if "text" in one.details:
             [[text]] = next(iter(filters.values()))[number]["resps"]
             assert one.details["text"] == text, one.details["where"]
-    assert compared >= len(judged) > 0
+    assert compared >= len(per_document) > 0
 
 
 SCORED = [name for name in LOCAL if name not in ("triviaqa", "gsm8k")]

@@ -1,4 +1,4 @@
-"""The LLM Foundry convention against tests/support/foundry_oracle.py: the same token ids, the same verdicts."""
+"""The LLM Foundry convention against tests/support/foundry_oracle.py: token ids and right answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request
 from llmtrain.eval.task import Task, load_task
 from llmtrain.eval.tasks.sections import FoundryPrompting
 from tests.support import foundry_oracle as oracle
@@ -36,7 +36,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "cot_delimiter": " #### ",
     },
 }
-"""LLM Foundry's own task files (scripts/eval/yamls/tasks_v0.2.yaml) where they say more than the file."""
+"""Settings of LLM Foundry's own task files (scripts/eval/yamls/tasks_v0.2.yaml)."""
 CATEGORIES = ("jeopardy", "mmlu")
 
 
@@ -68,34 +68,38 @@ def task_of(name: str, file: Path, **changes: Any) -> Task:
     return Task(config, "foundry", task.source.model_copy(update={"path": file.name}), task.base)
 
 
-def grouped(requests: list[Score | Generate]) -> list[list[Any]]:
-    """Per document, as the oracle has it."""
+def grouped(requests: list[Request]) -> list[list[Any]]:
+    """Requests per document, in the form of the oracle."""
     documents: dict[int, list[Any]] = {}
     for one in requests:
-        rest = list(one.continuation) if isinstance(one, Score) else one.max_new_tokens
+        rest = list(one.continuation) if isinstance(one, LoglikelihoodRequest) else one.max_new_tokens
         documents.setdefault(one.document, []).append((list(one.context), rest))
     return list(documents.values())
 
 
-def check(task: Task, records: list[dict[str, Any]], tokenizer: TextTokenizer, style: dict, shots: int, folder: Path):
+def check(
+    task: Task, records: list[dict[str, Any]], tokenizer: TextTokenizer, settings: dict, shots: int, folder: Path
+):
     documents = task.documents()
     requests = task.requests(documents, tokenizer, shots)
     categories = task.config.category is not None
     expected = oracle.requests(
-        task.type, records, hugging_face(tokenizer, folder), oracle.Style(**style), shots, categories
+        task.type, records, hugging_face(tokenizer, folder), oracle.FoundrySettings(**settings), shots, categories
     )
     assert len(expected) == len(records) > 1
     assert grouped(requests) == expected
-    check_verdicts(task, documents, requests, records, oracle.Style(**style))
+    check_verdicts(task, documents, requests, records, oracle.FoundrySettings(**settings))
 
 
-def check_verdicts(task: Task, documents: Any, requests: list, records: list[dict[str, Any]], style: oracle.Style):
+def check_verdicts(
+    task: Task, documents: Any, requests: list, records: list[dict[str, Any]], settings: oracle.FoundrySettings
+):
     results = ask(requests)
     metrics = task.metrics(documents, requests, results)
     answers: dict[int, list[Any]] = {}
     for request, result in zip(requests, results, strict=True):
         answers.setdefault(request.document, []).append(result)
-    hits = {index: verdict(records[index], given, style) for index, given in answers.items()}
+    hits = {index: verdict(records[index], given, settings) for index, given in answers.items()}
     parts = [list(hits.values())]
     if task.config.category is not None:
         names = sorted({record["category"] for record in records})
@@ -104,10 +108,10 @@ def check_verdicts(task: Task, documents: Any, requests: list, records: list[dic
     assert metrics.documents == len(records)
 
 
-def verdict(record: dict[str, Any], given: list[Any], style: oracle.Style) -> float:
-    if isinstance(given[0], Generated):
-        return float(oracle.answered(record, given[0].text, style))
-    assert isinstance(given[0], Scored)
+def verdict(record: dict[str, Any], given: list[Any], settings: oracle.FoundrySettings) -> float:
+    if isinstance(given[0], GeneratedText):
+        return float(oracle.answered(record, given[0].text, settings))
+    assert isinstance(given[0], Loglikelihood)
     if len(given) == 1:
         return float(given[0].greedy)
     return float(oracle.picks_gold(record, [-one.log_likelihood / one.tokens for one in given]))
@@ -176,8 +180,8 @@ def test_settings_and_tokenizers(kind: str, settings: dict[str, Any], shots: int
     if categories:
         written["category"] = "{{category}}"
     (tmp_path / "it.yaml").write_text(json.dumps(written), encoding="utf-8")
-    style = {THEIRS.get(key, key): value for key, value in settings.items()}
-    check(load_task(tmp_path / "it.yaml", "foundry"), records, any_tokenizer, style, shots, tmp_path / "tokenizer")
+    settings = {THEIRS.get(key, key): value for key, value in settings.items()}
+    check(load_task(tmp_path / "it.yaml", "foundry"), records, any_tokenizer, settings, shots, tmp_path / "tokenizer")
 
 
 def test_the_first_documents_do_not_depend_on_how_many_follow(tokenizer, tmp_path):
@@ -194,6 +198,6 @@ def test_the_first_documents_do_not_depend_on_how_many_follow(tokenizer, tmp_pat
 
 
 def test_sections_hold_the_oracles_defaults():
-    ours, theirs = FoundryPrompting(), oracle.Style()
+    ours, theirs = FoundryPrompting(), oracle.FoundrySettings()
     for name in ("example_delimiter", "continuation_delimiter", "prelimiter", "cot_delimiter"):
         assert getattr(ours, name) == getattr(theirs, name)

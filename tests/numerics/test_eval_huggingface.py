@@ -1,4 +1,4 @@
-"""Models of transformers behind the same interface, and generation on both sides, against one request at a time."""
+"""Scorer of transformers' models, and generation by both scorers, against one request at a time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llmtrain.checkpoint import manifest as manifests
 from llmtrain.convert.lazy_checkpoint import LazyTensor
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
 from llmtrain.eval.scoring.huggingface import HuggingFaceScorer
-from llmtrain.eval.scoring.models import find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.scoring.request import Generate, Generated
+from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer, window_of
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
 from llmtrain.models.config import ModelConfig
@@ -75,17 +75,17 @@ def test_scores_are_those_of_a_forward_pass_per_request(kind, peer, share):
     expected = score_one_by_one(logits_of(model), requests)
     seen: list[int] = []
     made = HuggingFaceScorer(model, checkpoints.tokenizer(), share=share)
-    assert made.window == 128 and made.keeps and made.share == share
-    made.limits = replace(made.limits, patience=4)  # of a small model, every token counts
-    assert_same_scores(made.score(requests, seen.append), expected)
+    assert made.window == 128 and made.logits_to_keep and made.share == share
+    made.limits = replace(made.limits, call_cost=4)  # of a small model, every token counts
+    assert_same_scores(made.loglikelihood(requests, seen.append), expected)
     assert sum(seen) == len(requests)
     read, whole = made.plan.tokens, sum(row.length for row in made.plan.rows)
     assert read == whole if not share or kind == "texts" else read < 0.9 * whole
     few = HuggingFaceScorer(model, checkpoints.tokenizer(), max_batch_tokens=50, share=share)
-    assert_same_scores(few.score(requests), expected)
+    assert_same_scores(few.loglikelihood(requests), expected)
     cut = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=20, share=share)
     short = [request for request in requests if len(request.continuation) <= 20]
-    assert_same_scores(cut.score(short), score_one_by_one(logits_of(model), short, 20))
+    assert_same_scores(cut.loglikelihood(short), score_one_by_one(logits_of(model), short, 20))
 
 
 def test_logits_are_few_at_a_time(monkeypatch):
@@ -96,9 +96,9 @@ def test_logits_are_few_at_a_time(monkeypatch):
     expected = score_one_by_one(logits_of(model), requests)
     for keeps in (True, False):  # False: as of a model that gives logits for every token
         made = HuggingFaceScorer(model, checkpoints.tokenizer(), share=keeps)
-        made.keeps = keeps
+        made.logits_to_keep = keeps
         shown.clear()
-        assert_same_scores(made.score(requests), expected)
+        assert_same_scores(made.loglikelihood(requests), expected)
         longest = max(row.length for row in made.plan.rows)
         assert max(shown) <= max(40, longest)  # one row at least
 
@@ -118,13 +118,13 @@ def test_a_model_of_states_is_read_whole():
     requests = KINDS["all"]()
     made = HuggingFaceScorer(model, checkpoints.tokenizer(), max_length=128)
     assert not made.share
-    assert_same_scores(made.score(requests), score_one_by_one(logits_of(model), requests))
+    assert_same_scores(made.loglikelihood(requests), score_one_by_one(logits_of(model), requests))
 
 
 def greedy_one_by_one(
-    forward: Callable[[Tensor], Tensor], tokenizer: TextTokenizer, request: Generate, window: int
-) -> Generated:
-    """Everything is read anew for every token, and the text decoded anew."""
+    forward: Callable[[Tensor], Tensor], tokenizer: TextTokenizer, request: GenerateUntilRequest, window: int
+) -> GeneratedText:
+    """Greedy decoding without a cache that decodes the whole text for every token."""
     context = list(request.context[-(window - request.max_new_tokens) :])
     new: list[int] = []
     for _ in range(request.max_new_tokens):
@@ -137,18 +137,18 @@ def greedy_one_by_one(
         if any(stop in text for stop in request.stops):
             break
     text = tokenizer.decode(new)
-    ends = [text.find(stop) for stop in request.stops if stop in text]
-    return Generated(text[: min(ends)] if ends else text, len(request.context) - len(context))
+    next_tokens = [text.find(stop) for stop in request.stops if stop in text]
+    return GeneratedText(text[: min(next_tokens)] if next_tokens else text, len(request.context) - len(context))
 
 
-def generations(tokenizer: TextTokenizer, forward: Callable[[Tensor], Tensor]) -> list[Generate]:
-    """Some with a stop that comes up, found by looking."""
+def generations(tokenizer: TextTokenizer, forward: Callable[[Tensor], Tensor]) -> list[GenerateUntilRequest]:
+    """Requests, some with a stop text that occurs in the answer."""
     text = Text(11, VOCAB)
-    made = [Generate(i, text(2, 40), (), 5 + 7 * (i % 2)) for i in range(8)]
+    made = [GenerateUntilRequest(i, text(2, 40), (), 5 + 7 * (i % 2)) for i in range(8)]
     for i, request in enumerate(list(made)):
         whole = greedy_one_by_one(forward, tokenizer, request, 60).text
         if len(whole) > 4:
-            made.append(Generate(8 + i, request.context, (whole[2:4], "\x00"), request.max_new_tokens))
+            made.append(GenerateUntilRequest(8 + i, request.context, (whole[2:4], "\x00"), request.max_new_tokens))
     return made
 
 
@@ -164,13 +164,13 @@ def test_generated_text_is_that_of_one_token_after_another(name):
     requests = generations(tokenizer, forward)
     assert len(requests) > 10
     seen: list[int] = []
-    found = made.generate(requests, seen.append)
+    found = made.generate_until(requests, seen.append)
     assert found == [greedy_one_by_one(forward, tokenizer, request, 60) for request in requests]
     assert sum(seen) == len(requests)
     with pytest.raises(EvalError, match="60 new tokens leave no room for a context in the model's window of 60"):
-        made.generate([Generate(0, (1,), (), 60)])
+        made.generate_until([GenerateUntilRequest(0, (1,), (), 60)])
     with pytest.raises(EvalError, match="an empty context cannot be continued"):
-        made.generate([Generate(0, (), (), 6)])
+        made.generate_until([GenerateUntilRequest(0, (), (), 6)])
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def folder(tmp_path) -> Path:
 
 def test_a_folder_of_another_family_is_read_by_transformers(folder, tmp_path):
     found = find_model(str(folder))
-    assert not found.ours and window_of(found) == 128
+    assert not found.native and window_of(found) == 128
     with pytest.raises(EvalError, match=r"model_type 'gpt2'.*use backend: transformers"):
         find_model(str(folder), "llmtrain")
     with pytest.raises(EvalError, match="the tokenizer has 270 tokens, the model 97"):
@@ -207,11 +207,11 @@ def test_a_folder_of_one_of_our_families_by_either(tmp_path):
     checkpoints.tokenizer().save(tmp_path)
     requests = KINDS["choices"]()
     found = [find_model(str(tmp_path), backend) for backend in ("auto", "transformers")]
-    assert [one.ours for one in found] == [True, False]
+    assert [one.native for one in found] == [True, False]
     assert [window_of(one) for one in found] == [64, 64]
     ours, theirs = (load_scorer(one, find_tokenizer(one)) for one in found)
     assert isinstance(ours, HybridScorer) and isinstance(theirs, HuggingFaceScorer)
-    assert_same_scores(ours.score(requests), theirs.score(requests))
+    assert_same_scores(ours.loglikelihood(requests), theirs.loglikelihood(requests))
 
 
 def test_learned_positions_end_where_they_end(tmp_path):
@@ -234,7 +234,7 @@ def test_a_checkpoint_is_not_for_transformers(tmp_path):
     step.parent.mkdir(parents=True)
     checkpoints.save(step, checkpoints.mpt(16, 1, 270))
     found = find_model(str(tmp_path / "run"))
-    assert found.folder == step and found.ours and window_of(found) == 2048
+    assert found.folder == step and found.native and window_of(found) == 2048
     with pytest.raises(EvalError, match="which transformers cannot read; `llmtrain export` it"):
         find_model(str(tmp_path / "run"), "transformers")
     shutil.rmtree(step / "tokenizer")

@@ -1,4 +1,4 @@
-"""The lm-eval convention against lm-evaluation-harness itself: the same token ids, the same metrics from the same numbers."""
+"""The lm-eval convention against lm-evaluation-harness: token ids, and metrics from the same log-likelihoods."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.report.metrics import Metrics
-from llmtrain.eval.scoring.request import Generate, Score
 from llmtrain.eval.task import Task, load_task
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.sections import Examples, Source
@@ -89,7 +89,7 @@ LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Task -> (file, how lm-evaluation-harness is told to read LLM Foundry's records)."""
+"""(file, settings with which lm-evaluation-harness reads LLM Foundry's records), by task."""
 
 NAMES = {
     "acc_sum": "acc,none",
@@ -133,17 +133,15 @@ def without_pmi_premise(task: Task) -> Task:
     return Task(task.config.model_copy(update={"pmi": ""}), task.convention, task.source, task.base)
 
 
-def ours(task: Task, tokenizer: TextTokenizer, shots: int, **options: Any) -> tuple[list[Score | Generate], Metrics]:
+def ours(task: Task, tokenizer: TextTokenizer, shots: int, **options: Any) -> tuple[list[Request], Metrics]:
     documents = task.documents(LIMIT)
     requests = task.requests(documents, tokenizer, shots, **options)
     return requests, task.metrics(documents, requests, ask(requests))
 
 
-def assert_same(
-    theirs: Any, results: dict[str, Any], requests: list[Score | Generate], metrics: Metrics | None
-) -> None:
-    scores = [(one.context, one.continuation) for one in requests if isinstance(one, Score)]
-    texts = [(one.context, one.stops, one.max_new_tokens) for one in requests if isinstance(one, Generate)]
+def assert_same(theirs: Any, results: dict[str, Any], requests: list[Request], metrics: Metrics | None) -> None:
+    scores = [(one.context, one.continuation) for one in requests if isinstance(one, LoglikelihoodRequest)]
+    texts = [(one.context, one.stops, one.max_new_tokens) for one in requests if isinstance(one, GenerateUntilRequest)]
     assert len(scores) + len(texts) > 0
     assert scores == theirs.asked
     assert texts == theirs.generations

@@ -1,4 +1,4 @@
-"""A folder to evaluate in: a small checkpoint, and tasks of every type with their data."""
+"""Folder for evaluations: a small checkpoint, and tasks of every type with their data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def records(kind: str, count: int) -> list[dict[str, Any]]:
 
 
 class Place:
-    """checkpoint: in run/checkpoints. tasks: a YAML and a JSONL each; eval.yaml runs them all."""
+    """Folder with a checkpoint, a YAML and a JSONL file per task, and an eval.yaml that runs them all."""
 
     def __init__(self, folder: Path, documents: int = 12):
         self.folder = folder
@@ -90,7 +90,7 @@ class Place:
         return {"name": "try", "tasks": self.tasks, "out": str(self.folder / "results"), "models": [str(self.model)]}
 
     def write(self, changes: dict[str, Any]) -> Path:
-        """eval.yaml."""
+        """Write eval.yaml with these changes."""
         file = self.folder / "eval.yaml"
         file.write_text(json.dumps(self.settings | changes))
         return file

@@ -1,4 +1,4 @@
-"""LLM Foundry's convention, written a second time from its description, straight and slow, on Hugging Face tokenizers.
+"""Second, plain implementation of LLM Foundry's convention, on Hugging Face tokenizers.
 
 It shares no code with llmtrain.eval and keeps to one function per type of task, so that it can be read line by line.
 A request is (context ids, continuation ids), or (context ids, most new tokens) where text is generated.
@@ -14,7 +14,7 @@ from typing import Any
 Record = dict[str, Any]
 
 
-class Style:
+class FoundrySettings:
     """Settings of a task, by LLM Foundry's names and with its defaults."""
 
     def __init__(self, **settings: Any):
@@ -31,12 +31,12 @@ class Style:
 
 
 def stripped(record: Record) -> Record:
-    """Texts lose the white space around them; lists stay as they are."""
+    """Record with texts stripped of white space; lists are unchanged."""
     return {key: value.strip() if isinstance(value, str) else value for key, value in record.items()}
 
 
 def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[int]:
-    """Draws anew for every document, from one generator for all of them."""
+    """Indices of examples, drawn for every document from one generator."""
     chosen = set(rng.sample(range(count), min(shots, count - 1)))
     if index in chosen:
         chosen.discard(index)
@@ -49,7 +49,7 @@ def examples_of(count: int, index: int, shots: int, rng: random.Random) -> set[i
 
 
 def begin(tokenizer: Any, text: str) -> list[int]:
-    """Tokens before the document, with special tokens, but without an EOS at its end."""
+    """Ids of the text before the document, with special tokens, but without an EOS at its end."""
     ids = tokenizer(text)["input_ids"]
     if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -67,85 +67,87 @@ def spaced(tokenizer: Any, text: str) -> str:
     return text
 
 
-def question_context(style: Style, text: str, before: str) -> str:
-    context = style.prelimiter + text
+def question_context(settings: FoundrySettings, text: str, before: str) -> str:
+    context = settings.prelimiter + text
     if before:
-        context = style.example_delimiter + context
-    return context + style.continuation_delimiter
+        context = settings.example_delimiter + context
+    return context + settings.continuation_delimiter
 
 
-def multiple_choice(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def multiple_choice(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
-            before += question_context(style, example["query"], before) + example["choices"][example["gold"]]
-        context = question_context(style, record["query"], before).rstrip()
+            before += question_context(settings, example["query"], before) + example["choices"][example["gold"]]
+        context = question_context(settings, record["query"], before).rstrip()
         ids = begin(tokenizer, before) + plain(tokenizer, context)
         documents.append([(ids, plain(tokenizer, spaced(tokenizer, choice))) for choice in record["choices"]])
     return documents
 
 
-def schema(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def schema(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
             context = example["context_options"][example["gold"]]
             if before:
-                context = style.example_delimiter + context
-            before += style.prelimiter + context + style.continuation_delimiter + example["continuation"]
+                context = settings.example_delimiter + context
+            before += settings.prelimiter + context + settings.continuation_delimiter + example["continuation"]
         if before:
-            end = style.continuation_delimiter.rstrip()
-            contexts = [style.prelimiter + style.example_delimiter + one + end for one in record["context_options"]]
+            end = settings.continuation_delimiter.rstrip()
+            contexts = [
+                settings.prelimiter + settings.example_delimiter + one + end for one in record["context_options"]
+            ]
         else:
-            contexts = [style.prelimiter + one for one in record["context_options"]]
+            contexts = [settings.prelimiter + one for one in record["context_options"]]
         continuation = plain(tokenizer, spaced(tokenizer, record["continuation"]))
         documents.append([(begin(tokenizer, before) + plain(tokenizer, one), continuation) for one in contexts])
     return documents
 
 
-def language_modeling(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def language_modeling(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
-            before += question_context(style, example["context"], before) + example["continuation"]
-        context = question_context(style, record["context"], before).rstrip()
+            before += question_context(settings, example["context"], before) + example["continuation"]
+        context = question_context(settings, record["context"], before).rstrip()
         ids = begin(tokenizer, before) + plain(tokenizer, context)
         documents.append([(ids, plain(tokenizer, spaced(tokenizer, record["continuation"])))])
     return documents
 
 
-def generation(records: list[Record], tokenizer: Any, style: Style, shots: int) -> list[list[Any]]:
+def generation(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
     reasons = "chain_of_thought" in records[0]
     longest = 0
     for record in records:
         for answer in [record["answer"], *record.get("aliases", [])]:
-            text = record["chain_of_thought"] + style.cot_delimiter + answer if reasons else answer
+            text = record["chain_of_thought"] + settings.cot_delimiter + answer if reasons else answer
             longest = max(longest, len(tokenizer(text)["input_ids"]))
-    longest = max(longest + (10 if style.cot_delimiter else 0), 1)
+    longest = max(longest + (10 if settings.cot_delimiter else 0), 1)
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
     documents = []
     for index, record in enumerate(records):
-        before = style.prompt_string
+        before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
             example = records[number]
             answer = example["answer"]
             if reasons:
-                answer = example["chain_of_thought"] + style.cot_delimiter + answer
-            before += question_context(style, example["context"], before) + answer
-        context = question_context(style, record["context"], before).rstrip()
+                answer = example["chain_of_thought"] + settings.cot_delimiter + answer
+            before += question_context(settings, example["context"], before) + answer
+        context = question_context(settings, record["context"], before).rstrip()
         documents.append([(begin(tokenizer, before) + plain(tokenizer, context), longest)])
     return documents
 
@@ -158,14 +160,16 @@ TYPES = {
 }
 
 
-def requests(kind: str, records: list[Record], tokenizer: Any, style: Style, shots: int, categories: bool) -> list:
-    """Per document its requests; with categories, one category's documents after the other's, each a set of its own."""
+def requests(
+    kind: str, records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int, categories: bool
+) -> list:
+    """Requests per document; with categories, category after category, each as a data set of its own."""
     if not categories:
-        return TYPES[kind](records, tokenizer, style, shots)
+        return TYPES[kind](records, tokenizer, settings, shots)
     documents = []
     for category in sorted({record["category"] for record in records}):
         part = [record for record in records if record["category"] == category]
-        documents += TYPES[kind](part, tokenizer, style, shots)
+        documents += TYPES[kind](part, tokenizer, settings, shots)
     return documents
 
 
@@ -180,12 +184,12 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def answered(record: Record, text: str, style: Style) -> bool:
+def answered(record: Record, text: str, settings: FoundrySettings) -> bool:
     """The cleaned text begins with a cleaned right answer."""
-    if style.early_stopping_criteria:
-        text = re.split("|".join(style.early_stopping_criteria), text)[0]
-    if style.cot_delimiter:
-        text = text.split(style.cot_delimiter)[-1]
-    clean = normalized if style.do_normalization else str.strip
+    if settings.early_stopping_criteria:
+        text = re.split("|".join(settings.early_stopping_criteria), text)[0]
+    if settings.cot_delimiter:
+        text = text.split(settings.cot_delimiter)[-1]
+    clean = normalized if settings.do_normalization else str.strip
     right = [clean(answer) for answer in [record["answer"], *record.get("aliases", [])]]
     return any(clean(text).startswith(answer) for answer in right)

@@ -25,7 +25,7 @@ _HFLM: Any = HFLM  # its type hides what it inherits
 
 
 class Harness(_HFLM):
-    """Its `hf` model up to the token ids. asked: (context, continuation) ids; generations: (context ids, stops, length)."""
+    """Harness `hf` model with the stand-in's responses. asked: (context, continuation) ids; generations: (ids, stops, length)."""
 
     def __init__(self, tokenizer: Any, max_length: int = 2048):
         self.tokenizer = tokenizer
@@ -77,7 +77,7 @@ def local(splits: dict[str, Path], cache: Path, **settings: Any) -> dict[str, An
 
 
 def evaluate(lm: Harness, config: dict[str, Any], shots: int, limit: int | None) -> dict[str, Any]:
-    """Its results of one task."""
+    """Harness results of one task."""
     task = ConfigurableTask(config=config | {"num_fewshot": shots})
     task.set_fewshot_seed(1234)
     os.environ["DISABLE_MULTIPROC"] = "1"

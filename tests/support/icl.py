@@ -1,4 +1,4 @@
-"""Tokenizers of three kinds, a stand-in for a model, and where the public task files are."""
+"""Tokenizers of three kinds, a stand-in for a model, and paths of the public task files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request, Response
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 """Public data sets beside the checkout; tests that need them are skipped without."""
@@ -82,14 +82,14 @@ TOKENIZERS = {"byte_level": byte_level, "with_bos": lambda: byte_level(bos=True)
 
 
 def score(context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """(log likelihood, greedy) as a model might say, from nothing but the tokens."""
+    """(log-likelihood, greedy): a pseudo-random function of the tokens."""
     digest = hashlib.blake2b(repr((list(context), list(continuation))).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     return -(0.5 + 3 * (number % 10_007) / 10_007) * len(continuation), number % 3 == 0
 
 
 def generate(context: Sequence[int]) -> str:
-    """A text as a model might write, from nothing but the tokens: often a number, seldom one after ####."""
+    """Generated text: a pseudo-random function of the tokens, often a number, seldom one after ####."""
     number = score(context, [0])[0] * -1e6
     choice = int(number) % 5
     texts = (
@@ -101,16 +101,16 @@ def generate(context: Sequence[int]) -> str:
     return texts[choice] if choice < 4 else " The Mark, and more"
 
 
-def ask(requests: Sequence[Score | Generate]) -> list[Scored | Generated]:
-    """The stand-in's answers."""
-    results: list[Scored | Generated] = []
+def ask(requests: Sequence[Request]) -> list[Response]:
+    """Responses of the stand-in."""
+    results: list[Response] = []
     for request in requests:
-        if isinstance(request, Score):
+        if isinstance(request, LoglikelihoodRequest):
             likelihood, greedy = score(request.context, request.continuation)
-            results.append(Scored(likelihood, greedy, len(request.continuation)))
+            results.append(Loglikelihood(likelihood, greedy, len(request.continuation)))
         else:
             text = generate(request.context)
             for stop in request.stops:
                 text = text.split(stop)[0]
-            results.append(Generated(text))
+            results.append(GeneratedText(text))
     return results

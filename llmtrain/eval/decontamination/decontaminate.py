@@ -1,9 +1,9 @@
-"""Did the model see the test? Overlap of n-grams between training data and the documents of tasks.
+"""Contamination: overlap of n-grams between training data and the documents of tasks.
 
-An n-gram is n tokens (13 by default) of the training data's own tokenizer, so shards are compared as they are, without decoding
-them: some 20 million tokens a second on one core. A document counts as hit if one of its n-grams occurs anywhere in
-the data: verbatim text of about ten words. What differs in case or punctuation is not found; nor is an n-gram that lies
-across two samples of the shards. Documents of fewer than n tokens cannot be checked and are counted apart.
+An n-gram is n tokens (13 by default) of the training data's own tokenizer, so shards are compared without decoding them: some
+20 million tokens a second on one core. A document counts as hit if one of its n-grams occurs anywhere in the data:
+verbatim text of about ten words. Text that differs in case or punctuation is not found; nor is an n-gram that spans two
+samples of the shards. Documents of fewer than n tokens cannot be checked and are counted separately.
 (13-grams as in Brown et al. 2020, arXiv:2005.14165, appendix C, there of words.)
 """
 
@@ -22,14 +22,13 @@ from llmtrain.data.source_files import PrepareError, list_files
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.task import document_text
-from llmtrain.eval.tasks.documents import Document
+from llmtrain.eval.tasks.documents import Document, document_text
 from llmtrain.eval.tasks.mds import open_mds, read_mds
 
 _SEPARATOR = np.uint64(1 << 62)
-"""Between samples that are searched together: a token that no document has."""
+"""Token between samples that are searched together; no document contains it."""
 _BATCH = 1 << 16
-"""Tokens searched at a time; what fits the processor's cache is twice as fast as what does not."""
+"""Tokens searched at a time; twice as fast as batches that exceed the processor's cache."""
 
 Progress = Callable[[int, int], None]
 """progress(done, total): samples of shards, or bytes of text files."""
@@ -37,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """Some training text. where: shard:row, or a file. done, total: progress."""
+    """Tokens of some training text. where: shard:row, or a file. done, total: progress."""
 
     where: str
     ids: NDArray
@@ -47,9 +46,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Hit:
-    """One document found in the training data. document: where it stands; text: an n-gram of it; found: where that is.
+    """One document found in the training data.
 
-    share: of the document's n-grams that occur somewhere in the data.
+    document: its file and line. text: one of its n-grams. found: location of this n-gram in the data. share: part of its n-grams
+    that occur anywhere in the data.
     """
 
     document: str
@@ -60,7 +60,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Overlap:
-    """One task. checked: documents of at least n tokens; hits: those found, the most complete first."""
+    """Overlap of one task. checked: documents of at least n tokens; hits: those found, by falling share."""
 
     task: str
     documents: int
@@ -69,7 +69,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the checked documents, those that were hit."""
+        """Share of the checked documents that were hit."""
         return len(self.hits) / self.checked if self.checked else 0.0
 
 
@@ -81,7 +81,7 @@ def decontaminate(
     n: int = 13,
     progress: Progress | None = None,
 ) -> list[Overlap]:
-    """samples: of `mds_samples` or `text_samples`. Held in memory: the documents' n-grams, one batch of samples.
+    """Overlap of each task with `samples` (`mds_samples`, `text_samples`). Memory: the documents' n-grams and a batch of samples.
 
     Raises EvalError for an n below 2, and for one that no document is long enough for.
     """
@@ -100,7 +100,7 @@ def decontaminate(
 
 
 def mds_samples(folder: str | Path, tokenizer: TextTokenizer) -> Iterator[Sample]:
-    """Every sample of a folder of MDS shards, of tokens (llmtrain's) or of text."""
+    """All samples of a folder of MDS shards, of tokens (llmtrain's) or of text."""
     path = Path(folder).expanduser()
     total = open_mds(path).samples
     for done, (shard, row, columns) in enumerate(read_mds(path), 1):
@@ -143,7 +143,7 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 class _Index:
-    """The documents' n-grams, and where each was seen."""
+    """N-grams of the documents, and the first location of each in the data."""
 
     def __init__(self, tasks: Mapping[str, Sequence[Document]], tokenizer: TextTokenizer, n: int):
         self._tasks, self._tokenizer, self._n = tasks, tokenizer, n
@@ -153,7 +153,7 @@ class _Index:
         everything = [one for group in self._hashes.values() for one in group]
         self._set = NgramSet(np.concatenate(everything) if everything else np.zeros(0, np.uint64))
         self._seen: dict[int, str] = {}
-        """Number of the n-gram in the set -> where it was seen first."""
+        """First location in the data, by index of the n-gram in the set."""
 
     def _ids(self, document: Document) -> NDArray:
         return np.asarray(self._tokenizer.encode(document_text(document)), np.int64)

@@ -1,4 +1,4 @@
-"""A set of n-grams of token ids, and which of them occur in a stream of tokens. Memory: the n-grams of the set."""
+"""Set of n-grams of token ids, and search for its members in a stream of tokens. Memory: the n-grams of the set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ROOT = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele et al. 2014): equal inputs stay equal, everything else looks random."""
+    """SplitMix64's finaliser (Steele et al. 2014), a hash of 64-bit integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -32,18 +32,18 @@ def ngram_hashes(ids: NDArray, n: int) -> NDArray[np.uint64]:
 
 
 class NgramSet:
-    """hashes: sorted, each once."""
+    """Set of n-gram hashes. hashes: sorted, each once."""
 
     def __init__(self, hashes: NDArray[np.uint64]):
         self.hashes = np.unique(hashes)
-        # Most windows of the stream are not in the set; one look into a table of bits tells, a search only the rest.
+        # Most windows of the stream are not in the set: a table of hash prefixes filters them before the binary search.
         bits = max(16, int(np.ceil(np.log2(max(len(self.hashes), 1)))) + 4)
         self._mask = np.uint64((1 << bits) - 1)
         self._table = np.zeros(1 << bits, bool)
         self._table[self.hashes & self._mask] = True
 
     def find(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """(positions in `hashes`, the members' numbers in self.hashes) of all that are in the set."""
+        """(positions in `hashes`, indices in self.hashes) of all hashes that are in the set."""
         positions = np.flatnonzero(self._table[hashes & self._mask])
         if not len(positions) or not len(self.hashes):
             return np.zeros(0, np.intp), np.zeros(0, np.intp)

@@ -1,4 +1,4 @@
-"""`llmtrain decontaminate`: which documents of the tasks stand in the training data?"""
+"""`llmtrain decontaminate`: the documents of tasks that occur in the training data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.gauntlet import load_gauntlet
-from llmtrain.eval.run_config import chosen_tasks, load_eval_run
+from llmtrain.eval.run_config import load_eval_run, task_runs
 from llmtrain.logs import log
 
 _WHOLE = 0.8
-"""Share of a document's n-grams from which the report calls it whole."""
+"""Least share of a document's n-grams for `whole` in the report."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises UserError for a YAML, data or tokenizer that cannot be used."""
+    """Run the command. Raises UserError for a YAML, data or tokenizer that cannot be used."""
     given = {name: getattr(args, name) for name in ("data_dir", "limit") if getattr(args, name) is not None}
     settings = load_eval_run(
         args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise EvalError(f"--out {out}: {reason}")
     sources = [_source(path) for path in args.data]
     tokenizer = _tokenizer(args.tokenizer, sources)
-    chosen = chosen_tasks(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
-    wanted = {one.task.name: one.task for one in chosen}
+    runs = task_runs(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
+    wanted = {one.task.name: one.task for one in runs}
     log.info(f"reading the documents of {len(wanted)} tasks")
     tasks = {name: task.documents(settings.limit).evaluated for name, task in wanted.items()}
     with _Bars(sources) as bars:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(path: Path) -> tuple[Path, bool]:
-    """(what to read, whether it is MDS shards). Of a folder that `llmtrain prepare` wrote, its training part."""
+    """(path to read, True for MDS shards); of a folder that `llmtrain prepare` wrote, its training split."""
     path = path.expanduser()
     if not path.exists():
         raise EvalError(f"{path}: no such file or folder")
@@ -65,7 +65,7 @@ def _source(path: Path) -> tuple[Path, bool]:
 
 
 def _tokenizer(name: str | None, sources: Sequence[tuple[Path, bool]]) -> TextTokenizer:
-    """The one named, or the one that `llmtrain prepare` left beside the shards."""
+    """Tokenizer of that name, or the one that `llmtrain prepare` wrote beside the shards."""
     beside: dict[Path, TextTokenizer] = {}
     for folder, is_shards in sources:
         place = folder.parent / "tokenizer"
@@ -86,7 +86,7 @@ def _tokenizer(name: str | None, sources: Sequence[tuple[Path, bool]]) -> TextTo
 
 
 class _Bars:
-    """A bar for each source, on a terminal; counts what was read."""
+    """Progress bars on a terminal, one per source, with counts of samples and tokens."""
 
     def __init__(self, sources: Sequence[tuple[Path, bool]]):
         from rich.console import Console
@@ -143,7 +143,7 @@ def _content(overlaps: Sequence[Overlap], data: Sequence[str], n: int, read: _Ba
 
 
 def as_markdown(content: dict[str, Any]) -> str:
-    """content: as in overlap.json."""
+    """Table of overlap.md. content: that of overlap.json."""
     lines = [
         f"n-grams of {content['n']} tokens, {content['tokens']:,} tokens in {content['samples']:,} samples of "
         f"{', '.join(content['data'])}",

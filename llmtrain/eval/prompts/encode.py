@@ -1,4 +1,4 @@
-"""Texts to requests: encodes many prompts at a time, because tokenizers run batches on all cores."""
+"""Tokenised requests from prompts, many at a time, because tokenizers run batches on all cores."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.prompts.tokens import PromptTokenizer
-from llmtrain.eval.scoring.request import Generate, Score
 from llmtrain.eval.tasks.documents import Document
 
 _BATCH, _CHARACTERS = 512, 200_000
-"""Prompts encoded at a time, and about how much text: enough for all cores, and not for long."""
+"""Most prompts and characters encoded at a time: enough work for all cores, for some milliseconds."""
 
 Ids = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be tokenised for one request. continuation: None where text is to be generated.
+    """Texts of one request. continuation: None where text is to be generated.
 
-    before: text tokenised on its own in front of the context (foundry: everything before the document).
+    before: text in front of the context that is tokenised separately (foundry: preamble and examples).
     """
 
     document: Document
@@ -30,12 +30,12 @@ class Prompt:
     continuation: str | None
     before: str = ""
     premise: bool = False
-    """A PMI premise, which may be empty: then nothing but the beginning of a document precedes the continuation."""
+    """The context is a PMI premise, which may be empty: then only BOS or EOS precedes the continuation."""
 
 
 @dataclass(frozen=True)
-class Generation:
-    """How far a generated answer may go."""
+class GenerationLimits:
+    """Ends of a generated answer: stop texts and a number of tokens."""
 
     stops: tuple[str, ...]
     max_new_tokens: int
@@ -43,9 +43,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a convention tokenises a prompt.
+    """Tokenisation of a prompt by a convention.
 
-    texts: the (plain, special) texts whose ids `join` will ask for; join: (context, continuation) ids.
+    texts: the texts to encode without and with special tokens. join: (context, continuation) ids of the request, from the ids of
+    these texts.
     """
 
     texts: Callable[[Prompt], tuple[Sequence[str], Sequence[str]]]
@@ -53,9 +54,12 @@ class Encoding:
 
 
 def encode(
-    prompts: Iterable[Prompt], encoding: Encoding, tokenizer: PromptTokenizer, generation: Generation | None
-) -> Iterator[list[Score | Generate]]:
-    """Some at a time. Raises EvalError, with file and line, for a prompt that leaves nothing to score or nothing to start from."""
+    prompts: Iterable[Prompt], encoding: Encoding, tokenizer: PromptTokenizer, limits: GenerationLimits | None
+) -> Iterator[list[Request]]:
+    """Requests of the prompts, in lists of some hundred.
+
+    limits: those of generated answers. Raises EvalError, with file and line, for a context or continuation without tokens.
+    """
     left = iter(prompts)
     while batch := _some(left):
         plain: dict[str, None] = {}
@@ -65,9 +69,7 @@ def encode(
                 known.update(dict.fromkeys(texts))
         plain_ids = dict(zip(plain, tokenizer.plain_batch(list(plain)), strict=True))
         special_ids = dict(zip(special, tokenizer.special_batch(list(special)), strict=True))
-        yield [
-            _request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), generation) for prompt in batch
-        ]
+        yield [_request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), limits) for prompt in batch]
 
 
 def _some(prompts: Iterator[Prompt]) -> list[Prompt]:
@@ -81,9 +83,7 @@ def _some(prompts: Iterator[Prompt]) -> list[Prompt]:
     return batch
 
 
-def _request(
-    prompt: Prompt, context: list[int], continuation: list[int], generation: Generation | None
-) -> Score | Generate:
+def _request(prompt: Prompt, context: list[int], continuation: list[int], limits: GenerationLimits | None) -> Request:
     document = prompt.document
     if not context:
         raise EvalError(
@@ -91,8 +91,8 @@ def _request(
             "could not be predicted from anything; give the task a preamble or a prelimiter"
         )
     if prompt.continuation is None:
-        assert generation is not None
-        return Generate(document.index, tuple(context), generation.stops, generation.max_new_tokens)
+        assert limits is not None
+        return GenerateUntilRequest(document.index, tuple(context), limits.stops, limits.max_new_tokens)
     if not continuation:
         raise EvalError(f"{document.where}: {prompt.continuation!r} has no token of its own after its context")
-    return Score(document.index, prompt.option, tuple(context), tuple(continuation))
+    return LoglikelihoodRequest(document.index, prompt.option, tuple(context), tuple(continuation))

@@ -1,7 +1,7 @@
-"""Which examples stand before a document: the two conventions' ways to choose them, both seeded with 1234.
+"""Sampling of few-shot examples by the two conventions, both seeded with 1234.
 
-Both draw for one document after the other from one generator, so a document's examples depend on the documents before
-it; the first n documents of a task have the same examples whether or not more follow.
+One generator serves all documents in order, so a document's examples depend on the documents before it; the first n
+documents of a task have the same examples whether or not more follow.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from llmtrain.eval.tasks.documents import Document
 SEED = 1234
 
 
-def foundry_sample(rng: Random, size: int, shots: int, own: int | None) -> Iterable[int]:
-    """Numbers of the examples among `size`, none of them the document's `own`.
+def foundry_sample(rng: Random, size: int, shots: int, document: int | None) -> Iterable[int]:
+    """Indices of examples in a pool of `size`, without the index of the document itself (None: not in the pool).
 
-    As LLM Foundry: draw without replacement; if the document itself is among them, draw single ones until one is new.
+    As in LLM Foundry: draw without replacement; if the document itself is among them, draw single ones until one is new.
     Its examples stand in the order of a Python set, which for whole numbers is the same in every CPython.
     """
     chosen = set(rng.sample(range(size), shots))
-    if own in chosen:
-        chosen.remove(own)
-        another = own
-        while another == own or another in chosen:
+    if document in chosen:
+        chosen.remove(document)
+        another = document
+        while another == document or another in chosen:
             another = rng.choice(range(size))
         chosen.add(another)
     return chosen
 
 
 def lm_eval_sample(rng: Random, pool: Sequence[Document], shots: int, document: Document | None) -> list[Document]:
-    """As lm-evaluation-harness: with a document to avoid, draw one more, and drop what equals it.
+    """Examples as lm-evaluation-harness samples them: with a document to exclude, draw one more, and drop what equals it.
 
     Equality is of records: a second copy of the document is not used either; if that leaves too few, all are drawn anew
     from the records that differ.
@@ -48,7 +48,7 @@ def lm_eval_sample(rng: Random, pool: Sequence[Document], shots: int, document: 
 
 
 def lm_eval_first(pool: Sequence[Document], shots: int, document: Document | None) -> list[Document]:
-    """The first examples, without the document itself."""
+    """First examples of the pool, without the document itself."""
     chosen: list[Document] = []
     for one in pool:
         if len(chosen) == shots:
@@ -67,11 +67,11 @@ def _check_others(count: int, shots: int, document: Document) -> None:
         )
 
 
-def check_pool(task: str, size: int, shots: int, own: bool, category: str | None) -> None:
-    """Raises EvalError when there are not enough examples. own: the document itself is in the pool."""
-    if shots > size - own:
+def check_pool(task: str, size: int, shots: int, in_pool: bool, category: str | None) -> None:
+    """Check that there are enough examples; raises EvalError. in_pool: the document itself is in the pool."""
+    if shots > size - in_pool:
         where = f" of category {category!r}" if category is not None else ""
         raise EvalError(
-            f"task {task}: {shots} few-shot examples asked for, but there are only {size - own}"
-            f"{' besides the document itself' if own else ''}{where}; lower the number of shots"
+            f"task {task}: {shots} few-shot examples asked for, but there are only {size - in_pool}"
+            f"{' besides the document itself' if in_pool else ''}{where}; lower the number of shots"
         )

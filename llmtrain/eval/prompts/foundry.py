@@ -1,7 +1,7 @@
-"""LLM Foundry's convention: how its in-context-learning data sets write and tokenise prompts.
+"""Prompts as LLM Foundry's in-context-learning data sets write and tokenise them.
 
-The text before a document (preamble and examples), the document's context, and its continuation are tokenised each on
-its own; only the first gets special tokens. Facts about the convention, as seen in llmfoundry 0.22:
+The text before a document (preamble and examples), the document's context, and its continuation are tokenised
+separately; only the first gets special tokens. Details of the convention, as in llmfoundry 0.22:
 
 - Fields are stripped, except lists (choices, context options, aliases); so is the end of a context. In return a
   continuation gets a leading space, if the tokenizer makes one token of " a".
@@ -15,29 +15,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from llmtrain.eval.prompts.encode import Encoding, Generation, Ids, Prompt
+from llmtrain.eval.prompts.encode import Encoding, GenerationLimits, Ids, Prompt
 from llmtrain.eval.prompts.few_shot import SEED, foundry_sample
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema
 from llmtrain.eval.tasks.sections import FoundryPrompting
 
-_ROOM_FOR_REASONING = 10
-"""Tokens that an answer with a chain of thought may be longer than the longest of the data set."""
+_EXTRA_TOKENS = 10
+"""Extra tokens of an answer with a chain of thought, beyond the longest of the data set."""
 
 
 class FoundryWriter:
     """Writes the prompts of one category's documents."""
 
-    def __init__(self, style: FoundryPrompting, tokenizer: PromptTokenizer):
-        self._style = style
+    def __init__(self, settings: FoundryPrompting, tokenizer: PromptTokenizer):
+        self._settings = settings
         self._space = tokenizer.puts_space_into_words
 
     def prompts(
-        self, documents: Sequence[Document], pool: Sequence[Document], shots: int, own: bool
+        self, documents: Sequence[Document], pool: Sequence[Document], shots: int, in_pool: bool
     ) -> Iterator[Prompt]:
-        """pool: where examples come from; own: it holds the documents themselves."""
+        """Prompts of the documents. pool: documents to draw examples from; in_pool: it holds the documents themselves."""
         rng = Random(SEED)
-        positions = {document.index: position for position, document in enumerate(pool)} if own else {}
+        positions = {document.index: position for position, document in enumerate(pool)} if in_pool else {}
         for document in documents:
             before = document.preamble
             if shots:
@@ -48,7 +48,7 @@ class FoundryWriter:
                 yield from self._premises(document, document.content)
 
     def _stripped(self, text: str) -> str:
-        return text.strip() if self._style.strip else text
+        return text.strip() if self._settings.strip else text
 
     def _prompts(self, document: Document, before: str) -> Iterator[Prompt]:
         content = document.content
@@ -66,26 +66,26 @@ class FoundryWriter:
                 asked, continuations = content.context, [None]
             case _:
                 raise AssertionError("a perplexity task has no prompts")
-        context = self._lead(before) + self._stripped(asked) + self._style.continuation_delimiter
+        context = self._lead(before) + self._stripped(asked) + self._settings.continuation_delimiter
         # A prompt that ends in a space would ask for a token that begins without one.
-        context = context.rstrip() if self._style.strip else context
+        context = context.rstrip() if self._settings.strip else context
         for option, continuation in enumerate(continuations):
             yield Prompt(document, option, context, continuation, before)
 
     def _lead(self, before: str) -> str:
-        return (self._style.example_delimiter if before else "") + self._style.prelimiter
+        return (self._settings.example_delimiter if before else "") + self._settings.prelimiter
 
     def _option(self, context: str, before: str) -> str:
         if not before:
-            return self._style.prelimiter + context
-        delimiter = self._style.continuation_delimiter
-        delimiter = delimiter.rstrip() if self._style.strip else delimiter
-        return self._style.prelimiter + self._style.example_delimiter + context + delimiter
+            return self._settings.prelimiter + context
+        delimiter = self._settings.continuation_delimiter
+        delimiter = delimiter.rstrip() if self._settings.strip else delimiter
+        return self._settings.prelimiter + self._settings.example_delimiter + context + delimiter
 
     def _premises(self, document: Document, content: Choices) -> Iterator[Prompt]:
-        """PMI: every choice again, after the premise alone; numbered after the choices."""
+        """Prompts of PMI scores: every choice after the premise alone; their options are numbered after the choices."""
         assert document.premise is not None
-        premise = document.premise.rstrip() if self._style.strip else document.premise
+        premise = document.premise.rstrip() if self._settings.strip else document.premise
         for option, choice in enumerate(content.choices, len(content.choices)):
             yield Prompt(document, option, premise, self._spaced(choice), premise=True)
 
@@ -93,11 +93,11 @@ class FoundryWriter:
         return f" {text}" if self._space and not text.startswith(" ") else text
 
     def _example(self, document: Document, before: str) -> str:
-        content, style = document.content, self._style
+        content, settings = document.content, self._settings
         if isinstance(content, Schema):
-            delimiter = style.example_delimiter if before else ""
-            context = style.prelimiter + delimiter + content.contexts[content.gold]
-            return context + style.continuation_delimiter + self._stripped(content.continuation)
+            delimiter = settings.example_delimiter if before else ""
+            context = settings.prelimiter + delimiter + content.contexts[content.gold]
+            return context + settings.continuation_delimiter + self._stripped(content.continuation)
         match content:
             case Choices():
                 asked, answer = content.query, content.choices[content.gold]
@@ -106,23 +106,23 @@ class FoundryWriter:
             case Question():
                 asked, answer = content.context, self._stripped(content.answer)
                 if content.chain_of_thought is not None:
-                    answer = self._stripped(content.chain_of_thought) + style.cot_delimiter + answer
+                    answer = self._stripped(content.chain_of_thought) + settings.cot_delimiter + answer
             case _:
                 raise AssertionError("a perplexity task has no examples")
-        return self._lead(before) + self._stripped(asked) + style.continuation_delimiter + answer
+        return self._lead(before) + self._stripped(asked) + settings.continuation_delimiter + answer
 
-    def generation(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> Generation:
-        """As many tokens as the longest right answer of the data set has, with its chain of thought."""
+    def generation_limits(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> GenerationLimits:
+        """Limits of generated answers: as many tokens as the longest right answer has, with its chain of thought."""
         answers: set[str] = set()
         for document in documents:
             content = document.content
             assert isinstance(content, Question)
             reasoning = content.chain_of_thought
-            lead = "" if reasoning is None else reasoning + self._style.cot_delimiter
+            lead = "" if reasoning is None else reasoning + self._settings.cot_delimiter
             answers.update(lead + answer for answer in (content.answer, *content.aliases))
         longest = max((len(ids) for ids in tokenizer.special_batch(sorted(answers))), default=0)
-        room = _ROOM_FOR_REASONING if self._style.cot_delimiter else 0
-        return Generation(tuple(self._style.ends), max(longest + room, 1))
+        room = _EXTRA_TOKENS if self._settings.cot_delimiter else 0
+        return GenerationLimits(tuple(self._settings.ends), max(longest + room, 1))
 
 
 def _texts(prompt: Prompt) -> tuple[Sequence[str], Sequence[str]]:

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness's convention, version 0.4.13: how its tasks write prompts and its `hf` model tokenises them.
+"""Prompts as the tasks of lm-evaluation-harness 0.4.13 write them and its `hf` model tokenises them.
 
-Context and continuation are tokenised together, and the context alone; the continuation's tokens are what the first
-has beyond the length of the second. White space at the end of the context goes to the continuation. An empty context
-becomes BOS, or EOS for want of one.
+Context and continuation are tokenised together, and the context alone; the tokens of the first beyond the length of the
+second are the continuation's. White space at the end of the context is moved to the continuation. An empty context
+becomes BOS, or EOS for tokenizers without BOS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from llmtrain.eval.prompts.encode import Encoding, Generation, Ids, Prompt
+from llmtrain.eval.prompts.encode import Encoding, GenerationLimits, Ids, Prompt
 from llmtrain.eval.prompts.few_shot import SEED, lm_eval_first, lm_eval_sample
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema
@@ -20,30 +20,30 @@ from llmtrain.eval.tasks.sections import LmEvalPrompting
 class LmEvalWriter:
     """Writes the prompts of one category's documents.
 
-    spaced: put the delimiter where context and continuation of a language modelling document would run together. The
-        harness never does: its tasks write the space into their target, but plain records need not.
+    spaced: put the delimiter between context and continuation of a language modelling document if there is no white space.
+        The harness does not, because its tasks write the space into their target; plain records need not.
     """
 
-    def __init__(self, style: LmEvalPrompting, spaced: bool = False):
-        self._style, self._spaced = style, spaced
+    def __init__(self, settings: LmEvalPrompting, spaced: bool = False):
+        self._settings, self._spaced = settings, spaced
 
     def prompts(
-        self, documents: Sequence[Document], pool: Sequence[Document], shots: int, own: bool
+        self, documents: Sequence[Document], pool: Sequence[Document], shots: int, in_pool: bool
     ) -> Iterator[Prompt]:
-        """pool: where examples come from; own: it holds the documents themselves."""
+        """Prompts of the documents. pool: documents to draw examples from; in_pool: it holds the documents themselves."""
         rng = Random(SEED)
         for document in documents:
             before = document.preamble
             if shots:
-                avoided = document if self.avoids(own) else None
-                first = self._style.sampler == "first_n"
-                chosen = lm_eval_first(pool, shots, avoided) if first else lm_eval_sample(rng, pool, shots, avoided)
+                excluded = document if self.excludes_document(in_pool) else None
+                first = self._settings.sampler == "first_n"
+                chosen = lm_eval_first(pool, shots, excluded) if first else lm_eval_sample(rng, pool, shots, excluded)
                 before += "".join(self._example(one) for one in chosen)
             yield from self._prompts(document, before)
 
-    def avoids(self, own: bool) -> bool:
-        """Whether one example more is drawn and the document itself left out."""
-        return own if self._style.avoid_document is None else self._style.avoid_document
+    def excludes_document(self, in_pool: bool) -> bool:
+        """True if one more example is drawn and the document itself is dropped."""
+        return in_pool if self._settings.avoid_document is None else self._settings.avoid_document
 
     def _example(self, document: Document) -> str:
         match content := document.content:
@@ -57,10 +57,10 @@ class LmEvalWriter:
                 asked, answer = content.context, content.answer
             case _:
                 raise AssertionError("a perplexity task has no examples")
-        return asked + self._style.continuation_delimiter + answer + self._style.example_delimiter
+        return asked + self._settings.continuation_delimiter + answer + self._settings.example_delimiter
 
     def _prompts(self, document: Document, before: str) -> Iterator[Prompt]:
-        delimiter = self._style.continuation_delimiter
+        delimiter = self._settings.continuation_delimiter
         match content := document.content:
             case Choices():
                 continuations = [delimiter + choice for choice in content.choices]
@@ -79,12 +79,12 @@ class LmEvalWriter:
             case Question():
                 yield Prompt(document, 0, before + content.context, None)
 
-    def generation(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> Generation:
-        return Generation(tuple(self._style.ends), self._style.max_new_tokens)
+    def generation_limits(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> GenerationLimits:
+        return GenerationLimits(tuple(self._settings.ends), self._settings.max_new_tokens)
 
 
-def _moved(prompt: Prompt) -> tuple[str, str]:
-    """(context, continuation) after white space has moved."""
+def _with_moved_space(prompt: Prompt) -> tuple[str, str]:
+    """(context, continuation) with the context's final white space moved to the continuation."""
     assert prompt.continuation is not None
     context = prompt.context.rstrip()
     return context, prompt.context[len(context) :] + prompt.continuation
@@ -95,7 +95,7 @@ def _texts(prompt: Prompt) -> tuple[Sequence[str], Sequence[str]]:
         return [], [prompt.context]
     if not prompt.context:
         return [prompt.continuation], []
-    context, continuation = _moved(prompt)
+    context, continuation = _with_moved_space(prompt)
     return [], [context, context + continuation]
 
 
@@ -105,7 +105,7 @@ def _join(prompt: Prompt, plain: Ids, special: Ids, tokenizer: PromptTokenizer) 
     if not prompt.context:
         ids = plain[prompt.continuation]
         return ([tokenizer.prefix_id], ids) if ids[:1] != [tokenizer.prefix_id] else (ids[:1], ids[1:])
-    context, continuation = _moved(prompt)
+    context, continuation = _with_moved_space(prompt)
     ids = special[context]
     return ids, special[context + continuation][len(ids) :]
 

@@ -1,4 +1,4 @@
-"""Text to token ids as `transformers` does it, on top of the tokenizers of `llmtrain.data`."""
+"""Token ids of prompts as `transformers` makes them, by the tokenizers of `llmtrain.data`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llmtrain.eval.errors import EvalError
 
 
 class PromptTokenizer:
-    """plain: without special tokens. special: with those that the tokenizer puts around a text (BOS, seldom EOS).
+    """Tokenizer of prompts: `plain` without special tokens, `special` with those that belong around a text (BOS, seldom EOS).
 
-    As in transformers 5, tokenizer.json alone says which those are (its post-processor); `add_bos_token` beside it in
-    tokenizer_config.json is passed over.
+    As in transformers 5, the post-processor of tokenizer.json alone decides which those are; `add_bos_token` of
+    tokenizer_config.json is ignored. Raises EvalError for a bos_token that is not in the vocabulary.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -32,12 +32,12 @@ class PromptTokenizer:
 
     @property
     def prefix_id(self) -> int:
-        """What stands before a text that has nothing before it: BOS, or without one the end-of-document token."""
+        """Token before a text without context: BOS, or the end-of-document token for tokenizers without BOS."""
         return self.eod_id if self.bos_id is None else self.bos_id
 
     @cached_property
     def puts_space_into_words(self) -> bool:
-        """Whether a word and the space before it make one token, as with byte-level BPE; SentencePiece says no."""
+        """True if a word and the space before it are one token, as in byte-level BPE but not in SentencePiece."""
         return len(self.plain(" a")) == 1
 
     def plain(self, text: str) -> list[int]:
@@ -47,7 +47,7 @@ class PromptTokenizer:
         return self.special_batch([text])[0]
 
     def plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """On all cores, unlike one text after the other."""
+        """Ids of several texts, encoded on all cores."""
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def special_batch(self, texts: Sequence[str]) -> list[list[int]]:

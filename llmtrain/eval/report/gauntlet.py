@@ -1,7 +1,7 @@
-"""Gauntlets: benchmarks in categories, above their random baselines, averaged.
+"""Gauntlets: averages over categories of benchmarks, counted from their random baselines.
 
-As LLM Foundry's Eval Gauntlet: score = (accuracy - baseline) / (1 - baseline); a category is the weighted mean of its
-benchmarks, an average the plain mean of its categories. Unlike there, a benchmark without a result is an error.
+As in LLM Foundry's Eval Gauntlet: score = (accuracy - baseline) / (1 - baseline); a category is the weighted mean of its
+benchmarks, an average the plain mean of its categories. Unlike in LLM Foundry, a benchmark without a result is an error.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Benchmark(Section):
     shots: Annotated[int, Field(ge=0)]
     """Few-shot examples."""
     baseline: Probability
-    """What guessing at random scores."""
+    """Accuracy of random guessing."""
     metric: str | None = None
-    """Default: the task's headline."""
+    """Metric that counts; default: the task's headline."""
 
 
 class Gauntlet(Section):
     """Categories of benchmarks, and averages of categories."""
 
     name: str
-    """In results."""
+    """Name in results."""
     about: str = ""
     """One line for people."""
     weighting: Literal["equal", "documents", "log_documents"] = "equal"
     """Weight of a benchmark in its category: 1, its number of documents, or the base-2 logarithm of it (at least 1)."""
     subtract_baseline: bool = True
-    """Count from the random baseline."""
+    """Subtract the random baseline."""
     rescale: bool = True
     """Divide by 1 - baseline, so that 1 is perfect."""
     categories: dict[str, Annotated[list[Benchmark], Field(min_length=1)]]
@@ -69,13 +69,13 @@ class Gauntlet(Section):
                 yield Problem(f"categories.{category}", task, f"is there twice with {shots} shots; keep one")
 
     def benchmarks(self) -> list[tuple[str, int]]:
-        """What has to be run: (task, shots), each once."""
+        """Distinct pairs (task, shots) of all benchmarks."""
         return list(dict.fromkeys((one.task, one.shots) for group in self.categories.values() for one in group))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark: measured is the metric itself, score what counts."""
+    """Result of one benchmark. measured: its metric; score: the metric above its baseline, rescaled."""
 
     category: str
     benchmark: Benchmark
@@ -87,15 +87,17 @@ class Row:
 
 @dataclass(frozen=True)
 class GauntletScores:
+    """Scores of one model: its benchmarks, categories and averages."""
+
     rows: list[Row]
     categories: dict[str, Estimate]
     averages: dict[str, Estimate]
 
 
 def load_gauntlet(name: str | Path) -> Gauntlet:
-    """A gauntlet from a YAML, or a shipped one by name; task paths in it are made relative to the current folder.
+    """Load a gauntlet from a YAML, or a shipped one by name; its task paths become relative to the current folder.
 
-    Raises ConfigError that holds everything wrong with it, or EvalError for a task that is not there.
+    Raises ConfigError that lists all errors of the YAML, or EvalError for a task that is not there.
     """
     file = find_yaml(name, "gauntlets")
     gauntlet = read_section(file, Gauntlet)
@@ -116,7 +118,7 @@ def load_gauntlet(name: str | Path) -> Gauntlet:
 
 
 def gauntlet_scores(gauntlet: Gauntlet, results: Mapping[tuple[str, int], Metrics]) -> GauntletScores:
-    """results: metrics by (task, shots) as `gauntlet.benchmarks()` names them.
+    """Scores of a gauntlet. results: metrics by (task, shots) as in `gauntlet.benchmarks()`.
 
     Raises EvalError that lists every benchmark without a result, or with a metric that was not measured.
     """
@@ -137,21 +139,26 @@ def gauntlet_scores(gauntlet: Gauntlet, results: Mapping[tuple[str, int], Metric
     return GauntletScores(rows, categories, averages)
 
 
-_HARNESS = {"acc": "acc_sum", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
-"""What lm-evaluation-harness calls our accuracies."""
+_HARNESS_NAMES = {
+    "acc": "acc_sum",
+    "acc_norm": "acc_per_char",
+    "acc_bytes": "acc_per_byte",
+    "acc_mutual_info": "acc_pmi",
+}
+"""Accuracies by their names in lm-evaluation-harness."""
 
 
 def check_metric(gauntlet: Gauntlet, benchmark: Benchmark, headline: str, measured: Sequence[str]) -> str:
-    """The metric that a benchmark counts by: its own, or the task's headline. Raises EvalError when it is no accuracy, or not
-    among those measured."""
+    """Metric of a benchmark: its own, or else the task's headline. Raises EvalError for a metric that is no accuracy, or is not
+    measured."""
     metric = benchmark.metric or headline
     allowed = [name for name in measured if not is_perplexity(name)]
     if metric in allowed:
         return metric
     if not allowed:
         hint = "it measures no accuracy, of which a gauntlet is an average; leave it out"
-    elif _HARNESS.get(metric) in allowed:
-        hint = f"what lm-evaluation-harness calls {metric} is {_HARNESS[metric]} here"
+    elif _HARNESS_NAMES.get(metric) in allowed:
+        hint = f"what lm-evaluation-harness calls {metric} is {_HARNESS_NAMES[metric]} here"
     else:
         hint = suggest(metric, allowed)
     raise EvalError(f"gauntlet {gauntlet.name}: {benchmark.task} has no accuracy '{metric}'; {hint}")
@@ -173,7 +180,7 @@ def _row(gauntlet: Gauntlet, category: str, benchmark: Benchmark, metrics: Metri
 
 
 def _mean(parts: list[tuple[Estimate, float]]) -> Estimate:
-    """Weighted mean; its standard error is known if every part's is, and takes them as independent."""
+    """Weighted mean; its standard error treats the parts as independent and is None if one of theirs is."""
     total = sum(weight for _, weight in parts)
     value = sum(part.value * weight for part, weight in parts) / total
     if any(part.stderr is None for part, _ in parts):

@@ -1,4 +1,4 @@
-"""Numbers over documents: every metric is a function of a weighted mean, with a standard error."""
+"""Metrics over documents: each is a function of a weighted mean, with a standard error."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Weighted = tuple[float, float]
-"""(sum, weight) of one document: (1.0, 1.0) for a hit, (log likelihood in nats, tokens) for perplexity per token."""
+WeightedSum = tuple[float, float]
+"""(sum, weight) of one document: (1.0, 1.0) for a hit, (log-likelihood in nats, tokens) for perplexity per token."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """stderr: None where one document, or one in a category, does not tell."""
+    """Value of a metric. stderr: None where there is only one document, or one in a category."""
 
     value: float
     stderr: float | None
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One document: what it adds to each metric, and what a report shows of it."""
+class DocumentMetrics:
+    """Contribution of one document to each metric, and the details that are reported of it."""
 
     document: int
     category: str | None
-    values: Mapping[str, Weighted]
+    values: Mapping[str, WeightedSum]
     details: Mapping[str, Any]
     truncated: int
-    """Requests whose context was cut to fit the window."""
+    """Number of requests whose context was cut to fit the window."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Results of one task under one convention. `values[headline]` is the one to quote.
+    """Metrics of one task under one convention; `headline` names the one to quote.
 
-    truncated: requests whose context was cut to fit the model's window. categories: the metrics of each category.
+    documents, requests: their numbers. truncated: number of requests whose context was cut to fit the model's window. categories:
+    the metrics of each category.
     """
 
     headline: str
@@ -44,7 +45,7 @@ class Metrics:
     requests: int
     truncated: int
     categories: dict[str, dict[str, Estimate]] = field(default_factory=dict)
-    judged: list[Judged] = field(default_factory=list, repr=False)
+    per_document: list[DocumentMetrics] = field(default_factory=list, repr=False)
 
     @property
     def score(self) -> Estimate:
@@ -52,15 +53,15 @@ class Metrics:
 
 
 def is_perplexity(metric: str) -> bool:
-    """Whether lower is better."""
+    """True for metrics of which lower values are better."""
     return metric.endswith("perplexity") or metric == "bits_per_byte"
 
 
-def estimate(metric: str, items: Sequence[Weighted]) -> Estimate:
-    """The mean sum per weight, as the metric states it.
+def estimate(metric: str, items: Sequence[WeightedSum]) -> Estimate:
+    """Weighted mean over documents, converted to the metric's unit.
 
     Standard errors are those of a ratio of sums (Cochran 1977, section 2.11), which for equal weights is the sample
-    deviation over the root of n; through exp and log by their derivative.
+    deviation over the square root of n; through exp and log by their derivative.
     """
     count, weight = len(items), sum(item[1] for item in items)
     mean = sum(item[0] for item in items) / weight
@@ -76,8 +77,8 @@ def estimate(metric: str, items: Sequence[Weighted]) -> Estimate:
     return Estimate(mean, stderr)
 
 
-def over_categories(parts: Sequence[Estimate]) -> Estimate:
-    """The plain mean of categories, whatever their sizes (LLM Foundry)."""
+def macro_average(parts: Sequence[Estimate]) -> Estimate:
+    """Unweighted mean over categories (LLM Foundry)."""
     value = sum(part.value for part in parts) / len(parts)
     errors = [part.stderr for part in parts if part.stderr is not None]
     known = len(errors) == len(parts)
@@ -85,7 +86,7 @@ def over_categories(parts: Sequence[Estimate]) -> Estimate:
 
 
 def pooled(whole: Estimate, parts: Sequence[tuple[Estimate, int]]) -> Estimate:
-    """The mean of all documents with the standard error from within categories (lm-evaluation-harness's groups).
+    """Mean of all documents with the pooled standard error of categories (lm-evaluation-harness's groups).
 
     parts: each category's estimate and its documents.
     """
@@ -96,22 +97,24 @@ def pooled(whole: Estimate, parts: Sequence[tuple[Estimate, int]]) -> Estimate:
     return Estimate(whole.value, math.sqrt(squares / (count - len(parts)) / count))
 
 
-def collect(judged: Sequence[Judged], metrics: Sequence[str], *, macro: bool) -> tuple[dict[str, Estimate], dict]:
+def aggregate(
+    per_document: Sequence[DocumentMetrics], metrics: Sequence[str], *, macro: bool
+) -> tuple[dict[str, Estimate], dict]:
     """(metric -> estimate, category -> metric -> estimate). macro: average over categories, not over documents."""
-    groups: dict[str, list[Judged]] = {}
-    for one in judged:
+    groups: dict[str, list[DocumentMetrics]] = {}
+    for one in per_document:
         if one.category is not None:
             groups.setdefault(one.category, []).append(one)
 
-    def of(metric: str, some: Sequence[Judged]) -> Estimate:
+    def of(metric: str, some: Sequence[DocumentMetrics]) -> Estimate:
         return estimate(metric, [one.values[metric] for one in some])
 
     categories = {name: {metric: of(metric, groups[name]) for metric in metrics} for name in sorted(groups)}
     values: dict[str, Estimate] = {}
     for metric in metrics:
-        values[metric] = of(metric, judged)
+        values[metric] = of(metric, per_document)
         if macro and categories:
-            values[metric] = over_categories([parts[metric] for parts in categories.values()])
+            values[metric] = macro_average([parts[metric] for parts in categories.values()])
         elif len(categories) > 1 and not is_perplexity(metric):
             parts = [(categories[name][metric], len(groups[name])) for name in categories]
             values[metric] = pooled(values[metric], parts)

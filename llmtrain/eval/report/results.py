@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: results.json, results.md, results.csv, results.png and details. No torch here."""
+"""Files of results: results.json, results.md, results.csv, results.png and details. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtrain import __version__
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores
 from llmtrain.eval.report.metrics import Estimate, Metrics, is_perplexity
 
-PEERS = {"foundry": "LLM Foundry's", "lm-eval": "lm-evaluation-harness 0.4.13's"}
+REFERENCES = {"foundry": "LLM Foundry's", "lm-eval": "lm-evaluation-harness 0.4.13's"}
 MEANINGS = {
     "acc_sum": "the choice of the highest log-likelihood (`acc`)",
     "acc_per_token": "the highest log-likelihood per token",
@@ -26,13 +26,16 @@ MEANINGS = {
     "acc": "every token of the continuation is the likeliest",
     "exact_match": "the answer is one of the right ones",
 }
-"""Of metrics, in words; in parentheses what lm-evaluation-harness calls them."""
+"""Explanations of metrics; in parentheses their names in lm-evaluation-harness."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One cell of the table. path: of the model's folder. title: the task with its shots. seconds: of asking the model
-    about `asked` documents; the answers for the others were known."""
+    """One cell of the table.
+
+    path: the model's folder. title: the task with its shots. asked: documents for which the model was run; responses for the others
+    were stored. seconds: time of these runs.
+    """
 
     model: str
     path: str
@@ -48,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """results: in the order of models, then of tasks. scores: a gauntlet's, by model."""
+    """Results in the order of models, then of tasks. scores: those of the gauntlet, by model."""
 
     name: str
     results: Sequence[Result]
@@ -67,12 +70,12 @@ class Report:
         return next(one for one in self.results if (one.model, one.title) == (model, title))
 
     def metric(self, title: str) -> str:
-        """The headline, the same for all models: it is the task's."""
+        """Headline metric of a column."""
         return next(one for one in self.results if one.title == title).metrics.headline
 
 
 def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], details: bool) -> list[Path]:
-    """Each file appears whole. settings: of the run, for the record."""
+    """Write all files, each atomically. settings: those of the run, copied into results.json."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [
         _write(folder / "results.json", json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
@@ -87,7 +90,7 @@ def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], 
                 folder / "details" / _file_name(result.model) / f"{_file_name(result.task)}-{result.shots}-shot.jsonl"
             )
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps(one.details, ensure_ascii=False) for one in result.metrics.judged)
+            lines = (json.dumps(one.details, ensure_ascii=False) for one in result.metrics.per_document)
             written.append(_write(path, "".join(f"{line}\n" for line in lines)))
     return written
 
@@ -124,12 +127,12 @@ def as_json(report: Report, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_markdown(report: Report) -> str:
-    """The table: one row per model, one column per task; then what the numbers mean, and what to know of them."""
+    """Table with one row per model and one column per task, the meaning of its metrics, and notes on truncated contexts."""
     convention = report.results[0].convention
     dtypes = ", ".join(dict.fromkeys(one.dtype for one in report.results))
     lines = [f"# {report.name}", ""]
     lines.append(
-        f"In {PEERS[convention]} convention (`{convention}`), weights in {dtypes}. Accuracies in percent, "
+        f"In {REFERENCES[convention]} convention (`{convention}`), weights in {dtypes}. Accuracies in percent, "
         "± one standard error."
     )
     heads = [f"{title}<br>{report.metric(title)}" for title in report.titles]
@@ -158,7 +161,7 @@ def as_markdown(report: Report) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """One row per model; per task its headline metric, as it is, and the standard error of it."""
+    """Table with one row per model; per task its headline metric, unrounded, and its standard error."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     columns = [f"{title} {report.metric(title)}" for title in report.titles]
@@ -174,7 +177,7 @@ def as_csv(report: Report) -> str:
 
 
 def draw(report: Report, path: Path) -> Path | None:
-    """Bars of every accuracy with its standard error, models side by side. None when there is no accuracy."""
+    """Draw a bar chart of accuracies with standard errors, models side by side. None if there is no accuracy."""
     titles = [title for title in report.titles if not is_perplexity(report.metric(title))]
     if not titles:
         return None
@@ -202,9 +205,11 @@ def draw(report: Report, path: Path) -> Path | None:
     return path
 
 
-def flat(results: Sequence[Result]) -> dict[str, float]:
-    """`icl/<task>/<metric>` -> value, for loggers, and `truncated` where contexts were cut; tasks run with several numbers
-    of shots carry them in their name."""
+def flat_metrics(results: Sequence[Result]) -> dict[str, float]:
+    """Values by `icl/<task>/<metric>` for loggers, with `truncated` where contexts were cut.
+
+    Names of tasks that run with several numbers of shots include the number.
+    """
     counts = {(one.task, one.shots) for one in results}
     several = {task for task, _ in counts if sum(task == other for other, _ in counts) > 1}
     found: dict[str, float] = {}
@@ -216,8 +221,8 @@ def flat(results: Sequence[Result]) -> dict[str, float]:
     return found
 
 
-def cut_to_fit(result: Result) -> str:
-    """How many contexts lost their left end; nothing where none did."""
+def truncation_note(result: Result) -> str:
+    """Note of how many contexts were cut on the left; empty if none was."""
     cut = result.metrics.truncated
     return f"{cut} of {result.metrics.requests} contexts cut to fit" if cut else ""
 

@@ -1,4 +1,4 @@
-"""Results to Weights & Biases."""
+"""Logging of results to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmtrain.eval.report.results import Report, flat
+from llmtrain.eval.report.results import Report, flat_metrics
 from llmtrain.schema.wandb import WandbConfig, go_offline_without_key
 
 
 def log_to_wandb(report: Report, options: WandbConfig, folder: Path, settings: Mapping[str, Any]) -> None:
-    """One run of wandb per model, with a table of all; offline, into `folder`, when there is no API key."""
+    """Log one W&B run per model, with a table of its results; offline, into `folder`, without an API key."""
     import wandb
 
     go_offline_without_key()
@@ -27,7 +27,7 @@ def log_to_wandb(report: Report, options: WandbConfig, folder: Path, settings: M
             settings=wandb.Settings(silent=True),
         )
         found = [one for one in report.results if one.model == model]
-        run.summary.update(flat(found))
+        run.summary.update(flat_metrics(found))
         if report.scores is not None:
             averages = report.scores[model].averages
             run.summary.update({f"icl/gauntlet/{name}": value.value for name, value in averages.items()})

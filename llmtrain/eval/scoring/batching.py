@@ -1,4 +1,4 @@
-"""Requests -> rows of tokens that fit the window, and rows -> batches that waste little on padding. No torch here."""
+"""Rows of tokens that fit the model's window, made from requests; and batches with little padding. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.scoring.request import Score
+from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 
 Item = TypeVar("Item")
 
 
 class Row(NamedTuple):
-    """tokens: context and continuation, cut to the window; all but the last are read. scored: how many at the end count."""
+    """Token ids of context and continuation, cut to the window; all but the last are read. scored: those of the continuation."""
 
     tokens: tuple[int, ...]
     scored: int
@@ -25,24 +25,29 @@ class Row(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The token read whose successor is the first that is scored."""
+        """Position of the token whose logits score the first token of the continuation."""
         return len(self.tokens) - 1 - self.scored
 
 
 @dataclass(frozen=True)
 class Rows:
-    """rows: no two alike. place: each request's row. truncated: tokens it lost. document: of the first request for a row."""
+    """Distinct rows of some requests.
+
+    row_of: index of each request's row. truncated: tokens cut from each request's context. document: index of each row's document
+    (that of its first request).
+    """
 
     rows: list[Row]
-    place: list[int]
+    row_of: list[int]
     truncated: list[int]
     document: list[int]
 
 
-def rows_of(requests: Sequence[Score], window: int) -> Rows:
-    """window: tokens a model can read, one less than context and continuation may have. Contexts lose their left end.
+def make_rows(requests: Sequence[LoglikelihoodRequest], window: int) -> Rows:
+    """Rows of the requests; contexts that are too long are cut on the left.
 
-    Raises EvalError for a continuation that alone is too long, or that follows nothing: its first token has no score.
+    window: tokens that the model can read, one less than context and continuation may have together. Raises EvalError for an empty
+    context or continuation, and for a continuation longer than the window.
     """
     made = Rows([], [], [], [])
     known: dict[Row, int] = {}
@@ -52,16 +57,16 @@ def rows_of(requests: Sequence[Score], window: int) -> Rows:
             raise EvalError(_refusal(request, window))
         kept = request.context[max(len(request.context) + scored - window - 1, 0) :]
         row = Row(kept + request.continuation, scored)
-        place = known.setdefault(row, len(made.rows))
-        if place == len(made.rows):
+        index = known.setdefault(row, len(made.rows))
+        if index == len(made.rows):
             made.rows.append(row)
             made.document.append(request.document)
-        made.place.append(place)
+        made.row_of.append(index)
         made.truncated.append(len(request.context) - len(kept))
     return made
 
 
-def _refusal(request: Score, window: int) -> str:
+def _refusal(request: LoglikelihoodRequest, window: int) -> str:
     where = f"document {request.document}, option {request.option}"
     if not request.context or not request.continuation:
         empty = "continuation" if request.context else "context"
@@ -72,43 +77,43 @@ def _refusal(request: Score, window: int) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one call of the model may hold.
+    """Limits of one forward pass.
 
-    tokens: read at a time, padding included. patience: tokens that take as long as the fixed costs of one more call.
-    row_bytes, token_bytes: memory of a row of a cache, and of each of its slots; cache_bytes: of all rows of one cache.
+    tokens: most tokens per pass, padding included. call_cost: fixed cost of a pass, in tokens. row_bytes, token_bytes: memory of a
+    row of a cache, and of each of its tokens; cache_bytes: most memory of all rows of one cache.
     """
 
     tokens: int
-    patience: int
+    call_cost: int
     row_bytes: int = 0
     token_bytes: int = 0
     cache_bytes: int = 2**62
 
     def rows(self, width: int, capacity: int) -> int:
-        """Rows that may read `width` tokens each into a cache of `capacity` slots; at least one."""
+        """Rows that may read `width` tokens each into a cache of `capacity` tokens; at least one."""
         held = self.row_bytes + self.token_bytes * capacity
         return max(min(self.tokens // max(width, 1), self.cache_bytes // max(held, 1)), 1)
 
 
-def pack(
+def batch_sorted(
     items: Sequence[Item],
     *,
     rows: Callable[[Item], int],
     waste: Callable[[Item, Item], int],
-    patience: int,
+    call_cost: int,
     fits: Callable[[Item, Item], bool] = lambda first, item: True,
 ) -> Iterator[list[Item]]:
-    """Cuts a sorted sequence into batches.
+    """Cut a sorted sequence into batches.
 
-    rows(first): how many items a batch may have that begins with `first`. waste(first, item): tokens that are read for
-    nothing when `item` is in it. A batch ends where what is wasted in it would pay for a call of its own.
+    rows(first): most items of a batch that begins with `first`. waste(first, item): tokens of padding that `item` adds to it.
+    call_cost: most tokens wasted in a batch. fits(first, item): False where `item` needs another batch.
     """
     batch: list[Item] = []
     wasted = 0
     for item in items:
         if batch:
             wasted += waste(batch[0], item)
-            if len(batch) >= rows(batch[0]) or wasted > patience or not fits(batch[0], item):
+            if len(batch) >= rows(batch[0]) or wasted > call_cost or not fits(batch[0], item):
                 yield batch
                 batch, wasted = [], 0
         batch.append(item)

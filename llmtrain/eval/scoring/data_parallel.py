@@ -1,4 +1,4 @@
-"""Ranks that share the work on one set of requests."""
+"""Data-parallel evaluation: the documents of one set of requests are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ import torch.distributed as dist
 
 from llmtrain.distributed.world import World
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.report.store import Answers
-from llmtrain.eval.scoring.overlap import idle
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.prompts.requests import (
+    GenerateUntilRequest,
+    Loglikelihood,
+    LoglikelihoodRequest,
+    Request,
+    Response,
+    Responses,
+    group_by_document,
+)
+from llmtrain.eval.scoring.overlap import no_host_work
 from llmtrain.eval.scoring.scorer import Scorer
 
 _NEW_TOKEN = 8
 """Cost of a generated token in tokens read."""
 
 _BATCHES_PER_CHUNK = 16
-"""Answers are kept after so many full batches of every rank."""
-
-Requests = Sequence[Score | Generate]
+"""Responses are saved after so many full batches of every rank."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """The ranks. lockstep: makes calls of a sharded model equal in number on all ranks (see lockstep.py)."""
+class DataParallel:
+    """Ranks that evaluate together. join: context in which ranks may call a sharded model unequally often (fsdp_sync.py)."""
 
     world: World
-    lockstep: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    join: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
 
-    def shared(self, make: Callable[[], Any]) -> Any:
-        """What make() gives on rank 0, on every rank. Raises EvalError on every rank if it fails there for the user."""
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        """Return rank 0's make() on every rank. Raises EvalError on every rank where make raises OSError or ValueError."""
         if self.world.size == 1:
             return make()
         made: list[Any] = [None, None]
@@ -48,7 +53,8 @@ class Team:
             raise EvalError(made[1])
         return made[0]
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
+        """Objects of all ranks, in the order of ranks."""
         if self.world.size == 1:
             return [mine]
         parts: list[Any] = [None] * self.world.size
@@ -56,17 +62,9 @@ class Team:
         return parts
 
 
-def by_document(requests: Requests) -> dict[int, list[int]]:
-    """Indices of each document's requests, in order."""
-    groups: dict[int, list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault(request.document, []).append(index)
-    return groups
-
-
-def cost(request: Score | Generate) -> int:
-    """In tokens read."""
-    if isinstance(request, Generate):
+def request_cost(request: Request) -> int:
+    """Estimated cost of a request in tokens read."""
+    if isinstance(request, GenerateUntilRequest):
         return len(request.context) + _NEW_TOKEN * request.max_new_tokens
     return len(request.context) + len(request.continuation)
 
@@ -75,9 +73,9 @@ def chunks(costs: Mapping[int, int], size: int) -> Iterator[list[int]]:
     """Documents in order, in groups that cost at least `size` each, but for the last."""
     group: list[int] = []
     total = 0
-    for document, price in costs.items():
+    for document, cost in costs.items():
         group.append(document)
-        total += price
+        total += cost
         if total >= size:
             yield group
             group, total = [], 0
@@ -85,8 +83,8 @@ def chunks(costs: Mapping[int, int], size: int) -> Iterator[list[int]]:
         yield group
 
 
-def divide(costs: Mapping[int, int], documents: Sequence[int], ranks: int) -> list[list[int]]:
-    """Each rank's documents: the costliest first, each to the rank with the least to do. In ascending order."""
+def partition(costs: Mapping[int, int], documents: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each rank's documents, ascending; assigned in order of falling cost, each to the least loaded rank."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
     for document in sorted(documents, key=lambda one: (-costs[one], one)):
@@ -96,70 +94,65 @@ def divide(costs: Mapping[int, int], documents: Sequence[int], ranks: int) -> li
     return [sorted(share) for share in shares]
 
 
-def answer(
-    requests: Requests,
+def run_requests(
+    requests: Sequence[Request],
     scorer: Scorer,
-    team: Team,
+    ranks: DataParallel,
     *,
     title: str,
     window: int,
-    known: Answers,
-    keep: Callable[[Answers], None],
+    known: Responses,
+    save: Callable[[Responses], None],
     progress: Callable[[int], None],
-    meanwhile: Callable[[], bool] = idle,
-) -> Answers:
-    """Every document's answers, the same on every rank; `known` ones are not asked for again.
+    host_work: Callable[[], bool] = no_host_work,
+) -> Responses:
+    """Responses for every document, the same on every rank; those `known` are not computed again.
 
-    keep: called on rank 0 with what is new, a chunk at a time. progress: told how many documents are done, of all ranks.
-    meanwhile: as in `Scorer.score`. Raises EvalError, which names the title, for a log-likelihood that is no number.
+    save: called on rank 0 with new responses, a chunk at a time. progress: called with the number of documents that are
+    newly done, of all ranks. host_work: as in `Scorer.loglikelihood`. Raises EvalError, which names the title, for a
+    log-likelihood that is NaN.
     """
-    groups = by_document(requests)
+    groups = group_by_document(requests)
     costs = {
-        document: sum(cost(requests[index]) for index in group)
+        document: sum(request_cost(requests[index]) for index in group)
         for document, group in groups.items()
         if document not in known
     }
     found = dict(known)
-    for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * team.world.size):
-        mine = divide(costs, chunk, team.world.size)[team.world.rank]
-        with team.lockstep():
-            results = _ask(
-                [requests[index] for document in mine for index in groups[document]], scorer, window, meanwhile
+    for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * ranks.world.size):
+        mine = partition(costs, chunk, ranks.world.size)[ranks.world.rank]
+        with ranks.join():
+            results = _score(
+                [requests[index] for document in mine for index in groups[document]], scorer, window, host_work
             )
         left = iter(results)
-        new: Answers = {}
-        for part in team.gathered({document: [next(left) for _ in groups[document]] for document in mine}):
+        new: Responses = {}
+        for part in ranks.all_gather({document: [next(left) for _ in groups[document]] for document in mine}):
             assert not new.keys() & part.keys(), "a document was answered twice"
             new |= part
         assert new.keys() == set(chunk), "a document was not answered"
-        _refuse_nan(title, new)
-        if team.world.is_main:
-            keep(new)
+        _check_nan(title, new)
+        if ranks.world.is_main:
+            save(new)
         found |= new
         progress(len(new))
     return found
 
 
-def in_order(requests: Sequence[Score | Generate], answers: Answers) -> list[Scored | Generated]:
-    """An answer per request, from answers by document."""
-    made: list[Any] = [None] * len(requests)
-    for document, group in by_document(requests).items():
-        for index, one in zip(group, answers[document], strict=True):
-            made[index] = one
-    return made
+def _score(
+    requests: Sequence[Request], scorer: Scorer, window: int, host_work: Callable[[], bool]
+) -> Sequence[Response]:
+    """Responses of this rank; the requests of a task are all of one kind."""
+    if any(isinstance(request, GenerateUntilRequest) for request in requests):
+        return scorer.generate_until([request for request in requests if isinstance(request, GenerateUntilRequest)])
+    likelihoods = [request for request in requests if isinstance(request, LoglikelihoodRequest)]
+    return scorer.loglikelihood(likelihoods, window=window, host_work=host_work)
 
 
-def _ask(requests: Requests, scorer: Scorer, window: int, meanwhile: Callable[[], bool]) -> list[Scored | Generated]:
-    if any(isinstance(request, Generate) for request in requests):
-        return list(scorer.generate([request for request in requests if isinstance(request, Generate)]))
-    scores = [request for request in requests if isinstance(request, Score)]
-    return list(scorer.score(scores, window=window, meanwhile=meanwhile))
-
-
-def _refuse_nan(title: str, answers: Answers) -> None:
-    for document, some in answers.items():
-        for one in some:
-            if isinstance(one, Scored) and one.log_likelihood != one.log_likelihood:
+def _check_nan(title: str, responses: Responses) -> None:
+    for document, group in responses.items():
+        for one in group:
+            if isinstance(one, Loglikelihood) and one.log_likelihood != one.log_likelihood:
                 raise EvalError(
                     f"{title}, document {document} (from 0): the model's log-likelihood is not a number; its weights are "
                     "broken"

@@ -1,4 +1,7 @@
-"""A sharded model gathers its weights anew in every call, which takes all ranks: they must call it equally often."""
+"""Forward passes of a sharded model on unequal inputs.
+
+FSDP all-gathers the weights in every forward pass, so all ranks must call the model equally often.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from llmtrain.eval.scoring.scorer import reading
+from llmtrain.eval.scoring.scorer import inference
 from llmtrain.models.cache import Cache
 from llmtrain.models.hybrid import HybridLM
 
 
 @contextmanager
-def lockstep(model: HybridLM) -> Iterator[None]:
-    """Inside, ranks may call the model as often as they like; those with less work go along until all are done.
+def join_uneven_calls(model: HybridLM) -> Iterator[None]:
+    """Context in which each rank may call the model as often as it needs, as torch's `Join` does for DDP.
 
-    Before every call the ranks tell each other whether they have work left. One that has knows the answer and does not
-    wait for it. A rank that fails goes along too, so that the others end, and raises afterwards.
+    Before every call, ranks with work left and ranks without exchange a flag (all-reduce). A rank that has finished answers
+    the calls of the others with forward passes over one token until none has work left. The rank that calls does not wait
+    for the flag's value. A rank that raises also joins until the others have finished, and raises afterwards.
     """
     if not isinstance(model, FSDPModule) or dist.get_world_size() == 1:
         yield
         return
     device = model.embed.weight.device
-    idle = False
+    finished = False
 
     def announce(module: nn.Module, args: object, kwargs: object) -> None:
-        if not idle:
+        if not finished:
             dist.all_reduce(torch.ones(1, dtype=torch.int32, device=device), op=dist.ReduceOp.MAX)
 
     hook = model.register_forward_pre_hook(announce, prepend=True, with_kwargs=True)
@@ -39,21 +43,22 @@ def lockstep(model: HybridLM) -> Iterator[None]:
         except KeyboardInterrupt:
             raise
         except BaseException:
-            idle = True
-            _go_along(model, device)
+            finished = True
+            _shadow_calls(model, device)
             raise
-        idle = True
-        _go_along(model, device)
+        finished = True
+        _shadow_calls(model, device)
     finally:
         hook.remove()
 
 
-def _go_along(model: HybridLM, device: torch.device) -> None:
+def _shadow_calls(model: HybridLM, device: torch.device) -> None:
+    """Take part in the collectives of other ranks' forward passes until no rank has work left."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     while True:
         busy = torch.zeros(1, dtype=torch.int32, device=device)
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         if not busy.item():
             return
-        with reading():
+        with inference():
             model(token, cache=Cache(model, 1, 1))

@@ -1,4 +1,4 @@
-"""Answers in text: greedy decoding until a stop text, the end-of-document token or a number of tokens."""
+"""Generated answers: greedy decoding until a stop text, an end token or a number of tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from itertools import groupby
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.scoring.batching import Limits, pack
-from llmtrain.eval.scoring.request import Generate, Generated
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
+from llmtrain.eval.scoring.batching import Limits, batch_sorted
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.generate.text import TextStream
 from llmtrain.models.hybrid import HybridLM
 
 _CONTEXT = 6
-"""Tokens of the prompt that are decoded with the first new ones, as in generate/text.py."""
+"""Last tokens of the prompt, decoded together with the first new ones, as in generate/text.py."""
 
 
-def cut_context(request: Generate, window: int) -> tuple[int, ...]:
-    """The end of the context that leaves room for the answer. Raises EvalError when nothing does, or there is none."""
+def cut_context(request: GenerateUntilRequest, window: int) -> tuple[int, ...]:
+    """Last tokens of the context that leave room for max_new_tokens in the window. Raises EvalError for an empty context, and
+    for an answer as long as the window."""
     if not request.context:
         raise EvalError(f"document {request.document}: an empty context cannot be continued; give it a token")
     if request.max_new_tokens >= window:
@@ -31,19 +32,19 @@ def cut_context(request: Generate, window: int) -> tuple[int, ...]:
 
 
 class Answer:
-    """Tokens to the text before the first stop."""
+    """Text of one answer, decoded token by token up to the first stop text or end token."""
 
     def __init__(
         self, tokenizer: TextTokenizer, context: Sequence[int], stops: Sequence[str], end_ids: Collection[int] = ()
     ):
-        """end_ids: tokens beside the end-of-document one that end it."""
+        """end_ids: tokens that end the answer, beside the end-of-document token."""
         self.stream = TextStream(tokenizer, list(context[-_CONTEXT:]), stops)
         self.end_ids = {tokenizer.eod_id, *end_ids}
         self.text = ""
         self.ended = False
 
     def add(self, token: int) -> bool:
-        """Whether the answer ends here. Nothing is taken after that."""
+        """Add a token; return True when the answer has ended. Later tokens are ignored."""
         if self.ended:
             return True
         if token in self.end_ids:
@@ -58,38 +59,38 @@ class Answer:
         return self.text
 
 
-def batches(
-    requests: Sequence[Generate], contexts: Sequence[Sequence[int]], limits: Limits, patience: int
+def decoding_batches(
+    requests: Sequence[GenerateUntilRequest], contexts: Sequence[Sequence[int]], limits: Limits, call_cost: int
 ) -> Iterator[list[int]]:
-    """Indices of requests that are decoded together: alike in length of context, equal in length of answer."""
+    """Indices of requests that are decoded together: contexts of similar length, the same max_new_tokens."""
 
     def answer_length(index: int) -> int:
         return requests[index].max_new_tokens
 
     order = sorted(range(len(requests)), key=lambda i: (answer_length(i), -len(contexts[i])))
     for new_tokens, same in groupby(order, key=answer_length):
-        yield from pack(
+        yield from batch_sorted(
             list(same),
             rows=lambda first, new=new_tokens: limits.rows(len(contexts[first]), len(contexts[first]) + new),
             waste=lambda first, index: len(contexts[first]) - len(contexts[index]),
-            patience=patience,
+            call_cost=call_cost,
         )
 
 
 def generate_greedily(
     model: HybridLM,
     tokenizer: TextTokenizer,
-    requests: Sequence[Generate],
+    requests: Sequence[GenerateUntilRequest],
     window: int,
     limits: Limits,
     progress: Callable[[int], None],
     end_ids: Collection[int] = (),
-) -> list[Generated]:
-    """In the order of the requests. A batch ends with its longest answer: a token costs about as much for many rows as
-    for one, so batches are as large as fits."""
+) -> list[GeneratedText]:
+    """Responses in the order of the requests. Batches are as large as fits, because a decoding step costs about as much for many
+    rows as for one."""
     contexts = [cut_context(request, window) for request in requests]
-    found: dict[int, Generated] = {}
-    for batch in batches(requests, contexts, limits, patience=limits.tokens):
+    found: dict[int, GeneratedText] = {}
+    for batch in decoding_batches(requests, contexts, limits, call_cost=limits.tokens):
         answers = [Answer(tokenizer, contexts[index], requests[index].stops, end_ids) for index in batch]
         for _ in decode(
             model,
@@ -101,6 +102,6 @@ def generate_greedily(
             pass
         for index, answer in zip(batch, answers, strict=True):
             lost = len(requests[index].context) - len(contexts[index])
-            found[index] = Generated(answer.finish(), truncated=lost)
+            found[index] = GeneratedText(answer.finish(), truncated=lost)
         progress(len(batch))
     return [found[index] for index in range(len(requests))]

@@ -1,5 +1,8 @@
-"""Any causal language model of transformers. What requests begin with alike is read once where the model's cache holds keys and
-values alone; of other models whole rows, padded on the right."""
+"""Scorer for any causal language model of transformers.
+
+A prefix that requests share is read once if the model's cache holds only keys and values; other models read whole rows, padded on
+the right.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.scoring.batching import Limits, pack, rows_of
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
+from llmtrain.eval.scoring.batching import Limits, batch_sorted, make_rows
 from llmtrain.eval.scoring.generation import Answer, cut_context
-from llmtrain.eval.scoring.overlap import idle
-from llmtrain.eval.scoring.prefix_plan import Family, Plan, Tail, make_plan
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scoring.overlap import no_host_work
+from llmtrain.eval.scoring.prefix_plan import Plan, Subtree, Suffix, make_plan
 from llmtrain.eval.scoring.scorer import cache_bytes
 from llmtrain.models.loss import IGNORE
 
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 _LOGITS = 2**29
-"""Elements of the logits of one batch, for models that give them for every token."""
+"""Most elements of the logits of one batch."""
 
 
 class HuggingFaceScorer:
-    """max_batch_tokens: read at a time, padding included; default 16,384 on a GPU and 4,096 on a CPU. share: False reads every
-    request whole.
+    """Scorer by a model of transformers.
 
-    end_ids: tokens beside the tokenizer's end-of-document one that end an answer.
-    Raises EvalError when the model's config does not say how long a text may be and `max_length` does not either.
+    max_batch_tokens: tokens per forward pass, padding included; default 16,384 on a GPU and 4,096 on a CPU. share: False reads
+    every request whole. end_ids: tokens that end an answer, beside the tokenizer's end-of-document token.
+    Raises EvalError when neither the model's config nor `max_length` gives the longest input.
     """
 
     def __init__(
@@ -49,41 +52,41 @@ class HuggingFaceScorer:
         self.window = max_length or _longest(model.config)
         self.device = next(model.parameters()).device
         self.vocab_size = model.config.get_text_config().vocab_size
-        self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        token_bytes = self._token_bytes() if share and self.keeps else None
+        self.logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        token_bytes = self._token_bytes() if share and self.logits_to_keep else None
         self.share = token_bytes is not None
-        tokens, patience = (16_384, 1024) if self.device.type == "cuda" else (4096, 128)
-        self.limits = Limits(max_batch_tokens or tokens, patience, 0, token_bytes or 0, cache_bytes(self.device))
+        tokens, call_cost = (16_384, 1024) if self.device.type == "cuda" else (4096, 128)
+        self.limits = Limits(max_batch_tokens or tokens, call_cost, 0, token_bytes or 0, cache_bytes(self.device))
         self.plan = Plan([])
-        """Of the last call of `score`."""
+        """Plan of the last call of `loglikelihood`."""
 
-    def score(
+    def loglikelihood(
         self,
-        requests: Sequence[Score],
+        requests: Sequence[LoglikelihoodRequest],
         progress: Callable[[int], None] = lambda done: None,
         *,
         window: int | None = None,
-        meanwhile: Callable[[], bool] = idle,
-    ) -> list[Scored]:
-        rows = rows_of(requests, min(window or self.window, self.window))
+        host_work: Callable[[], bool] = no_host_work,
+    ) -> list[Loglikelihood]:
+        rows = make_rows(requests, min(window or self.window, self.window))
         users = [0] * len(rows.rows)
-        for place in rows.place:
-            users[place] += 1
+        for row in rows.row_of:
+            users[row] += 1
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
-        # Not padded on the left: not every model can tell that from text.
-        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share, padded=False)
+        # No padding on the left: not every model can mask it.
+        self.plan = make_plan(rows, self.limits, window=self.window, share=self.share, left_padding=False)
         with torch.no_grad():
-            for family in self.plan.families:
-                for row, score in self._read_family(family):
+            for subtree in self.plan.subtrees:
+                for row, score in self._score_subtree(subtree):
                     found[row] = score
                     progress(users[row])
         return [
-            Scored(*found[place], tokens=rows.rows[place].scored, truncated=truncated)
-            for place, truncated in zip(rows.place, rows.truncated, strict=True)
+            Loglikelihood(*found[row], tokens=rows.rows[row].scored, truncated=truncated)
+            for row, truncated in zip(rows.row_of, rows.truncated, strict=True)
         ]
 
     def _token_bytes(self) -> int | None:
-        """That a token takes in the cache; None for a cache that does not only hold keys and values, token by token."""
+        """Memory of a token in the cache; None for a cache that holds more than keys and values per token."""
         from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
         with torch.no_grad():
@@ -94,45 +97,48 @@ class HuggingFaceScorer:
             return None
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // ids.shape[1]
 
-    def _read_family(self, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
-        trunk = self._filled(None, [family.trunk]) if family.trunk else None
-        for batch in family.batches:
-            cache = trunk
+    def _score_subtree(self, subtree: Subtree) -> Iterator[tuple[int, tuple[float, bool]]]:
+        root = self._extend(None, [subtree.root]) if subtree.root else None
+        for batch in subtree.batches:
+            cache = root
             if batch.prefixes:
-                copies = None if trunk is None else _taken(trunk, [0] * len(batch.prefixes))
-                cache = self._filled(copies, batch.prefixes)
-            for piece in batch.pieces:
-                yield from self._read_piece(piece, cache)
+                copies = None if root is None else _select_rows(root, [0] * len(batch.prefixes))
+                cache = self._extend(copies, batch.prefixes)
+            for suffix_batch in batch.suffix_batches:
+                yield from self._score_suffixes(suffix_batch, cache)
 
-    def _filled(self, cache: Any, prefixes: Sequence[Sequence[int]]) -> Any:
-        """prefixes: of one length."""
+    def _extend(self, cache: Any, prefixes: Sequence[Sequence[int]]) -> Any:
+        """Cache after reading prefixes of one length behind what `cache` holds."""
         ids = torch.tensor(prefixes, device=self.device)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
-    def _read_piece(self, piece: Sequence[Tail], before: Any) -> Iterator[tuple[int, tuple[float, bool]]]:
-        starts = [len(tail.tokens) - self.plan.rows[tail.row].scored for tail in piece]
-        width = max(len(tail.tokens) for tail in piece)
+    def _score_suffixes(self, suffix_batch: Sequence[Suffix], before: Any) -> Iterator[tuple[int, tuple[float, bool]]]:
+        starts = [len(suffix.tokens) - self.plan.rows[suffix.row].scored for suffix in suffix_batch]
+        width = max(len(suffix.tokens) for suffix in suffix_batch)
         keep = width - min(starts)
-        most = max(_LOGITS // (self.vocab_size * (keep if self.keeps else width)), 1)
-        for at in range(0, len(piece), most):
+        most = max(_LOGITS // (self.vocab_size * (keep if self.logits_to_keep else width)), 1)
+        for at in range(0, len(suffix_batch), most):
             some = slice(at, at + most)
-            yield from self._read(piece[some], starts[some], width, keep, before)
+            yield from self._read(suffix_batch[some], starts[some], width, keep, before)
 
     def _read(
-        self, tails: Sequence[Tail], starts: Sequence[int], width: int, keep: int, before: Any
+        self, suffixes: Sequence[Suffix], starts: Sequence[int], width: int, keep: int, before: Any
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        ids = torch.zeros(len(tails), width, dtype=torch.int64)
-        labels = torch.full((len(tails), width), IGNORE)
-        for i, (tail, start) in enumerate(zip(tails, starts, strict=True)):
-            row = self.plan.rows[tail.row]
-            ids[i, : len(tail.tokens)] = torch.tensor(tail.tokens)
-            labels[i, start : len(tail.tokens)] = torch.tensor(row.tokens[-row.scored :])
-        # No attention mask: what is padded comes after all that is scored, and causal models do not look ahead.
-        options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps else {}
+        ids = torch.zeros(len(suffixes), width, dtype=torch.int64)
+        labels = torch.full((len(suffixes), width), IGNORE)
+        for i, (suffix, start) in enumerate(zip(suffixes, starts, strict=True)):
+            row = self.plan.rows[suffix.row]
+            ids[i, : len(suffix.tokens)] = torch.tensor(suffix.tokens)
+            labels[i, start : len(suffix.tokens)] = torch.tensor(row.tokens[-row.scored :])
+        # No attention mask: padding comes after all scored tokens, and attention is causal.
+        options: dict[str, Any] = {"logits_to_keep": keep} if self.logits_to_keep else {}
         if before is None:
             options["use_cache"] = False
         else:
-            options |= {"use_cache": True, "past_key_values": _taken(before, [tail.parent for tail in tails])}
+            options |= {
+                "use_cache": True,
+                "past_key_values": _select_rows(before, [suffix.parent for suffix in suffixes]),
+            }
         logits = self.model(ids.to(self.device), **options).logits[:, -keep:]
         labels = labels[:, -keep:].to(self.device)
         scored = labels != IGNORE
@@ -141,21 +147,21 @@ class HuggingFaceScorer:
         greedy = torch.ones_like(scored)
         scores[scored] = (picked.gather(-1, wanted[:, None])[:, 0] - picked.logsumexp(dim=-1)).double()
         greedy[scored] = picked.argmax(dim=-1) == wanted
-        numbers = (tail.row for tail in tails)
+        numbers = (suffix.row for suffix in suffixes)
         yield from zip(numbers, zip(scores.sum(1).tolist(), greedy.all(1).tolist(), strict=True), strict=True)
 
-    def generate(
-        self, requests: Sequence[Generate], progress: Callable[[int], None] = lambda done: None
-    ) -> list[Generated]:
-        """Contexts of one length at a time: without padding, no model can take it for text."""
+    def generate_until(
+        self, requests: Sequence[GenerateUntilRequest], progress: Callable[[int], None] = lambda done: None
+    ) -> list[GeneratedText]:
+        """Responses in order; each batch has contexts of one length, and so no padding."""
         contexts = [cut_context(request, self.window) for request in requests]
-        found: dict[int, Generated] = {}
+        found: dict[int, GeneratedText] = {}
         order = sorted(range(len(requests)), key=lambda i: (len(contexts[i]), requests[i].max_new_tokens))
-        batches = pack(
+        batches = batch_sorted(
             order,
             rows=lambda first: self.limits.rows(len(contexts[first]) + requests[first].max_new_tokens, 0),
             waste=lambda first, index: 0,
-            patience=0,
+            call_cost=0,
             fits=lambda first, index: (
                 len(contexts[first]) == len(contexts[index])
                 and requests[first].max_new_tokens == requests[index].max_new_tokens
@@ -166,7 +172,7 @@ class HuggingFaceScorer:
             self._decode([contexts[index] for index in batch], answers, requests[batch[0]].max_new_tokens)
             for index, answer in zip(batch, answers, strict=True):
                 lost = len(requests[index].context) - len(contexts[index])
-                found[index] = Generated(answer.finish(), truncated=lost)
+                found[index] = GeneratedText(answer.finish(), truncated=lost)
             progress(len(batch))
         return [found[index] for index in range(len(requests))]
 
@@ -175,8 +181,8 @@ class HuggingFaceScorer:
 
         def ended(seen: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             tokens = seen[:, -1].tolist()
-            ends = [answer.add(token) for answer, token in zip(answers, tokens, strict=True)]
-            return torch.tensor(ends, device=self.device)
+            next_tokens = [answer.add(token) for answer, token in zip(answers, tokens, strict=True)]
+            return torch.tensor(next_tokens, device=self.device)
 
         with torch.no_grad():
             self.model.generate(
@@ -191,8 +197,8 @@ class HuggingFaceScorer:
             )
 
 
-def _taken(cache: Any, rows: Sequence[int]) -> Any:
-    """A cache with copies of these rows of another's, which stays as it is."""
+def _select_rows(cache: Any, rows: Sequence[int]) -> Any:
+    """New cache with copies of some rows of another."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:
@@ -203,7 +209,7 @@ def _taken(cache: Any, rows: Sequence[int]) -> Any:
 
 
 def load_huggingface(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """AutoModelForCausalLM of a folder. Raises EvalError that says why transformers cannot load one."""
+    """AutoModelForCausalLM of a folder. Raises EvalError with the reason when transformers cannot load one."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -215,7 +221,7 @@ def load_huggingface(folder: Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def window_of_config(folder: Path) -> int:
-    """What config.json, or its class's default, says. Raises EvalError when neither does."""
+    """Longest input by config.json or its class's default. Raises EvalError when neither gives one."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Work that is done before it is asked for: in steps, in the time in which somebody waits."""
+"""Host work in steps, which is overlapped with GPU work: preparing the next task's requests while a GPU is busy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 Steps = Generator[None, None, Made]
-"""Work of some milliseconds between one yield and the next, and what it comes to at last."""
+"""A computation that yields every few milliseconds and returns its result."""
 
 
-def finished(steps: Steps[Made]) -> Made:
-    """What they come to."""
+def run_steps(steps: Steps[Made]) -> Made:
+    """Run a computation to its end and return its result."""
     while True:
         try:
             next(steps)
@@ -24,16 +24,17 @@ def finished(steps: Steps[Made]) -> Made:
             return end.value
 
 
-FURTHER = 3
-"""Items that are made before their turn: the time of a small one does not suffice for the large one that follows."""
+LOOKAHEAD = 3
+"""Items prepared before their turn: the time of a small one does not suffice for a large one that follows."""
 
 
-class Ahead(Generic[Item, Made]):
-    """Iterates over each item and what make(item) comes to, in order. What make raises is raised where its item's turn comes.
+class Prefetcher(Generic[Item, Made]):
+    """Iterator over pairs (item, result of make(item)), in order; later items are prepared by calls of `step`.
 
-    `step`, called while there is nothing better to do, does some of the next items' work. No thread does it, because every
-    operation of torch gives Python's lock away, and a thread that is busy in Python returns it only when its time is up: 500
-    small operations took 4 s instead of 3 ms, and 70 ms with sys.setswitchinterval(5e-5).
+    `step` is called while a GPU is busy and advances one of the next items by one step. An exception of make is raised when
+    its item's turn comes. It uses no thread, because every torch operation releases the GIL, and a thread that computes
+    in Python returns it only when its switch interval is over: 500 small operations took 4 s instead of 3 ms, and 70 ms with
+    sys.setswitchinterval(5e-5).
     """
 
     def __init__(self, items: Iterable[Item], make: Callable[[Item], Steps[Made]]):
@@ -49,20 +50,20 @@ class Ahead(Generic[Item, Made]):
             yield item, made.result()
 
     def step(self) -> bool:
-        """Whether there was anything to do."""
-        for _, steps, made in itertools.islice(self._left, FURTHER):
+        """Do one step of the next unfinished item; False if there is none."""
+        for _, steps, made in itertools.islice(self._left, LOOKAHEAD):
             if made.done():
                 continue
             try:
                 next(steps)
             except StopIteration as end:
                 made.set_result(end.value)
-            except Exception as error:  # waits for its item's turn
+            except Exception as error:  # raised when the item's turn comes
                 made.set_exception(error)
             return True
         return False
 
 
-def idle() -> bool:
-    """A `step` of nothing."""
+def no_host_work() -> bool:
+    """Default of `host_work` arguments: nothing to do while the GPU is busy."""
     return False

@@ -1,10 +1,10 @@
-"""A plan for scoring rows in which what they have in common is read once. No torch here.
+"""Plan for scoring rows with a cache, in which a prefix that several rows share is read once. Imports no torch.
 
-Rows share tokens on two levels: a document's choices share its question (a unit), and documents may share a few-shot
-prefix (a trunk). The rows of a cache must end together, which leaves two ways to continue units of different lengths:
-without a trunk they are padded on the left; after one, which is in the cache already, all are cut where the shortest
-ends, and what is left of the longer ones is read with their choices. Choices of one token need no continuation at all:
-the logits after the question score each of them.
+Prefixes are shared on two levels: the choices of one document share its question (a RowGroup), and documents may share few-shot
+examples (the root of a Subtree). All rows of a cache must have the same length, which leaves two ways to continue groups of
+different lengths: without a root, their prefixes are padded on the left; after a root, which is in the cache already, all
+prefixes are cut to the length of the shortest, and the rest of the longer ones is read with the suffixes. Choices of one
+token need no suffix: the logits after the question score each of them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from llmtrain.eval.scoring.batching import Limits, Row, Rows, pack
+from llmtrain.eval.scoring.batching import Limits, Row, Rows, batch_sorted
 
 
 @dataclass(frozen=True)
-class Prices:
-    """What sharing costs, in tokens. split: of each row that is split into a shared part and the rest; trunk: of each
-    document that follows a trunk."""
+class SharingCosts:
+    """Costs of sharing, in tokens. split: per row that is split into prefix and suffix; root: per document that follows a root."""
 
     split: int
-    trunk: int
+    root: int
 
 
-_CACHED = Prices(split=8, trunk=16)
-"""The cache is copied for every row; what follows a trunk cannot be padded on the left."""
+_CACHED_COSTS = SharingCosts(split=8, root=16)
+"""Costs with a cache: it is copied for every row; prefixes that follow a root cannot be padded on the left."""
 
 
 @dataclass(frozen=True)
-class Tail:
-    """What is read of a row when its prefix is in the cache. parent: which prefix of the batch; row: in the plan's rows."""
+class Suffix:
+    """Tokens of a row that are read after its prefix. row: index in the plan's rows; parent: index of the batch's prefix."""
 
     row: int
     parent: int
@@ -41,146 +40,162 @@ class Tail:
 
 @dataclass(frozen=True)
 class Batch:
-    """prefixes: token ids after the trunk, read once each (none: tails follow the trunk directly). pieces: of tails,
-    each one call, padded on the right. ends: (row, prefix) of rows that lack but their last token then; with ends there
-    are no pieces."""
+    """Prefixes that are read together, and what follows them.
+
+    prefixes: token ids after the root, each read once; none where suffixes follow the root directly. suffix_batches: suffixes
+    of one call each, padded on the right. next_tokens: (row, prefix) of rows of which only the last token is left after the
+    prefix; a batch has either these or suffix_batches.
+    """
 
     prefixes: list[tuple[int, ...]]
-    pieces: list[list[Tail]]
-    ends: list[tuple[int, int]] = field(default_factory=list)
+    suffix_batches: list[list[Suffix]]
+    next_tokens: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Family:
-    """Batches that begin with the same tokens, which may be none."""
+class Subtree:
+    """Batches of rows that all begin with the tokens of `root`, which may be empty."""
 
-    trunk: tuple[int, ...]
+    root: tuple[int, ...]
     batches: list[Batch]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that has to be read to score some rows, and what it costs in tokens."""
+    """Everything that has to be read to score `rows`."""
 
     rows: list[Row]
-    families: list[Family] = field(default_factory=list)
+    subtrees: list[Subtree] = field(default_factory=list)
 
     def batches(self) -> Iterator[Batch]:
-        for family in self.families:
-            yield from family.batches
+        for subtree in self.subtrees:
+            yield from subtree.batches
 
     @property
     def tokens(self) -> int:
         """Tokens read, without padding."""
-        total = sum(len(family.trunk) for family in self.families)
+        total = sum(len(subtree.root) for subtree in self.subtrees)
         for batch in self.batches():
-            total += sum(map(len, batch.prefixes)) + sum(len(tail.tokens) for piece in batch.pieces for tail in piece)
+            total += sum(map(len, batch.prefixes)) + sum(
+                len(one.tokens) for some in batch.suffix_batches for one in some
+            )
         return total
 
     @property
     def slots(self) -> int:
         """Tokens read, padding included."""
-        total = sum(len(family.trunk) for family in self.families)
+        total = sum(len(subtree.root) for subtree in self.subtrees)
         for batch in self.batches():
             total += len(batch.prefixes) * max(map(len, batch.prefixes), default=0)
-            total += sum(len(piece) * max(len(tail.tokens) for tail in piece) for piece in batch.pieces)
+            total += sum(len(some) * max(len(one.tokens) for one in some) for some in batch.suffix_batches)
         return total
 
     @property
     def calls(self) -> int:
-        """Of the model."""
-        reads = sum(bool(batch.prefixes) + len(batch.pieces) for batch in self.batches())
-        return reads + sum(bool(family.trunk) for family in self.families)
+        """Forward passes."""
+        reads = sum(bool(batch.prefixes) + len(batch.suffix_batches) for batch in self.batches())
+        return reads + sum(bool(subtree.root) for subtree in self.subtrees)
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Rows of one document that begin alike. head: what they share, before the first token that decides a score; for a
-    single row all of that. whole: they share all that is read of them, and score one token each. longest: of the rows."""
+class RowGroup:
+    """Rows of one document that share a prefix.
+
+    prefix: shared tokens before the first one whose logits are scored; for a single row all of those. longest: tokens read of the
+    longest row. single_token: the rows read the same tokens and score one token each.
+    """
 
     rows: list[int]
-    head: tuple[int, ...]
+    prefix: tuple[int, ...]
     longest: int
-    whole: bool = False
+    single_token: bool = False
 
     @property
     def shared(self) -> int:
-        return len(self.head)
+        return len(self.prefix)
 
 
-def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True, padded: bool = True) -> Plan:
-    """window: slots that a cache may have at most. share: False reads every row whole. padded: False for a model whose cache
+def make_plan(rows: Rows, limits: Limits, *, window: int, share: bool = True, left_padding: bool = True) -> Plan:
+    """Plan for `rows`.
+
+    window: most tokens per row of a cache. share: False reads every row whole. left_padding: False for a model whose cache
     cannot begin with padding.
     """
     plan = Plan(rows.rows)
     if not share:
-        plan.families.append(Family((), list(_whole(plan, range(len(rows.rows)), 0, limits))))
+        plan.subtrees.append(Subtree((), list(_unshared(plan, range(len(rows.rows)), 0, limits))))
         return plan
-    for trunk, some in shared_starts(units_of(rows, _CACHED), _CACHED, 2 * limits.patience):
-        cut = trunk or not padded
-        batches = _after_trunk(plan, some, len(trunk), limits) if cut else _without_trunk(plan, some, limits, window)
-        plan.families.append(Family(trunk, list(batches)))
+    for root, some in split_by_root(row_groups(rows, _CACHED_COSTS), _CACHED_COSTS, 2 * limits.call_cost):
+        cut = root or not left_padding
+        batches = _after_root(plan, some, len(root), limits) if cut else _without_root(plan, some, limits, window)
+        plan.subtrees.append(Subtree(root, list(batches)))
     return plan
 
 
-def shared_starts(units: Iterable[Unit], prices: Prices, call: int) -> Iterator[tuple[tuple[int, ...], list[Unit]]]:
-    """Units that begin with the same tokens (a trunk), and at last those that share none. call: what a trunk itself costs."""
-    units = sorted(units, key=lambda unit: unit.head)
-    common = [max(_common(a.head, b.head) - prices.trunk, 0) for a, b in pairwise(units)]
-    rest: list[Unit] = []
+def split_by_root(
+    groups: Iterable[RowGroup], costs: SharingCosts, call: int
+) -> Iterator[tuple[tuple[int, ...], list[RowGroup]]]:
+    """(root, the groups whose prefixes begin with it); the groups without a root come last, as one pair with an empty root.
+
+    call: cost in tokens of reading a root by itself.
+    """
+    groups = sorted(groups, key=lambda group: group.prefix)
+    common = [max(common_length(a.prefix, b.prefix) - costs.root, 0) for a, b in pairwise(groups)]
+    rest: list[RowGroup] = []
     at = 0
     for start, stop, shared in best_runs(common, call):
-        rest += units[at:start]
+        rest += groups[at:start]
         at = stop
-        yield units[start].head[: shared + prices.trunk], units[start:stop]
-    yield (), [*rest, *units[at:]]
+        yield groups[start].prefix[: shared + costs.root], groups[start:stop]
+    yield (), [*rest, *groups[at:]]
 
 
-def units_of(rows: Rows, prices: Prices) -> Iterator[Unit]:
+def row_groups(rows: Rows, costs: SharingCosts) -> Iterator[RowGroup]:
+    """Groups of each document's rows among which sharing a prefix pays."""
     documents: dict[int, list[int]] = {}
     for row, document in enumerate(rows.document):
         documents.setdefault(document, []).append(row)
     for group in documents.values():
         read = sorted((rows.rows[row].tokens[:-1], rows.rows[row].scored, row) for row in group)
-        alike = [[row for _, _, row in same] for _, same in groupby(read, key=itemgetter(0, 1))]
-        yield from _of_document(rows, alike, prices.split)
+        same_input = [[row for _, _, row in same] for _, same in groupby(read, key=itemgetter(0, 1))]
+        yield from _document_groups(rows, same_input, costs.split)
 
 
-def _of_document(rows: Rows, alike: list[list[int]], price: int) -> Iterator[Unit]:
-    """alike: a document's rows; those that read the same tokens, and differ in the last that is scored, in one list."""
-    found = [rows.rows[same[0]] for same in alike]
-    common = [min(_common(a.tokens, b.tokens), a.start, b.start) for a, b in pairwise(found)]
-    worth = [max(tokens - price, 0) for tokens in common]
+def _document_groups(rows: Rows, same_input: list[list[int]], split_cost: int) -> Iterator[RowGroup]:
+    """same_input: a document's rows, in lists of those that read the same tokens and differ in the last scored token only."""
+    found = [rows.rows[same[0]] for same in same_input]
+    common = [min(common_length(a.tokens, b.tokens), a.start, b.start) for a, b in pairwise(found)]
+    gains = [max(tokens - split_cost, 0) for tokens in common]
     at = 0
-    for start, stop, shared in [*best_runs(worth, price), (len(alike), len(alike), 0)]:
-        for same, row in zip(alike[at:start], found[at:start], strict=True):
+    for start, stop, shared in [*best_runs(gains, split_cost), (len(same_input), len(same_input), 0)]:
+        for same, row in zip(same_input[at:start], found[at:start], strict=True):
             if row.scored == 1:
-                yield Unit(same, row.tokens[: row.start], row.length, whole=len(same) > 1)
+                yield RowGroup(same, row.tokens[: row.start], row.length, single_token=len(same) > 1)
             else:
-                yield from (Unit([one], row.tokens[: row.start], row.length) for one in same)
+                yield from (RowGroup([one], row.tokens[: row.start], row.length) for one in same)
         if start < stop:
-            together = [row for same in alike[start:stop] for row in same]
-            head = found[start].tokens[: shared + price]
-            yield Unit(together, head, max(row.length for row in found[start:stop]))
+            members = [row for same in same_input[start:stop] for row in same]
+            prefix = found[start].tokens[: shared + split_cost]
+            yield RowGroup(members, prefix, max(row.length for row in found[start:stop]))
         at = stop
 
 
-def best_runs(common: Sequence[int], price: int) -> list[tuple[int, int, int]]:
-    """Which neighbours in a sorted sequence should share what they have in common: (start, stop, tokens) of each run.
+def best_runs(common: Sequence[int], cost: int) -> list[tuple[int, int, int]]:
+    """Runs of neighbours in a sorted sequence that should share a prefix: (start, stop, shared tokens) of each run.
 
-    common: tokens that items i and i + 1 begin with alike. A run of n items saves (n - 1) times the least of its
-    `common`, and costs `price`. Each takes all neighbours that have so much in common; among such runs the sum is the
-    largest possible. Items outside of runs share nothing.
+    common: length of the common prefix of items i and i + 1. A run of n items saves (n - 1) times the least of its `common`,
+    and costs `cost`. Each run extends over all neighbours that share so many tokens; among such runs the total saving is
+    maximal. Items outside of runs share nothing.
     """
-    # Intervals whose items have `depth` tokens in common form a tree. Each is closed once; then it is a run of its own,
-    # or leaves its parts as they are. Of an open one: depth, first item, gain and runs of its parts.
+    # Intervals whose items share `depth` tokens form a tree. When an interval is closed, it becomes one run, or keeps the
+    # runs of its parts if these save more. Of an open interval: depth, first item, gain and runs of its parts.
     open_: list[tuple[int, int, int, list[tuple[int, int, int]]]] = [(0, 0, 0, [])]
     for i, depth in enumerate([*common, 0]):
         left, gain, runs = i, 0, []
         while open_[-1][0] > depth:
             inner, left, gain, runs = open_.pop()
-            if inner * (i - left) - price > gain:
-                gain, runs = inner * (i - left) - price, [(left, i + 1, inner)]
+            if inner * (i - left) - cost > gain:
+                gain, runs = inner * (i - left) - cost, [(left, i + 1, inner)]
             outer, first, before, earlier = open_[-1]
             if outer >= depth:
                 earlier += runs
@@ -191,94 +206,97 @@ def best_runs(common: Sequence[int], price: int) -> list[tuple[int, int, int]]:
     return open_[0][3]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    alike, apart = 0, min(len(a), len(b)) + 1
-    while apart - alike > 1:
-        middle = (alike + apart) // 2
-        if a[alike:middle] == b[alike:middle]:
-            alike = middle
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two sequences, by bisection."""
+    equal, different = 0, min(len(a), len(b)) + 1
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        if a[equal:middle] == b[equal:middle]:
+            equal = middle
         else:
-            apart = middle
-    return alike
+            different = middle
+    return equal
 
 
-def _without_trunk(plan: Plan, units: list[Unit], limits: Limits, window: int) -> Iterator[Batch]:
-    """Heads of several rows are read first, padded on the left; single rows whole."""
-    single = [unit for unit in units if len(unit.rows) == 1]
-    yield from _ends(plan, [unit for unit in units if unit.whole], limits)
-    several = sorted((u for u in units if len(u.rows) > 1 and not u.whole), key=lambda unit: -unit.shared)
-    batches = pack(
+def _without_root(plan: Plan, groups: list[RowGroup], limits: Limits, window: int) -> Iterator[Batch]:
+    """Batches of groups without a root: prefixes of several rows padded on the left, single rows whole."""
+    single = [group for group in groups if len(group.rows) == 1]
+    yield from _next_token_batches(plan, [group for group in groups if group.single_token], limits)
+    several = sorted((u for u in groups if len(u.rows) > 1 and not u.single_token), key=lambda group: -group.shared)
+    batches = batch_sorted(
         several,
         rows=lambda first: limits.rows(first.shared, first.shared),
-        waste=lambda first, unit: first.shared - unit.shared,
-        patience=limits.patience,
-        fits=lambda first, unit: first.shared + unit.longest - unit.shared <= window,
+        waste=lambda first, group: first.shared - group.shared,
+        call_cost=limits.call_cost,
+        fits=lambda first, group: first.shared + group.longest - group.shared <= window,
     )
     for batch in batches:
-        if sum((len(unit.rows) - 1) * unit.shared for unit in batch) < limits.patience:
+        if sum((len(group.rows) - 1) * group.shared for group in batch) < limits.call_cost:
             single += batch  # reading them again costs less than one more call
             continue
-        tails = _tails(plan, batch, [unit.shared for unit in batch])
-        yield Batch([unit.head for unit in batch], _pieces(tails, max(unit.shared for unit in batch), limits))
-    yield from _whole(plan, [row for unit in single for row in unit.rows], 0, limits)
+        suffixes = _suffixes(plan, batch, [group.shared for group in batch])
+        yield Batch(
+            [group.prefix for group in batch], _suffix_batches(suffixes, max(group.shared for group in batch), limits)
+        )
+    yield from _unshared(plan, [row for group in single for row in group.rows], 0, limits)
 
 
-def _ends(plan: Plan, units: list[Unit], limits: Limits) -> Iterator[Batch]:
-    """Choices of one token."""
-    inputs = {unit.rows[0]: plan.rows[unit.rows[0]].tokens[:-1] for unit in units}
-    batches = pack(
-        sorted(units, key=lambda unit: -unit.longest),
+def _next_token_batches(plan: Plan, groups: list[RowGroup], limits: Limits) -> Iterator[Batch]:
+    """Batches of groups whose choices have one token."""
+    inputs = {group.rows[0]: plan.rows[group.rows[0]].tokens[:-1] for group in groups}
+    batches = batch_sorted(
+        sorted(groups, key=lambda group: -group.longest),
         rows=lambda first: limits.rows(first.longest, first.longest),
-        waste=lambda first, unit: first.longest - unit.longest,
-        patience=limits.patience,
+        waste=lambda first, group: first.longest - group.longest,
+        call_cost=limits.call_cost,
     )
     for batch in batches:
-        ends = [(row, parent) for parent, unit in enumerate(batch) for row in unit.rows]
-        yield Batch([inputs[unit.rows[0]] for unit in batch], [], ends)
+        last = [(row, parent) for parent, group in enumerate(batch) for row in group.rows]
+        yield Batch([inputs[group.rows[0]] for group in batch], [], last)
 
 
-def _after_trunk(plan: Plan, units: list[Unit], trunk: int, limits: Limits) -> Iterator[Batch]:
-    """Heads are cut where the shortest of the batch ends. trunk: may be 0."""
-    single = [row for unit in units if len(unit.rows) == 1 for row in unit.rows]
-    several = sorted((unit for unit in units if len(unit.rows) > 1), key=lambda unit: unit.shared)
-    batches = pack(
+def _after_root(plan: Plan, groups: list[RowGroup], root: int, limits: Limits) -> Iterator[Batch]:
+    """Batches of groups after `root` tokens (may be 0): prefixes cut to the length of the shortest of the batch."""
+    single = [row for group in groups if len(group.rows) == 1 for row in group.rows]
+    several = sorted((group for group in groups if len(group.rows) > 1), key=lambda group: group.shared)
+    batches = batch_sorted(
         several,
-        rows=lambda first: limits.rows(first.shared - trunk, first.shared),
-        waste=lambda first, unit: (unit.shared - first.shared) * (len(unit.rows) - 1),
-        patience=limits.patience,
+        rows=lambda first: limits.rows(first.shared - root, first.shared),
+        waste=lambda first, group: (group.shared - first.shared) * (len(group.rows) - 1),
+        call_cost=limits.call_cost,
     )
     for batch in batches:
         cut = batch[0].shared
-        saved = sum((len(unit.rows) - 1) * (cut - trunk) for unit in batch)
-        if cut == trunk or saved < limits.patience:
-            single += [row for unit in batch for row in unit.rows]
+        saved = sum((len(group.rows) - 1) * (cut - root) for group in batch)
+        if cut == root or saved < limits.call_cost:
+            single += [row for group in batch for row in group.rows]
             continue
-        tails = _tails(plan, batch, [cut] * len(batch))
-        yield Batch([unit.head[trunk:cut] for unit in batch], _pieces(tails, cut, limits))
-    yield from _whole(plan, single, trunk, limits)
+        suffixes = _suffixes(plan, batch, [cut] * len(batch))
+        yield Batch([group.prefix[root:cut] for group in batch], _suffix_batches(suffixes, cut, limits))
+    yield from _unshared(plan, single, root, limits)
 
 
-def _whole(plan: Plan, rows: Sequence[int], trunk: int, limits: Limits) -> Iterator[Batch]:
-    tails = [Tail(row, 0, plan.rows[row].tokens[trunk:-1]) for row in rows]
-    yield from (Batch([], [piece]) for piece in _pieces(tails, trunk, limits))
+def _unshared(plan: Plan, rows: Sequence[int], root: int, limits: Limits) -> Iterator[Batch]:
+    """Batches of rows that share nothing after `root` tokens."""
+    suffixes = [Suffix(row, 0, plan.rows[row].tokens[root:-1]) for row in rows]
+    yield from (Batch([], [some]) for some in _suffix_batches(suffixes, root, limits))
 
 
-def _tails(plan: Plan, units: list[Unit], cuts: list[int]) -> list[Tail]:
+def _suffixes(plan: Plan, groups: list[RowGroup], cuts: list[int]) -> list[Suffix]:
     return [
-        Tail(row, parent, plan.rows[row].tokens[cut:-1])
-        for parent, (unit, cut) in enumerate(zip(units, cuts, strict=True))
-        for row in unit.rows
+        Suffix(row, parent, plan.rows[row].tokens[cut:-1])
+        for parent, (group, cut) in enumerate(zip(groups, cuts, strict=True))
+        for row in group.rows
     ]
 
 
-def _pieces(tails: list[Tail], before: int, limits: Limits) -> list[list[Tail]]:
-    """before: slots of the cache that are taken already."""
+def _suffix_batches(suffixes: list[Suffix], before: int, limits: Limits) -> list[list[Suffix]]:
+    """before: tokens in the cache already."""
     return list(
-        pack(
-            sorted(tails, key=lambda tail: -len(tail.tokens)),
+        batch_sorted(
+            sorted(suffixes, key=lambda suffix: -len(suffix.tokens)),
             rows=lambda first: limits.rows(len(first.tokens), before + len(first.tokens)),
-            waste=lambda first, tail: len(first.tokens) - len(tail.tokens),
-            patience=limits.patience,
+            waste=lambda first, suffix: len(first.tokens) - len(suffix.tokens),
+            call_cost=limits.call_cost,
         )
     )

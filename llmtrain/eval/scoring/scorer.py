@@ -1,4 +1,4 @@
-"""What answers requests: the interface, and a HybridLM behind it."""
+"""Scorer: the interface of models that answer requests, and its implementation by a HybridLM."""
 
 from __future__ import annotations
 
@@ -10,57 +10,59 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.scoring.batching import Limits, Rows, rows_of
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
+from llmtrain.eval.scoring.batching import Limits, Rows, make_rows
 from llmtrain.eval.scoring.generation import generate_greedily
-from llmtrain.eval.scoring.overlap import idle
-from llmtrain.eval.scoring.packed import read_packs
-from llmtrain.eval.scoring.packing import Packs, Segment, packs_of
-from llmtrain.eval.scoring.prefix_plan import Batch, Family, Plan, Tail, make_plan
-from llmtrain.eval.scoring.request import Generate, Generated, Score, Scored
+from llmtrain.eval.scoring.overlap import no_host_work
+from llmtrain.eval.scoring.packed_plan import PackedPlan, Segment, pack_rows
+from llmtrain.eval.scoring.packed_scoring import score_packs
+from llmtrain.eval.scoring.prefix_plan import Batch, Plan, Subtree, Suffix, make_plan
 from llmtrain.models.cache import Cache
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import IGNORE, TokenScores
 
 Progress = Callable[[int], None]
-"""Told how many more requests are done."""
+"""progress(n): n more requests are done."""
 
 
 class Scorer(Protocol):
-    """Answers do not depend on which requests come together."""
+    """Model behind the requests `loglikelihood` and `generate_until`. Responses do not depend on how requests are batched."""
 
     window: int
     """Tokens it can read."""
     limits: Limits
 
-    def score(
+    def loglikelihood(
         self,
-        requests: Sequence[Score],
+        requests: Sequence[LoglikelihoodRequest],
         progress: Progress = ...,
         *,
         window: int | None = None,
-        meanwhile: Callable[[], bool] = ...,
-    ) -> list[Scored]:
-        """In order. window: read no more than so many tokens; contexts lose their left end. meanwhile: may be called while a
-        GPU is at work, does some other work, and says whether there was any.
+        host_work: Callable[[], bool] = ...,
+    ) -> list[Loglikelihood]:
+        """Responses in order.
 
-        Raises EvalError for an empty context, and for a continuation that does not fit.
+        window: most tokens read; longer contexts are cut on the left. host_work: called while the GPU is busy; does a step of
+        other work and returns False when there is none left. Raises EvalError for an empty context, and for a continuation
+        that does not fit the window.
         """
         ...
 
-    def generate(self, requests: Sequence[Generate], progress: Progress = ...) -> list[Generated]:
-        """In order, greedily. Raises EvalError for more new tokens than fit the window."""
+    def generate_until(self, requests: Sequence[GenerateUntilRequest], progress: Progress = ...) -> list[GeneratedText]:
+        """Responses in order, decoded greedily. Raises EvalError for more new tokens than fit the window."""
         ...
 
 
-def nothing(done: int) -> None:
-    """Progress that nobody watches."""
+def no_progress(done: int) -> None:
+    """Default of `progress` arguments."""
 
 
 class HybridScorer:
-    """Reads what requests have in common once: in one packed sequence, or, where the model cannot, into a cache.
+    """Scorer that reads a prefix shared by several requests once: in a packed sequence, or else in a cache.
 
-    max_batch_tokens: read at a time, padding included. share: False reads every request whole. packed: default where the
-    model can and a GPU serves. end_ids: tokens beside the tokenizer's end-of-document one that end an answer.
+    max_batch_tokens: tokens per forward pass, padding included. share: False reads every request whole. packed: default True on
+    a GPU for models whose blocks all support prefix trees. end_ids: tokens that end an answer, beside the tokenizer's
+    end-of-document token.
     """
 
     def __init__(
@@ -79,79 +81,81 @@ class HybridScorer:
         self.device = model.embed.weight.device
         self.limits = limits_for(model, max_batch_tokens)
         self.packed = share and (self.device.type == "cuda" and model.no_trees() is None if packed is None else packed)
-        self.plan: Plan | Packs = Plan([])
-        """Of the last call of `score`."""
+        self.plan: Plan | PackedPlan = Plan([])
+        """Plan of the last call of `loglikelihood`."""
 
-    def score(
+    def loglikelihood(
         self,
-        requests: Sequence[Score],
-        progress: Progress = nothing,
+        requests: Sequence[LoglikelihoodRequest],
+        progress: Progress = no_progress,
         *,
         window: int | None = None,
-        meanwhile: Callable[[], bool] = idle,
-    ) -> list[Scored]:
-        rows = rows_of(requests, min(window or self.window, self.window))
+        host_work: Callable[[], bool] = no_host_work,
+    ) -> list[Loglikelihood]:
+        rows = make_rows(requests, min(window or self.window, self.window))
         users: list[int] = [0] * len(rows.rows)
-        for place in rows.place:
-            users[place] += 1
+        for row in rows.row_of:
+            users[row] += 1
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
-        with reading():
-            for row, score in self._read(rows, meanwhile):
+        with inference():
+            for row, score in self._score_rows(rows, host_work):
                 found[row] = score
                 progress(users[row])
         return [
-            Scored(*found[place], tokens=rows.rows[place].scored, truncated=truncated)
-            for place, truncated in zip(rows.place, rows.truncated, strict=True)
+            Loglikelihood(*found[row], tokens=rows.rows[row].scored, truncated=truncated)
+            for row, truncated in zip(rows.row_of, rows.truncated, strict=True)
         ]
 
-    def generate(self, requests: Sequence[Generate], progress: Progress = nothing) -> list[Generated]:
+    def generate_until(
+        self, requests: Sequence[GenerateUntilRequest], progress: Progress = no_progress
+    ) -> list[GeneratedText]:
         return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress, self.end_ids)
 
-    def _read(self, rows: Rows, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_rows(self, rows: Rows, host_work: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
         if self.packed:
-            yield from read_packs(self.model, rows.rows, self._packs(rows), meanwhile)
+            yield from score_packs(self.model, rows.rows, self._packs(rows), host_work)
             return
         self.plan = make_plan(rows, self.limits, window=self.window, share=self.share)
-        for family in self.plan.families:
-            yield from self._read_family(self.plan, family)
+        for subtree in self.plan.subtrees:
+            yield from self._score_subtree(self.plan, subtree)
 
     def _packs(self, rows: Rows) -> Iterator[list[Segment]]:
-        self.plan = plan = Packs(rows.rows)
-        for pack in packs_of(rows, self.limits.tokens):
+        self.plan = plan = PackedPlan(rows.rows)
+        for pack in pack_rows(rows, self.limits.tokens):
             plan.packs.append(pack)
             yield pack
 
-    def _read_family(self, plan: Plan, family: Family) -> Iterator[tuple[int, tuple[float, bool]]]:
-        trunk = None
-        if family.trunk:
-            trunk = Cache(self.model, 1, len(family.trunk))
-            self._fill(trunk, [family.trunk])
-        for batch in family.batches:
-            if batch.ends:
-                yield from self._read_ends(plan, batch)
+    def _score_subtree(self, plan: Plan, subtree: Subtree) -> Iterator[tuple[int, tuple[float, bool]]]:
+        root = None
+        if subtree.root:
+            root = Cache(self.model, 1, len(subtree.root))
+            self._fill(root, [subtree.root])
+        for batch in subtree.batches:
+            if batch.next_tokens:
+                yield from self._score_next_tokens(plan, batch)
                 continue
-            cache = self._read_prefixes(batch, trunk) if batch.prefixes else trunk
-            for piece in batch.pieces:
-                yield from self._read_piece(plan, piece, cache)
+            cache = self._cache_prefixes(batch, root) if batch.prefixes else root
+            for suffix_batch in batch.suffix_batches:
+                yield from self._score_suffixes(plan, suffix_batch, cache)
 
-    def _read_ends(self, plan: Plan, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_next_tokens(self, plan: Plan, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
         cache = Cache(self.model, len(batch.prefixes), max(map(len, batch.prefixes)))
         ids, padding = self._padded(batch.prefixes)
         logits = self.model(ids, cache=cache, padding=padding)  # [prefixes, vocab_size]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        rows = [row for row, _ in batch.ends]
-        parents = self._tensor([parent for _, parent in batch.ends])
+        rows = [row for row, _ in batch.next_tokens]
+        parents = self._tensor([parent for _, parent in batch.next_tokens])
         labels = self._tensor([plan.rows[row].tokens[-1] for row in rows])
         scores = logits[parents, labels] - logits.logsumexp(dim=-1)[parents]
         greedy = logits.argmax(dim=-1)[parents] == labels
         yield from zip(rows, zip(scores.tolist(), greedy.tolist(), strict=True), strict=True)
 
-    def _read_prefixes(self, batch: Batch, trunk: Cache | None) -> Cache:
+    def _cache_prefixes(self, batch: Batch, root: Cache | None) -> Cache:
         width = max(map(len, batch.prefixes))
-        if trunk is None:
+        if root is None:
             cache = Cache(self.model, len(batch.prefixes), width)
         else:
-            cache = trunk.take(self._tensor([0] * len(batch.prefixes)), trunk.length + width)
+            cache = root.take(self._tensor([0] * len(batch.prefixes)), root.length + width)
         self._fill(cache, batch.prefixes)
         return cache
 
@@ -160,28 +164,30 @@ class HybridScorer:
         nothing_scored = torch.full_like(ids, IGNORE)  # without labels, it would compute logits
         self.model(ids, nothing_scored, cache=cache, padding=padding)
 
-    def _read_piece(
-        self, plan: Plan, piece: Sequence[Tail], before: Cache | None
+    def _score_suffixes(
+        self, plan: Plan, suffix_batch: Sequence[Suffix], before: Cache | None
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        width = max(len(tail.tokens) for tail in piece)
+        width = max(len(suffix.tokens) for suffix in suffix_batch)
         ids, labels = [], []
-        for tail in piece:
-            row, padding = plan.rows[tail.row], width - len(tail.tokens)
-            ids.append([*tail.tokens, *[0] * padding])
+        for suffix in suffix_batch:
+            row, padding = plan.rows[suffix.row], width - len(suffix.tokens)
+            ids.append([*suffix.tokens, *[0] * padding])
             labels.append(
-                [*[IGNORE] * (len(tail.tokens) - row.scored), *row.tokens[-row.scored :], *[IGNORE] * padding]
+                [*[IGNORE] * (len(suffix.tokens) - row.scored), *row.tokens[-row.scored :], *[IGNORE] * padding]
             )
         if before is None:
-            cache = Cache(self.model, len(piece), width)
+            cache = Cache(self.model, len(suffix_batch), width)
         else:
-            cache = before.take(self._tensor([tail.parent for tail in piece]), before.length + width)
+            cache = before.take(self._tensor([suffix.parent for suffix in suffix_batch]), before.length + width)
         scores = self.model(self._tensor(ids), self._tensor(labels), cache=cache)
         assert isinstance(scores, TokenScores)
         sums, greedy = scores.log_likelihood.double().sum(dim=1), scores.greedy.all(dim=1)
-        yield from zip((tail.row for tail in piece), zip(sums.tolist(), greedy.tolist(), strict=True), strict=True)
+        yield from zip(
+            (suffix.row for suffix in suffix_batch), zip(sums.tolist(), greedy.tolist(), strict=True), strict=True
+        )
 
     def _padded(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Ids [batch, longest], padded on the left, and the padding of each row; None where there is none."""
+        """Ids [batch, longest], padded on the left, and each row's padding (None if no row has any)."""
         longest = max(map(len, prefixes))
         padding = [longest - len(ids) for ids in prefixes]
         ids = self._tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prefixes, strict=True)])
@@ -192,23 +198,23 @@ class HybridScorer:
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """No gradients, and blocks that were compiled for training run as they are written: compiled, they take no cache."""
+def inference() -> Iterator[None]:
+    """Context without gradients in which blocks compiled for training run eagerly: compiled, they take no cache."""
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def limits_for(model: HybridLM, max_batch_tokens: int | None = None) -> Limits:
-    """By default 32,768 tokens at a time on a GPU and 4,096 on a CPU. At most two caches are alive."""
-    with reading():
+    """Limits for a model: by default 32,768 tokens per pass on a GPU and 4,096 on a CPU, for two caches at a time."""
+    with inference():
         one, two = (_bytes(Cache(model, 1, capacity)) for capacity in (1, 2))
     device = model.embed.weight.device
-    tokens, patience = (32_768, 2048) if device.type == "cuda" else (4096, 128)
-    return Limits(max_batch_tokens or tokens, patience, 2 * one - two, two - one, cache_bytes(device))
+    tokens, call_cost = (32_768, 2048) if device.type == "cuda" else (4096, 128)
+    return Limits(max_batch_tokens or tokens, call_cost, 2 * one - two, two - one, cache_bytes(device))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """What all rows of one cache may take: a fifth of a GPU's free memory."""
+    """Most memory of one cache: a fifth of a GPU's free memory."""
     if device.type != "cuda":
         return 2**31
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

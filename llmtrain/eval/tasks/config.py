@@ -26,7 +26,7 @@ TEMPLATES: dict[str, dict[str, str | None]] = {
         "chain_of_thought": None,
     },
 }
-"""The templates of each type of task and their defaults, which are LLM Foundry's field names."""
+"""Templates of each type of task with their defaults, which are LLM Foundry's field names."""
 
 METRICS: dict[str, tuple[str, ...]] = {
     "multiple_choice": ("acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte", "acc_pmi"),
@@ -35,16 +35,16 @@ METRICS: dict[str, tuple[str, ...]] = {
     "perplexity": ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
     "generation": ("exact_match",),
 }
-"""What each type of task measures; lm-evaluation-harness says acc, acc_norm, acc_bytes, acc_mutual_info for the sum,
-per-character, per-byte and PMI accuracies."""
+"""Metrics of each type of task. lm-evaluation-harness calls the sum, per-character, per-byte and PMI accuracies acc,
+acc_norm, acc_bytes and acc_mutual_info."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-_OF_GENERATION = (
+_GENERATION_ONLY = (
     *("stops", "cot_delimiter", "normalize", "max_new_tokens"),
     *("extract", "ignore", "ignore_case", "ignore_punctuation"),
 )
-"""Settings of the conventions' sections without effect on other types of task."""
+"""Settings of the conventions' sections that have an effect on generation tasks only."""
 
 _HEADLINES: dict[str, dict[str, str]] = {
     "foundry": {"multiple_choice": "acc_per_token", "schema": "acc_per_token", "perplexity": "token_perplexity"},
@@ -53,38 +53,38 @@ _HEADLINES: dict[str, dict[str, str]] = {
 
 
 class TaskConfig(Templates):
-    """A task: where its records are, what a document is made of, and what differs between conventions."""
+    """A task: the source of its records, the templates of a document, and settings that differ between conventions."""
 
     name: str
-    """In results and gauntlets."""
+    """Name in results and gauntlets."""
     type: TaskType
-    """What is asked of the model."""
+    """Type of the task, which determines requests, templates and metrics."""
     about: str = ""
     """One line for people."""
     source: Source
-    """Where the records are."""
+    """Source of the records."""
     local: Source | None = None
     """Used in place of `source` when a data folder is given (--data-dir); its path is relative to that folder."""
     category: str | None = None
     """Template: documents of one category are a data set of their own, with their own few-shot examples. foundry
     averages over categories, lm-eval over documents."""
     labels: list[str] | None = None
-    """What `gold` calls the alternatives, in order: [A, B, C, D]."""
+    """Names of the alternatives in `gold`, in order: [A, B, C, D]."""
     pmi: str | None = None
     """multiple_choice: the premise of PMI scores, log p(choice | query) - log p(choice | premise), such as "Answer:"
     (Holtzman et al. 2021, arXiv:2104.08315). Empty: nothing but the token that begins a document."""
     shots: Shots = [0]
     """Numbers of few-shot examples with which the task runs."""
     foundry: FoundryPrompting = FoundryPrompting()
-    """What LLM Foundry's convention needs."""
+    """Settings of LLM Foundry's convention."""
     lm_eval: LmEvalPrompting = LmEvalPrompting()
-    """What lm-evaluation-harness's convention needs."""
+    """Settings of lm-evaluation-harness's convention."""
 
     def section(self, convention: Convention) -> FoundryPrompting | LmEvalPrompting:
         return self.foundry if convention == "foundry" else self.lm_eval
 
     def metrics(self, convention: Convention) -> tuple[str, ...]:
-        """All that the task measures, the headline first."""
+        """Names of all metrics of the task, the headline first."""
         names = METRICS[self.type]
         if self.pmi is None:
             names = tuple(name for name in names if name != "acc_pmi")
@@ -101,12 +101,12 @@ class TaskConfig(Templates):
             )
         for name in ("category", "pmi"):
             yield from template_problems(name, getattr(self, name) or "")
-        yield from self._of_another_type("", self)
+        yield from self._templates_of_other_types("", self)
         for convention in CONVENTIONS:
             name = convention.replace("-", "_")
             section = self.section(convention)
-            yield from self._of_another_type(f"{name}.", section)
-            for key in _OF_GENERATION if self.type != "generation" else ():
+            yield from self._templates_of_other_types(f"{name}.", section)
+            for key in _GENERATION_ONLY if self.type != "generation" else ():
                 if (
                     key in type(section).model_fields
                     and getattr(section, key) != type(section).model_fields[key].default
@@ -138,7 +138,7 @@ class TaskConfig(Templates):
         if self.type == "perplexity" and any(shots):
             yield Problem("shots", self.shots, "the perplexity of a text has no few-shot examples; leave shots out")
 
-    def _of_another_type(self, prefix: str, section: Templates) -> Iterator[Problem]:
+    def _templates_of_other_types(self, prefix: str, section: Templates) -> Iterator[Problem]:
         known = TEMPLATES[self.type]
         for name, _ in section.templates():
             if name not in known and name != "preamble":

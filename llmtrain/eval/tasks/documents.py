@@ -1,8 +1,8 @@
-"""Records to documents: what a task's templates make of each record, or where and why they cannot."""
+"""Documents, made from records by a task's templates; errors name the record's file and line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from llmtrain.eval.tasks.templates import Template
 
 @dataclass(frozen=True)
 class Choices:
-    """multiple_choice: one query, several answers."""
+    """Content of a multiple_choice document: one query, several choices."""
 
     query: str
     choices: tuple[str, ...]
@@ -24,7 +24,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Schema:
-    """schema: several contexts, one continuation (partial evaluation, Trinh and Le 2018, arXiv:1806.02847)."""
+    """Content of a schema document: contexts and one continuation (partial evaluation, Trinh and Le 2018, arXiv:1806.02847)."""
 
     contexts: tuple[str, ...]
     continuation: str
@@ -33,7 +33,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Continuation:
-    """language_modeling: what follows the context."""
+    """Content of a language_modeling document: a context and its continuation."""
 
     context: str
     continuation: str
@@ -41,14 +41,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Text:
-    """perplexity: nothing but text."""
+    """Content of a perplexity document."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Question:
-    """generation: the answer is free text; any of `aliases` is right."""
+    """Content of a generation document: the answer is free text; `answer` and all of `aliases` are right."""
 
     context: str
     answer: str
@@ -61,7 +61,11 @@ Content = Choices | Schema | Continuation | Text | Question
 
 @dataclass(frozen=True)
 class Document:
-    """index: position in the whole source, from 0; names the document in requests. record: as the source has it."""
+    """One document of a task.
+
+    index: position in the whole source, from 0; identifies the document in requests. where: file and line of its record. record:
+    the source's fields.
+    """
 
     index: int
     where: str
@@ -69,12 +73,12 @@ class Document:
     category: str | None = None
     preamble: str = ""
     premise: str | None = None
-    """Of PMI scores."""
+    """Context of the choices in PMI scores, in place of the query."""
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-class Recipe:
-    """A task's templates under one convention."""
+class DocumentTemplates:
+    """Compiled templates of a task under one convention."""
 
     def __init__(self, task: TaskConfig, source: Source, convention: Convention):
         self._task = task
@@ -95,7 +99,7 @@ class Recipe:
         self._premise = Template(task.pmi) if task.pmi is not None else None
 
     def document(self, record: Record, index: int) -> Document:
-        """Raises EvalError with file and line."""
+        """Document of a record. Raises EvalError with file and line."""
         try:
             names = {"record": record.data, **record.data}
             for name, template in self._fields.items():
@@ -160,7 +164,7 @@ class Recipe:
         return tuple(values)
 
     def _texts(self, name: str, names: dict[str, Any]) -> tuple[str, ...]:
-        """At least two texts, none of them empty."""
+        """Texts of a list of at least two, none of them empty."""
         values = self._list(name, names)
         for number, value in enumerate(values):
             if not isinstance(value, str):
@@ -193,3 +197,32 @@ class Recipe:
         if not 0 <= number < len(alternatives):
             raise EvalError(f"`gold` is {value!r}, but there are {len(alternatives)} alternatives, counted from 0")
         return number
+
+
+def document_text(document: Document) -> str:
+    """Document with its right answer as plain text, without examples or delimiters of a convention."""
+    match content := document.content:
+        case Choices():
+            return _joined(content.query, content.choices[content.gold])
+        case Schema():
+            return _joined(content.contexts[content.gold], content.continuation)
+        case Continuation():
+            return _joined(content.context, content.continuation)
+        case Question():
+            return _joined(content.context, content.answer)
+        case Text():
+            return content.text
+
+
+def _joined(before: str, answer: str) -> str:
+    """Both texts with one space between them, or none before a punctuation mark."""
+    answer = answer.strip()
+    return before.rstrip() + " " * (answer[:1] not in (*".,;:!?", "")) + answer
+
+
+def group_by_category(documents: Sequence[Document]) -> dict[str | None, list[Document]]:
+    """Documents by category, in alphabetical order; one group where the task has no categories."""
+    groups: dict[str | None, list[Document]] = {}
+    for document in documents:
+        groups.setdefault(document.category, []).append(document)
+    return {name: groups[name] for name in sorted(groups, key=lambda name: name or "")}

@@ -1,4 +1,4 @@
-"""Task and gauntlet YAMLs: finding and decoding them, with every error at once."""
+"""Task and gauntlet YAMLs: finding and decoding them, with all errors reported at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmtrain.eval.errors import EvalError
 S = TypeVar("S", bound=Section)
 
 _FOLDERS = (Path(__file__).parents[1] / "shipped", Path(__file__).parents[3] / "eval")
-"""Where tasks/ and gauntlets/ are: inside an installed package, or beside it in a checkout."""
+"""Folders of tasks/ and gauntlets/: llmtrain/eval/shipped in an installed package (pyproject.toml), eval/ in a checkout."""
 
 
 def read_section(path: str | Path, schema: type[S]) -> S:
-    """Raises ConfigError, whose text is the whole report: file, line, dotted path, what to change."""
+    """Decode a YAML file. Raises ConfigError whose text lists every error with file, line, dotted path and what to change."""
     file = Path(path)
     if file.is_file() and not file.read_bytes().strip():
         raise ConfigError(str(path), [Problem("", None, f"is empty; it needs {', '.join(_required(schema))}")])
@@ -36,7 +36,10 @@ def _required(schema: type[Section]) -> list[str]:
 
 
 def find_yaml(name: str | Path, kind: str) -> Path:
-    """A YAML file by path, or a shipped one by name. kind: "tasks" or "gauntlets". Raises EvalError."""
+    """Path of a YAML file that is given by path, or by the name of a shipped one. kind: "tasks" or "gauntlets".
+
+    Raises EvalError for an unknown name.
+    """
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
@@ -48,8 +51,8 @@ def find_yaml(name: str | Path, kind: str) -> Path:
     return shipped[str(name)]
 
 
-def known(value: str, allowed: Sequence[str], what: str) -> str:
-    """Raises EvalError that names what is allowed."""
+def check_known(value: str, allowed: Sequence[str], what: str) -> str:
+    """Return the value. Raises EvalError that lists the allowed values if it is none of them."""
     if value not in allowed:
         raise EvalError(f"unknown {what} '{value}'; {suggest(value, allowed, 'expected one of')}")
     return value

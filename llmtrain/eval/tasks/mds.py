@@ -1,4 +1,4 @@
-"""Rows of MDS shards in order, one shard in memory at a time; nothing is written, so the folder may be read-only."""
+"""Samples of MDS shards in order, one shard in memory at a time. Writes nothing: the folder may be read-only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = tuple[str, int, dict[str, Any]]
 
 
 def open_mds(folder: Path) -> Index:
-    """Raises EvalError where there are no shards."""
+    """Index of a folder of shards. Raises EvalError where there is none."""
     try:
         index = read_index(folder)
     except ShardError as error:
@@ -29,7 +29,7 @@ def open_mds(folder: Path) -> Index:
 
 
 def read_mds(folder: Path) -> Iterator[Row]:
-    """All rows. Raises EvalError for shards that are missing or damaged."""
+    """All samples of a folder. Raises EvalError for shards that are missing or damaged."""
     from streaming.base.compression import decompress  # imports torch
     from streaming.base.format import reader_from_json
 

@@ -1,4 +1,4 @@
-"""The parts of a task's YAML: its source, its templates, and what each convention adds."""
+"""Sections of a task's YAML: its source, its templates, and the settings of each convention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ ListOfTemplates = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-"""One template or several; one that gives a list counts as all its entries."""
-
+"""One template or several; a template that gives a list stands for all its entries."""
 
 Shots = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class Examples(Section):
-    """Where few-shot examples come from, in place of the evaluated documents. The source's other settings hold."""
+    """Source of few-shot examples, in place of the evaluated documents. The source's other settings hold."""
 
     path: str | None = None
     """A JSONL file."""
@@ -35,7 +34,7 @@ class Examples(Section):
 
 
 class Source(Section):
-    """Where the records are: one of path, hub, mds or text. Relative paths begin at the task's YAML."""
+    """Source of the records: one of path, hub, mds or text. Paths are relative to the task's YAML."""
 
     path: str | None = None
     """A JSONL file; .gz and .zst too."""
@@ -52,7 +51,7 @@ class Source(Section):
     fields: dict[str, str] = {}
     """New fields, made from each record by templates, in this order; later ones see earlier ones."""
     few_shot: Examples | None = None
-    """Where few-shot examples come from; by default they are other documents of the same source."""
+    """Source of few-shot examples; by default they are other documents of the same source."""
 
     def problems(self) -> Iterator[Problem]:
         given = [name for name in ("path", "hub", "mds", "text") if getattr(self, name) is not None]
@@ -77,12 +76,12 @@ class Source(Section):
 
 
 class Extract(Section):
-    """Takes the answer out of what was generated: lm-evaluation-harness's `regex` filter."""
+    """Extraction of the answer from a generated text: lm-evaluation-harness's `regex` filter."""
 
     pattern: str
     """A regular expression; its first group that is not empty, or the whole match if it has none, is the answer."""
     match: int = 0
-    """Which of the matches: 0 is the first, -1 the last."""
+    """Index of the match: 0 is the first, -1 the last."""
     otherwise: str = "[invalid]"
     """The answer where nothing matches."""
 
@@ -91,10 +90,10 @@ class Extract(Section):
 
 
 class Templates(Section):
-    """How the parts of a document come from a record's fields. Which of them a task has depends on its type."""
+    """Templates that make the parts of a document from a record's fields. A task has those of its type."""
 
     query: str | None = None
-    """multiple_choice: what is asked."""
+    """multiple_choice: the question."""
     choices: ListOfTemplates | None = None
     """multiple_choice: the alternatives: an expression that gives a list, or a list of texts."""
     gold: str | None = None
@@ -102,9 +101,9 @@ class Templates(Section):
     contexts: ListOfTemplates | None = None
     """schema: the alternative contexts."""
     context: str | None = None
-    """language_modeling, generation: what comes before."""
+    """language_modeling, generation: the text before the continuation or answer."""
     continuation: str | None = None
-    """language_modeling, schema: what is scored after the context."""
+    """language_modeling, schema: the text that is scored after the context."""
     answer: str | None = None
     """generation: the answer, also in few-shot examples."""
     aliases: ListOfTemplates | None = None
@@ -114,10 +113,10 @@ class Templates(Section):
     text: str | None = None
     """perplexity: the text."""
     preamble: str | None = None
-    """What comes once, before everything (LLM Foundry's prompt_string, lm-evaluation-harness's description)."""
+    """Text at the beginning of the prompt, before examples (LLM Foundry's prompt_string, lm-evaluation-harness's description)."""
 
     def templates(self) -> Iterator[tuple[str, list[str]]]:
-        """(name, templates) of those that are given."""
+        """(name, templates) of every template that is given."""
         for name in Templates.model_fields:
             value = getattr(self, name, None)  # not there if it did not decode
             if value is not None:
@@ -130,7 +129,7 @@ class Templates(Section):
 
 
 class Prompting(Templates):
-    """What both conventions' sections may set; templates given here take the place of the task's."""
+    """Settings of both conventions; templates given here replace the task's."""
 
     metric: str | None = None
     """The headline metric."""
@@ -153,11 +152,11 @@ class FoundryPrompting(Prompting):
     """LLM Foundry's convention."""
 
     prelimiter: str = ""
-    """Before every query or context (`question_prelimiter` of LLM Foundry's task files)."""
+    """Text before every query or context (`question_prelimiter` of LLM Foundry's task files)."""
     example_delimiter: str = "\n"
-    """Between examples."""
+    """Text between examples."""
     continuation_delimiter: str = " "
-    """Between the query or context and the answer."""
+    """Text between the query or context and the answer."""
     cot_delimiter: str = ""
     """generation: between chain_of_thought and answer; what follows it in a generated text is the answer."""
     strip: bool = True
@@ -175,11 +174,11 @@ class LmEvalPrompting(Prompting):
     """lm-evaluation-harness's convention (0.4.13)."""
 
     example_delimiter: str = "\n\n"
-    """Between examples (fewshot_delimiter)."""
+    """Text between examples (fewshot_delimiter)."""
     continuation_delimiter: str = " "
-    """Between the query or context and the answer (target_delimiter)."""
+    """Text between the query or context and the answer (target_delimiter)."""
     sampler: Literal["default", "first_n"] = "default"
-    """How examples are chosen: at random, or the first ones."""
+    """Choice of examples: at random, or the first ones."""
     avoid_document: bool | None = None
     """Draw one example more and leave out the document itself. lm-evaluation-harness does so where fewshot_split and
     test_split are equal, also when a task names neither. Default: when examples are documents."""
@@ -198,13 +197,16 @@ class LmEvalPrompting(Prompting):
 
     @property
     def ends(self) -> list[str]:
-        """Texts that end an answer: if none are said, where the next example would begin."""
+        """Texts that end an answer: by default the delimiter before the next example."""
         return [self.example_delimiter] * bool(self.example_delimiter) if self.stops is None else self.stops
 
     def problems(self) -> Iterator[Problem]:
         yield from Prompting.problems(self)
         for pattern in self.ignore:
             yield from pattern_problems("ignore", pattern)
+
+
+ConventionSettings = FoundryPrompting | LmEvalPrompting
 
 
 def template_problems(path: str, template: str) -> Iterator[Problem]:

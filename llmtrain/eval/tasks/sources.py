@@ -1,4 +1,4 @@
-"""Records of a task, each with the place where it stands: local JSONL, a hub data set, MDS shards, a text file."""
+"""Records of a task with their locations, from local JSONL, a hub data set, MDS shards or a text file."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from llmtrain.eval.tasks.sections import Source
 
 @dataclass(frozen=True)
 class Record:
-    """where: `file:line`, `data set [split]:row` or `shard:row`, all but shard rows counted from 1."""
+    """One record. where: `file:line`, `data set [split]:row` or `shard:row`, all but shard rows counted from 1."""
 
     where: str
     data: dict[str, Any]
 
 
 def read_records(source: Source, base: Path, *, few_shot: bool = False) -> Iterator[Record]:
-    """The records of a source, or of its few-shot examples.
+    """Records of a source, or of its few-shot examples.
 
-    base: folder at which relative paths begin. Raises EvalError with file and line for what is no record.
+    base: folder to which paths are relative. Raises EvalError with file and line for a malformed record.
     """
     other = source.few_shot if few_shot else None
     if source.path is not None:
-        yield from _jsonl(_below(base, (other.path if other else None) or source.path))
+        yield from _jsonl(_resolve(base, (other.path if other else None) or source.path))
     elif source.hub is not None:
         yield from _hub(source.hub, source.config, (other.split if other else None) or source.split or "")
     elif source.mds is not None:
-        folder = _below(base, (other.mds if other else None) or source.mds)
+        folder = _resolve(base, (other.mds if other else None) or source.mds)
         yield from (Record(f"{folder / shard}:{row}", data) for shard, row, data in read_mds(folder))
     else:
         assert source.text is not None
-        yield _text(_below(base, source.text))
+        yield _text(_resolve(base, source.text))
 
 
-def _below(base: Path, path: str) -> Path:
+def _resolve(base: Path, path: str) -> Path:
     return base / Path(path).expanduser()
 
 

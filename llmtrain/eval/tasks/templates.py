@@ -1,8 +1,8 @@
-"""Jinja templates: what a task's YAML says about a record, and what it means for one.
+"""Jinja templates that make the parts of a document from a record's fields.
 
 The language is lm-evaluation-harness's, so that its tasks carry over: `"Question: {{question}}\\nAnswer:"`. A template
 that is one expression and nothing else, `"{{choices.text}}"`, keeps the value's type: a list stays a list. Templates
-are sandboxed: a task file that came from elsewhere can compute, but not reach the machine.
+are sandboxed: a task file from an untrusted source cannot reach the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _regex_replace(text: str, pattern: str, replacement: str = "") -> str:
 
 
 def _regex_groups(text: str, pattern: str) -> list[str]:
-    """`text | regex_groups('(.*)\\n(.*)')`: the groups of a pattern that must match the whole text; `.` is any character."""
+    """`text | regex_groups('(.*)\\n(.*)')`: groups of a pattern that must match the whole text; `.` is any character."""
     match = re.fullmatch(pattern, text, re.DOTALL)
     if match is None:
         raise TemplateError(f"regex_groups: {pattern!r} does not match {_short(text)}")
@@ -54,7 +54,7 @@ _ENVIRONMENT = _environment()
 
 
 class Template:
-    """One template, compiled. Raises EvalError when it is not one."""
+    """Compiled template. Raises EvalError for a syntax error."""
 
     def __init__(self, source: str):
         self.source = source
@@ -68,7 +68,7 @@ class Template:
             raise EvalError(f"not a template: {error.message}") from None
 
     def value(self, names: Mapping[str, Any]) -> Any:
-        """The expression's value, or the rendered text. Raises EvalError that says what is missing, or why it fails."""
+        """Value of the expression, or the rendered text. Raises EvalError with the missing field or the reason."""
         try:
             value = self._evaluate(names)
             if isinstance(value, GeneratorType):  # what filters such as `map` give
@@ -80,7 +80,7 @@ class Template:
             raise EvalError(f"{self._reason(error, names)}, in the template {_short(self.source)}") from None
 
     def text(self, names: Mapping[str, Any]) -> str:
-        """Like `value`, for what must be text; numbers are written out."""
+        """Value as text; numbers are converted. Raises EvalError for other types."""
         value = self.value(names)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise EvalError(f"expected text from the template {_short(self.source)}, found {_kind(value)}")

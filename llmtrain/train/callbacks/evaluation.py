@@ -1,4 +1,4 @@
-"""In-context-learning tasks during training: scored every so many steps, by all ranks together."""
+"""Evaluation of in-context-learning tasks during training, by all ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.distributed.world import World
+from llmtrain.eval.prompts.requests import Request, responses_in_order
 from llmtrain.eval.report.gauntlet import load_gauntlet
-from llmtrain.eval.report.results import Result, cut_to_fit, flat
-from llmtrain.eval.run_config import Chosen, EvalRun, chosen_tasks
-from llmtrain.eval.runner import read_documents, scores_of
-from llmtrain.eval.scoring.data_parallel import Team, answer, in_order
-from llmtrain.eval.scoring.fsdp_sync import lockstep
-from llmtrain.eval.scoring.request import Generate, Score
+from llmtrain.eval.report.results import Result, flat_metrics, truncation_note
+from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
+from llmtrain.eval.runner import gauntlet_scores_of, read_documents
+from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
+from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
@@ -28,37 +28,37 @@ from llmtrain.models.hybrid import HybridLM
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with all its requests; window: most tokens that are read."""
+    """A task with its requests. window: most tokens read."""
 
-    chosen: Chosen
+    task_run: TaskRun
     documents: Documents
-    requests: list[Score | Generate]
+    requests: list[Request]
     window: int
 
 
 class Evaluation(Callback):
-    """Logs `icl/<task>/<metric>` every `interval` steps and after the last one.
+    """Callback that logs `icl/<task>/<metric>` every `interval` steps and after the last one.
 
-    Data are read, and prompts tokenised, at construction, so that an error in them comes before training begins. The number
-    of contexts cut to fit the model is shown, and logged as `icl/<task>/truncated`.
-    The weights, the optimizer, the random generators and the data are left as they are.
-    Raises EvalError for a task or data file that cannot be used.
+    The constructor reads the data and tokenises the prompts, so that their errors are raised before training begins. The number of
+    contexts that are cut to fit the model is printed, and logged as `icl/<task>/truncated`. The weights, the optimizer, the
+    random generators and the data loader are not changed.
+    Raises UserError for a task or data file that cannot be used.
     """
 
     def __init__(self, run: EvalRun, model: HybridLM, tokenizer: TextTokenizer, world: World, interval: int):
         self.run, self.model, self.tokenizer, self.interval = run, model, tokenizer, interval
-        self.team = Team(world, lambda: lockstep(model))
+        self.ranks = DataParallel(world, lambda: join_uneven_calls(model))
         self.gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
-        tasks = chosen_tasks(run, self.gauntlet)
+        tasks = task_runs(run, self.gauntlet)
         documents = read_documents(tasks, run.limit)
         self.length = min(run.max_length or model.config.max_seq_len, model.config.max_seq_len)
         self.prepared: list[Prepared] = []
-        for chosen in tasks:
-            task, found = chosen.task, documents[chosen.task.name]
+        for task_run in tasks:
+            task, found = task_run.task, documents[task_run.task.name]
             window = task.window(self.length) - 1
-            requests = task.requests(found, tokenizer, chosen.shots, max_seq_len=window, pmi=run.pmi)
-            task.check_fit(found, requests, self.length)
-            self.prepared.append(Prepared(chosen, found, requests, window))
+            requests = task.requests(found, tokenizer, task_run.shots, max_seq_len=window, pmi=run.pmi)
+            task.check_lengths(found, requests, self.length)
+            self.prepared.append(Prepared(task_run, found, requests, window))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         step = state.timestamp.batch.value
@@ -67,18 +67,18 @@ class Evaluation(Callback):
             return
         with evaluating(self.model):
             results = self.measure()
-        metrics: dict[str, Any] = dict(flat(results))
+        metrics: dict[str, Any] = dict(flat_metrics(results))
         if self.gauntlet is not None:
-            scores = scores_of(self.gauntlet, "", self.run, results)
+            scores = gauntlet_scores_of(self.gauntlet, "", self.run, results)
             metrics |= {f"icl/gauntlet/{name}": value.value for name, value in scores.averages.items()}
         logger.log_metrics(metrics)
-        if self.team.world.is_main:
+        if self.ranks.world.is_main:
             heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
-            cut = (f"({one.title}: {note})" for one in results if (note := cut_to_fit(one)))
+            cut = (f"({one.title}: {note})" for one in results if (note := truncation_note(one)))
             run_log.info(f"step {step}  " + "  ".join([*heads, *cut]))
 
     def measure(self) -> list[Result]:
-        """Score every task. Every rank calls this, and gets the same results."""
+        """Results of all tasks; every rank calls this and gets the same."""
         scorer = HybridScorer(
             self.model,
             self.tokenizer,
@@ -88,25 +88,25 @@ class Evaluation(Callback):
         )
         results = []
         for one in self.prepared:
-            answers = answer(
+            responses = run_requests(
                 one.requests,
                 scorer,
-                self.team,
-                title=one.chosen.title,
+                self.ranks,
+                title=one.task_run.title,
                 window=one.window,
                 known={},
-                keep=lambda new: None,
+                save=lambda new: None,
                 progress=lambda documents: None,
             )
-            task = one.chosen.task
-            metrics = task.metrics(one.documents, one.requests, in_order(one.requests, answers))
+            task = one.task_run.task
+            metrics = task.metrics(one.documents, one.requests, responses_in_order(one.requests, responses))
             results.append(
                 Result(
                     model="",
                     path="",
                     task=task.name,
-                    shots=one.chosen.shots,
-                    title=one.chosen.title,
+                    shots=one.task_run.shots,
+                    title=one.task_run.title,
                     convention=self.run.convention,
                     dtype=str(self.model.embed.weight.dtype).removeprefix("torch."),
                     metrics=metrics,
@@ -119,11 +119,11 @@ class Evaluation(Callback):
 
 @contextmanager
 def evaluating(model: HybridLM) -> Iterator[None]:
-    """The model in eval mode; afterwards as it was, its weights sharded.
+    """Context with the model in eval mode; afterwards its mode is restored and its weights are sharded.
 
-    FSDP2 leaves the root's weights gathered after a forward pass, for the backward pass that follows in training. Here
-    none follows. They are resharded after each call, so that decoding sees sharded weights (and records no CUDA graph
-    then), and all others at the end.
+    FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that follows in training. As there is none
+    here, they are resharded after each call (decoding sees sharded weights and records no CUDA graph), and all others at
+    the end.
     """
     was_training = model.training
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]

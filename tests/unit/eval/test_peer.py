@@ -1,4 +1,4 @@
-"""How the harness is timed when it is slow: a stand-in that takes a second for each document."""
+"""Timing of a slow harness, by a stand-in that takes a second per document."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import yaml
 from llmtrain.config.report import ConfigError
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.json_schema import SCHEMAS, schema_text
-from llmtrain.eval.run_config import EvalRun, ModelChoice, chosen_tasks, load_eval_run
+from llmtrain.eval.run_config import EvalRun, ModelChoice, load_eval_run, task_runs
 
 EVAL = Path(__file__).parents[3] / "eval"
 
@@ -32,7 +32,7 @@ def file(tmp_path) -> Path:
 def test_texts_stand_for_models_and_tasks(file):
     run = load_eval_run(file)
     assert [(one.title, one.backend) for one in run.chosen_models()] == [("a", "auto"), ("other", "transformers")]
-    assert [one.title for one in chosen_tasks(run, None)] == ["piqa (0-shot)", "arc_easy (0-shot)", "arc_easy (5-shot)"]
+    assert [one.title for one in task_runs(run, None)] == ["piqa (0-shot)", "arc_easy (0-shot)", "arc_easy (5-shot)"]
     assert (run.out, run.cache) == ("results/mine", "results/mine/cache")
 
 
@@ -87,10 +87,10 @@ def test_two_tasks_of_one_name_are_told_apart_or_refused(tmp_path, file):
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
     run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/two.yaml]"])
     with pytest.raises(EvalError, match=r"one\.yaml and .*two\.yaml are both called 'same'; rename one of them"):
-        chosen_tasks(run, None)
+        task_runs(run, None)
     (tmp_path / "sub").mkdir()
     run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/sub/../one.yaml]"])
-    assert [one.title for one in chosen_tasks(run, None)] == ["same (0-shot)"]
+    assert [one.title for one in task_runs(run, None)] == ["same (0-shot)"]
 
 
 def test_shipped_files_fit_the_schema_that_editors_use(file):

@@ -1,4 +1,4 @@
-"""The next item is made, step by step, while the caller waits for something else."""
+"""Preparation of later items, step by step, while the caller waits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from llmtrain.eval.scoring.overlap import Ahead, Steps, finished
+from llmtrain.eval.scoring.overlap import Prefetcher, Steps, run_steps
 
 
 def counting(log: list[tuple[int, int]]) -> Callable[[int], Steps[int]]:
-    """Squares a number in three steps, and says which were done."""
+    """A `make` that squares a number in three steps and logs them."""
 
     def make(n: int) -> Steps[int]:
         for step in range(3):
@@ -22,27 +22,27 @@ def counting(log: list[tuple[int, int]]) -> Callable[[int], Steps[int]]:
 
 
 def test_all_come_in_order():
-    assert list(Ahead([3, 1, 2], counting([]))) == [(3, 9), (1, 1), (2, 4)]
-    assert list(Ahead([], counting([]))) == []
+    assert list(Prefetcher([3, 1, 2], counting([]))) == [(3, 9), (1, 1), (2, 4)]
+    assert list(Prefetcher([], counting([]))) == []
 
 
 def test_steps_do_the_work_of_the_next_items_in_order_and_no_further(monkeypatch):
-    monkeypatch.setattr("llmtrain.eval.scoring.overlap.FURTHER", 2)
+    monkeypatch.setattr("llmtrain.eval.scoring.overlap.LOOKAHEAD", 2)
     log = []
-    ahead = Ahead([5, 6, 7, 8], counting(log))
-    for n, _ in ahead:
-        while ahead.step():
+    prefetcher = Prefetcher([5, 6, 7, 8], counting(log))
+    for n, _ in prefetcher:
+        while prefetcher.step():
             pass
         assert log == [(item, step) for item in range(5, min(n + 3, 9)) for step in range(3)]
-        assert not ahead.step()
+        assert not prefetcher.step()
 
 
 def test_what_was_begun_is_finished_when_its_turn_comes():
     log = []
-    ahead = Ahead([1, 2], counting(log))
-    made = iter(ahead)
+    prefetcher = Prefetcher([1, 2], counting(log))
+    made = iter(prefetcher)
     assert next(made) == (1, 1)
-    assert ahead.step()
+    assert prefetcher.step()
     assert log[3:] == [(2, 0)]
     assert next(made) == (2, 4)
     assert log[3:] == [(2, 0), (2, 1), (2, 2)]
@@ -50,7 +50,7 @@ def test_what_was_begun_is_finished_when_its_turn_comes():
 
 def test_no_step_of_a_later_item_delays_one_whose_turn_it_is():
     log = []
-    assert next(iter(Ahead([1, 2], counting(log)))) == (1, 1)
+    assert next(iter(Prefetcher([1, 2], counting(log)))) == (1, 1)
     assert log == [(1, 0), (1, 1), (1, 2)]
 
 
@@ -61,14 +61,14 @@ def test_an_error_waits_for_its_turn():
             raise ValueError("of item 1")
         return n
 
-    ahead = Ahead([0, 1, 2], make)
-    made = iter(ahead)
+    prefetcher = Prefetcher([0, 1, 2], make)
+    made = iter(prefetcher)
     assert next(made) == (0, 0)
-    while ahead.step():
+    while prefetcher.step():
         pass
     with pytest.raises(ValueError, match="of item 1"):
         next(made)
 
 
 def test_finished_is_what_steps_come_to():
-    assert finished(counting([])(4)) == 16
+    assert run_steps(counting([])(4)) == 16

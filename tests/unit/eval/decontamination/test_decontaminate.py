@@ -1,4 +1,4 @@
-"""Overlap with training data: what is there is found, where it is, and nothing else."""
+"""Overlap with training data: the documents found, and their locations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.decontaminate import decontaminate, mds_samples, text_samples
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.task import document_text
-from llmtrain.eval.tasks.documents import Choices, Continuation, Document
+from llmtrain.eval.tasks.documents import Choices, Continuation, Document, document_text
 from tests.support.icl import byte_level, some_sentence
 
 

@@ -1,4 +1,4 @@
-"""Files of results: the table, what its numbers mean, and where they are in each format."""
+"""Files of results: the table, the meaning of its numbers, and each format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores
-from llmtrain.eval.report.metrics import Estimate, Judged, Metrics
-from llmtrain.eval.report.results import Report, Result, as_csv, as_json, as_markdown, flat, write_results
+from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, Metrics
+from llmtrain.eval.report.results import Report, Result, as_csv, as_json, as_markdown, flat_metrics, write_results
 
 
 def metrics(value: float, stderr: float | None = 0.01, headline: str = "acc_sum", truncated: int = 0) -> Metrics:
-    judged = [Judged(7, None, {}, {"document": 7, "log_likelihoods": [-1.5]}, 0)]
+    per_document = [DocumentMetrics(7, None, {}, {"document": 7, "log_likelihoods": [-1.5]}, 0)]
     values = {headline: Estimate(value, stderr), "acc_per_char": Estimate(0.5, None)}
-    return Metrics(headline, values, 100, 400, truncated, {}, judged)
+    return Metrics(headline, values, 100, 400, truncated, {}, per_document)
 
 
 def result(model: str, task: str, shots: int, found: Metrics) -> Result:
@@ -101,9 +101,9 @@ def test_a_picture_is_of_accuracies(report, tmp_path):
 
 
 def test_names_for_loggers(report):
-    found = flat([one for one in report.results if one.model == "c"])
+    found = flat_metrics([one for one in report.results if one.model == "c"])
     assert found["icl/text/word_perplexity"] == 9.0
     assert found["icl/arc-0-shot/acc_sum"] == 0.5 and found["icl/arc-5-shot/acc_sum"] == 0.75
-    assert "icl/arc/acc_sum" in flat([report.results[0]])
+    assert "icl/arc/acc_sum" in flat_metrics([report.results[0]])
     assert {name for name in found if name.endswith("truncated")} == {"icl/arc-0-shot/truncated"}
     assert found["icl/arc-0-shot/truncated"] == 3

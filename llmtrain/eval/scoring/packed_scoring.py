@@ -1,4 +1,4 @@
-"""Reads packs (packing.py) by a HybridLM."""
+"""Log-likelihoods of packed sequences (packed_plan.py) by a HybridLM."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from llmtrain.eval.scoring.batching import Row
-from llmtrain.eval.scoring.packing import Segment
+from llmtrain.eval.scoring.packed_plan import Segment
 from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.attention.prefix_tree import PrefixTree, build_prefix_tree
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import TokenScores
 
 _MULTIPLE = 128
-"""Of a sequence's length: what the attention kernels walk over in whole tiles, and few shapes to compile for."""
+"""Sequence lengths are padded to this multiple: whole tiles for attention kernels, and few shapes to compile."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """owners: (row, how many of the scored tokens are its own), in order."""
+    """Inputs of one forward pass. owners: (row, number of its scored tokens), in the order of `scored`."""
 
     ids: Tensor
     scored: Tensor
@@ -32,8 +32,8 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Running:
-    """Scores on their way to the CPU, where they are once the GPU is `done`; None: it is no GPU."""
+class _Pending:
+    """Scores that are being copied to the CPU. done: event after the copy; None on a CPU."""
 
     owners: list[tuple[int, int]]
     likelihoods: Tensor
@@ -41,35 +41,35 @@ class _Running:
     done: torch.cuda.Event | None
 
 
-def read_packs(
-    model: HybridLM, rows: Sequence[Row], packs: Iterable[Sequence[Segment]], meanwhile: Callable[[], bool]
+def score_packs(
+    model: HybridLM, rows: Sequence[Row], packs: Iterable[Sequence[Segment]], host_work: Callable[[], bool]
 ) -> Iterator[tuple[int, tuple[float, bool]]]:
-    """(row, (log-likelihood, greedy)). The GPU works on a pack while the last one's scores are read and the next is made.
+    """(row, (log-likelihood, greedy)) of every row. One pack is on the GPU while the scores before it are read.
 
-    meanwhile: does some other work while the GPU is busy, until it says False.
+    host_work: called while the GPU is busy, until it returns False.
     """
-    running: _Running | None = None
+    pending: _Pending | None = None
     for pack in packs:
         started = _start(model, rows, pack)
-        if running is not None:
-            yield from _answers(running, meanwhile)
-        running = started
-    if running is not None:
-        yield from _answers(running, meanwhile)
+        if pending is not None:
+            yield from _scores(pending, host_work)
+        pending = started
+    if pending is not None:
+        yield from _scores(pending, host_work)
 
 
-def _start(model: HybridLM, rows: Sequence[Row], pack: Sequence[Segment]) -> _Running:
+def _start(model: HybridLM, rows: Sequence[Row], pack: Sequence[Segment]) -> _Pending:
     device = model.embed.weight.device
     call = _call(rows, pack, device)
     scores = model(call.ids, call.labels, tree=call.tree, scored=call.scored)
     assert isinstance(scores, TokenScores)
-    # Copies wait for all that the GPU was asked before: later they would wait for the next pack.
+    # Copies are queued behind all kernels launched before: started later, they would wait for the next pack.
     likelihoods, greedy = (t.to("cpu", non_blocking=True) for t in (scores.log_likelihood.double(), scores.greedy))
     if device.type != "cuda":
-        return _Running(call.owners, likelihoods, greedy, None)
+        return _Pending(call.owners, likelihoods, greedy, None)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
-    return _Running(call.owners, likelihoods, greedy, done)
+    return _Pending(call.owners, likelihoods, greedy, done)
 
 
 def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) -> _Call:
@@ -84,8 +84,8 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
             scored += range(len(ids) - row.scored, len(ids))
             labels += row.tokens[-row.scored :]
             owners.append((number, row.scored))
-    lengths, ancestors = [len(segment.tokens) for segment in pack], [segment.above for segment in pack]
-    if padding := -len(ids) % _MULTIPLE:  # a text that nobody looks at
+    lengths, ancestors = [len(segment.tokens) for segment in pack], [segment.ancestors for segment in pack]
+    if padding := -len(ids) % _MULTIPLE:  # a segment of its own that no row attends to
         ids += [0] * padding
         lengths.append(padding)
         ancestors.append(())
@@ -93,13 +93,13 @@ def _call(rows: Sequence[Row], pack: Sequence[Segment], device: torch.device) ->
     return _Call(parts[0][None], parts[1], parts[2], build_prefix_tree(lengths, ancestors).to(device), owners)
 
 
-def _answers(running: _Running, meanwhile: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
-    if running.done is not None:
-        while not running.done.query() and meanwhile():
+def _scores(pending: _Pending, host_work: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    if pending.done is not None:
+        while not pending.done.query() and host_work():
             pass
-        running.done.synchronize()
-    likelihoods, greedy = running.likelihoods.tolist(), running.greedy.tolist()
+        pending.done.synchronize()
+    likelihoods, greedy = pending.likelihoods.tolist(), pending.greedy.tolist()
     at = 0
-    for row, count in running.owners:
+    for row, count in pending.owners:
         yield row, (sum(likelihoods[at : at + count]), all(greedy[at : at + count]))
         at += count

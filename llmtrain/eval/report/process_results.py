@@ -1,37 +1,39 @@
-"""From the log likelihoods of one document's requests to everything it adds to the metrics."""
+"""Metrics of one document, computed from the responses to its requests."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from llmtrain.eval.report.answers import foundry_correct, lm_eval_correct
-from llmtrain.eval.report.metrics import Judged, Weighted
-from llmtrain.eval.scoring.request import Generated, Scored
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
+from llmtrain.eval.report.exact_match import foundry_exact_match, lm_eval_exact_match
+from llmtrain.eval.report.metrics import DocumentMetrics, WeightedSum
 from llmtrain.eval.tasks.config import Convention
 from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema, Text
-from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting
-
-Style = FoundryPrompting | LmEvalPrompting
+from llmtrain.eval.tasks.sections import ConventionSettings, FoundryPrompting
 
 
-def judge(document: Document, results: Sequence[Scored] | Sequence[Generated], style: Style) -> Judged:
-    """results: of the document's requests, in the order of their options."""
-    values, details = _judge(document, results, style)
+def process_results(
+    document: Document, results: Sequence[Loglikelihood] | Sequence[GeneratedText], settings: ConventionSettings
+) -> DocumentMetrics:
+    """Metrics of a document. results: responses to its requests, in the order of their options."""
+    values, details = _values(document, results, settings)
     details = {"document": document.index, "where": document.where, **details}
     if document.category is not None:
         details["category"] = document.category
-    return Judged(document.index, document.category, values, details, sum(one.truncated > 0 for one in results))
+    return DocumentMetrics(
+        document.index, document.category, values, details, sum(one.truncated > 0 for one in results)
+    )
 
 
-def _judge(document: Document, results: Sequence, style: Style) -> tuple[dict[str, Weighted], dict]:
+def _values(document: Document, results: Sequence, settings: ConventionSettings) -> tuple[dict[str, WeightedSum], dict]:
     content = document.content
     if isinstance(content, Question):
         [generated] = results
         right = (
-            foundry_correct(generated.text, content, style)
-            if isinstance(style, FoundryPrompting)
-            else lm_eval_correct(generated.text, content, style)
+            foundry_exact_match(generated.text, content, settings)
+            if isinstance(settings, FoundryPrompting)
+            else lm_eval_exact_match(generated.text, content, settings)
         )
         hits = {name: (float(hit), 1.0) for name, hit in right.items()}
         return hits, {"text": generated.text, "answer": content.answer, "correct": right}
@@ -42,7 +44,7 @@ def _judge(document: Document, results: Sequence, style: Style) -> tuple[dict[st
     }
     match content:
         case Choices() | Schema():
-            scores = choice_scores(content, results, "foundry" if isinstance(style, FoundryPrompting) else "lm-eval")
+            scores = choice_scores(content, results, "foundry" if isinstance(settings, FoundryPrompting) else "lm-eval")
             chosen = {name: max(range(len(some)), key=some.__getitem__) for name, some in scores.items()}
             hits = {f"acc_{name}": (float(number == content.gold), 1.0) for name, number in chosen.items()}
             return hits, details | {"gold": content.gold, "chosen": chosen}
@@ -66,13 +68,13 @@ def _judge(document: Document, results: Sequence, style: Style) -> tuple[dict[st
 
 
 def choice_scores(
-    content: Choices | Schema, results: Sequence[Scored], convention: Convention
+    content: Choices | Schema, results: Sequence[Loglikelihood], convention: Convention
 ) -> dict[str, list[float]]:
-    """Score of every alternative, by name of the normalisation; the highest wins, the first of equals.
+    """Scores of all alternatives by normalisation; the alternative with the highest score is chosen, the first of equals.
 
-    results: of the alternatives, then (PMI) of the choices after the premise. Lengths are those of the choice without
-    its delimiter. Of a schema's only continuation, they change nothing, but lm-evaluation-harness divides by the
-    lengths of the context options, and so does its convention here.
+    results: log-likelihoods of the alternatives, then (PMI) of the choices after the premise. Lengths are those of the choice
+    without its delimiter. The alternatives of a schema have one continuation, whose length changes nothing; in lm-eval's
+    convention they are divided by the lengths of the context options, as lm-evaluation-harness does.
     """
     if isinstance(content, Choices):
         texts = content.choices

@@ -1,4 +1,4 @@
-"""What a user calls a model -> a scorer, and who it is: by which results may be kept and found again."""
+"""Finding and loading the model that a user names, and its identity, by which stored responses are found again."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
 @dataclass(frozen=True)
-class Found:
-    """folder: of a checkpoint, or in Hugging Face format. ours: read by llmtrain's own model.
+class FoundModel:
+    """Model that is found but not loaded.
 
-    identity: of weights and config, as far as names, sizes and times of files tell.
+    folder: a checkpoint, or a folder in Hugging Face format. native: read by llmtrain's own model, not by transformers. identity:
+    digest of names, sizes and times of the files of weights and config.
     """
 
     folder: Path
     is_checkpoint: bool
-    ours: bool
+    native: bool
     identity: str
 
 
-def find_model(source: str, backend: Backend = "auto") -> Found:
-    """Looks, but loads nothing.
+def find_model(source: str, backend: Backend = "auto") -> FoundModel:
+    """Find a model without loading it.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
         which a copy is made here), or a folder or hub name in Hugging Face format.
@@ -46,23 +47,23 @@ def find_model(source: str, backend: Backend = "auto") -> Found:
     folder = lookup.find(source)[0] if is_checkpoint else Path(find_hf_folder(source))
     if is_checkpoint and backend == "transformers":
         raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
-    ours = backend != "transformers"
-    if ours and not is_checkpoint:
-        reason = _foreign(folder)
+    native = backend != "transformers"
+    if native and not is_checkpoint:
+        reason = _unsupported_reason(folder)
         if reason and backend == "llmtrain":
             raise EvalError(f"{folder}: {reason}; use backend: transformers")
-        ours = reason is None
-    return Found(folder, is_checkpoint, ours, _identity(folder))
+        native = reason is None
+    return FoundModel(folder, is_checkpoint, native, _identity(folder))
 
 
-def window_of(found: Found) -> int:
-    """Tokens that the model reads by its config: max_seq_len, or what transformers calls it.
+def window_of(found: FoundModel) -> int:
+    """Longest input by the model's config: max_seq_len, or what transformers calls it.
 
-    Raises EvalError when the config does not say.
+    Raises EvalError when the config has no such key.
     """
     if found.is_checkpoint:
         return lookup.find(found.folder)[1].config["model"]["max_seq_len"]
-    if found.ours:
+    if found.native:
         from llmtrain.models.config import ModelConfig
         from llmtrain.models.hf.family import family_of_hf_config
 
@@ -73,8 +74,8 @@ def window_of(found: Found) -> int:
     return window_of_config(found.folder)
 
 
-def find_tokenizer(found: Found, tokenizer: str | None = None) -> TextTokenizer:
-    """The model's own, or the one named."""
+def find_tokenizer(found: FoundModel, tokenizer: str | None = None) -> TextTokenizer:
+    """Tokenizer of that name, or else the model's own."""
     if tokenizer is not None:
         return load_tokenizer(tokenizer)
     if not found.is_checkpoint:
@@ -88,7 +89,7 @@ def find_tokenizer(found: Found, tokenizer: str | None = None) -> TextTokenizer:
 
 
 def load_scorer(
-    found: Found,
+    found: FoundModel,
     tokenizer: TextTokenizer,
     *,
     dtype: str | None = None,
@@ -96,7 +97,7 @@ def load_scorer(
     max_batch_tokens: int | None = None,
     share_prefixes: bool = True,
 ) -> Scorer:
-    """On this process's GPU, or its CPU. dtype: default bfloat16 on a GPU, float32 on a CPU.
+    """Load the model on this process's GPU, or on the CPU. dtype: default bfloat16 on a GPU, float32 on a CPU.
 
     Raises UserError for weights that do not fit their config, for a max_length beyond learned positions, and for a
     tokenizer with more tokens than the model.
@@ -107,7 +108,7 @@ def load_scorer(
     kind: torch.dtype = getattr(torch, dtype or default_dtype())
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
     options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
-    if not found.ours:
+    if not found.native:
         if max_length and max_length > (longest := window_of(found)):
             raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
         from llmtrain.eval.scoring.huggingface import HuggingFaceScorer, load_huggingface
@@ -129,7 +130,7 @@ def load_scorer(
 
 
 def end_ids(folder: Path) -> list[int]:
-    """Tokens that end a text, as transformers' `generate` reads them: of generation_config.json, or else of config.json."""
+    """Ids of tokens that end a text, from generation_config.json or else config.json, as transformers' `generate` reads them."""
     files = (folder / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
     found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
@@ -143,11 +144,11 @@ def default_dtype() -> str:
 
 
 def tokenizer_identity(tokenizer: TextTokenizer) -> str:
-    """Of its vocabulary and of what decides special tokens."""
+    """Digest of the tokenizer's vocabulary and of its special tokens' settings."""
     return _digest([tokenizer.backend.to_str(), tokenizer.config])
 
 
-def _check_vocabulary(found: Found, tokenizer: TextTokenizer, size: int) -> None:
+def _check_vocabulary(found: FoundModel, tokenizer: TextTokenizer, size: int) -> None:
     if tokenizer.vocab_size > size:
         raise EvalError(
             f"{found.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {size}; name the one it was "
@@ -155,8 +156,8 @@ def _check_vocabulary(found: Found, tokenizer: TextTokenizer, size: int) -> None
         )
 
 
-def _foreign(folder: Path) -> str | None:
-    """Why llmtrain's own model cannot be what this folder holds."""
+def _unsupported_reason(folder: Path) -> str | None:
+    """Reason why llmtrain's own model cannot read this folder; None if it can."""
     from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
     try:

@@ -1,4 +1,4 @@
-"""What is read, and how often, for requests that have something in common."""
+"""Tokens read by plans for requests that share prefixes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import random
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.scoring.batching import Limits, Row, pack, rows_of
+from llmtrain.eval.prompts.requests import LoglikelihoodRequest
+from llmtrain.eval.scoring.batching import Limits, Row, batch_sorted, make_rows
 from llmtrain.eval.scoring.prefix_plan import Plan, best_runs, make_plan
-from llmtrain.eval.scoring.request import Score
 from tests.support.scoring import KINDS, Text, choices, letters, schemas, texts
 
-LIMITS = Limits(tokens=4096, patience=16)
+LIMITS = Limits(tokens=4096, call_cost=16)
 
 
-def plan(requests: list[Score], limits: Limits = LIMITS, window: int = 10**6, share: bool = True) -> Plan:
-    return make_plan(rows_of(requests, window), limits, window=window, share=share)
+def plan(
+    requests: list[LoglikelihoodRequest], limits: Limits = LIMITS, window: int = 10**6, share: bool = True
+) -> Plan:
+    return make_plan(make_rows(requests, window), limits, window=window, share=share)
 
 
-def naive(requests: list[Score]) -> int:
+def naive(requests: list[LoglikelihoodRequest]) -> int:
     """Tokens that one forward pass per request reads."""
     return sum(len(request.context) + len(request.continuation) - 1 for request in requests)
 
@@ -28,15 +30,15 @@ def naive(requests: list[Score]) -> int:
 def reads(made: Plan) -> dict[int, list[int]]:
     """Every row's tokens as the calls read them."""
     found: dict[int, list[int]] = {}
-    for family in made.families:
-        for batch in family.batches:
+    for subtree in made.subtrees:
+        for batch in subtree.batches:
             prefixes = batch.prefixes or [()]
-            for row, parent in batch.ends:
-                found[row] = [*family.trunk, *prefixes[parent]]
-            for tail in itertools.chain(*batch.pieces):
-                assert tail.row not in found, "read twice"
-                found[tail.row] = [*family.trunk, *prefixes[tail.parent], *tail.tokens]
-                assert len(tail.tokens) >= made.rows[tail.row].scored
+            for row, parent in batch.next_tokens:
+                found[row] = [*subtree.root, *prefixes[parent]]
+            for suffix in itertools.chain(*batch.suffix_batches):
+                assert suffix.row not in found, "read twice"
+                found[suffix.row] = [*subtree.root, *prefixes[suffix.parent], *suffix.tokens]
+                assert len(suffix.tokens) >= made.rows[suffix.row].scored
     return found
 
 
@@ -52,16 +54,16 @@ def test_every_row_is_read_once_and_in_order(kind, limits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_cache_end_together(kind):
-    for family in plan(KINDS[kind]()).families:
-        for batch in family.batches:
-            if family.trunk:
+    for subtree in plan(KINDS[kind]()).subtrees:
+        for batch in subtree.batches:
+            if subtree.root:
                 assert len({len(prefix) for prefix in batch.prefixes}) <= 1
 
 
 def test_a_question_is_read_once_for_all_its_choices():
     text = Text(0)
     contexts = [text(50) for _ in range(40)]
-    requests = [Score(i, j, context, text(6)) for i, context in enumerate(contexts) for j in range(4)]
+    requests = [LoglikelihoodRequest(i, j, context, text(6)) for i, context in enumerate(contexts) for j in range(4)]
     # 49 tokens once; then the question's last, which decides the first score, and five of the choice, four times.
     assert plan(requests).tokens == 40 * (49 + 4 * 6)
     assert naive(requests) == 40 * 4 * 55
@@ -76,7 +78,9 @@ def test_choices_of_one_token_need_the_question_only():
 
 def test_choices_of_one_token_beside_longer_ones_share_the_question():
     question = Text(0)(60)
-    requests = [Score(0, i, question, choice) for i, choice in enumerate([(1,), (2,), (3, 4), (3, 5), (6, 7, 8)])]
+    requests = [
+        LoglikelihoodRequest(0, i, question, choice) for i, choice in enumerate([(1,), (2,), (3, 4), (3, 5), (6, 7, 8)])
+    ]
     # The last token of the question, which decides the first score, is read with every choice.
     assert plan(requests, Limits(4096, 0)).tokens == 59 + 1 + 1 + 2 + 2 + 3
 
@@ -84,7 +88,7 @@ def test_choices_of_one_token_beside_longer_ones_share_the_question():
 def test_a_few_shot_prefix_of_many_documents_is_read_once():
     text = Text(0)
     examples = text(200)
-    requests = [Score(i, 0, (*examples, *text(10)), text(5)) for i in range(50)]
+    requests = [LoglikelihoodRequest(i, 0, (*examples, *text(10)), text(5)) for i in range(50)]
     made = plan(requests)
     assert made.tokens == 200 + 50 * 14
     few_shot = choices(50, shots=200)
@@ -92,7 +96,7 @@ def test_a_few_shot_prefix_of_many_documents_is_read_once():
 
 
 def test_prefixes_of_several_groups_of_documents_are_told_apart():
-    """As in MMLU, where every subject has its own examples after a common sentence."""
+    """Requests like those of MMLU, whose subjects have their own examples after a common sentence."""
     text = Text(0)
     sentence = text(20)
     requests, lengths = [], 0
@@ -101,9 +105,9 @@ def test_prefixes_of_several_groups_of_documents_are_told_apart():
         for i in range(30):
             question = text(10)
             lengths += 10
-            requests.append(Score(30 * subject + i, 0, (*examples, *question), text(1)))
+            requests.append(LoglikelihoodRequest(30 * subject + i, 0, (*examples, *question), text(1)))
     made = plan(requests)
-    assert len([family for family in made.families if family.trunk]) == 5
+    assert len([subtree for subtree in made.subtrees if subtree.root]) == 5
     assert made.tokens == 5 * 121 + lengths
 
 
@@ -131,10 +135,10 @@ def test_little_is_lost_to_padding_and_no_read_is_too_large():
     limits = Limits(1024, 64)
     made = plan(requests, limits)
     for batch in made.batches():
-        for piece in batch.pieces:
-            width = max(len(tail.tokens) for tail in piece)
-            assert len(piece) * width <= 1024
-            assert sum(width - len(tail.tokens) for tail in piece) <= 64
+        for suffix_batch in batch.suffix_batches:
+            width = max(len(suffix.tokens) for suffix in suffix_batch)
+            assert len(suffix_batch) * width <= 1024
+            assert sum(width - len(suffix.tokens) for suffix in suffix_batch) <= 64
     everything = plan(requests, share=False)
     assert everything.tokens == naive(requests)
 
@@ -144,18 +148,22 @@ def test_caches_stay_within_their_memory():
     for batch in plan([*choices(30), *letters(30)], limits).batches():
         before = max(map(len, batch.prefixes), default=0)
         assert len(batch.prefixes) * (100 + 10 * before) <= 5000
-        for piece in batch.pieces:
-            assert len(piece) * (100 + 10 * (before + max(len(tail.tokens) for tail in piece))) <= 5000
+        for suffix_batch in batch.suffix_batches:
+            assert (
+                len(suffix_batch) * (100 + 10 * (before + max(len(suffix.tokens) for suffix in suffix_batch))) <= 5000
+            )
 
 
 def test_equal_requests_are_scored_once():
-    requests = [Score(i, j, (1, 2), (option,)) for i in range(10) for j, option in enumerate((3, 4))]
-    rows = rows_of(requests, 100)
-    assert len(rows.rows) == 2 and rows.place == [0, 1] * 10
+    requests = [LoglikelihoodRequest(i, j, (1, 2), (option,)) for i in range(10) for j, option in enumerate((3, 4))]
+    rows = make_rows(requests, 100)
+    assert len(rows.rows) == 2 and rows.row_of == [0, 1] * 10
 
 
 def test_the_window_cuts_contexts_from_the_left():
-    rows = rows_of([Score(0, 0, tuple(range(10)), (90, 91)), Score(0, 1, (1,), (92, 93, 94))], 4)
+    rows = make_rows(
+        [LoglikelihoodRequest(0, 0, tuple(range(10)), (90, 91)), LoglikelihoodRequest(0, 1, (1,), (92, 93, 94))], 4
+    )
     assert rows.rows == [Row((7, 8, 9, 90, 91), 2), Row((1, 92, 93, 94), 3)]
     assert rows.truncated == [7, 0]
 
@@ -163,14 +171,14 @@ def test_the_window_cuts_contexts_from_the_left():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Score(7, 2, (), (1,)), "document 7, option 2: an empty context cannot be scored"),
-        (Score(7, 2, (1,), ()), "document 7, option 2: an empty continuation cannot be scored"),
-        (Score(7, 2, (1,), (1,) * 5), "a continuation of 5 tokens does not fit the model's window of 4"),
+        (LoglikelihoodRequest(7, 2, (), (1,)), "document 7, option 2: an empty context cannot be scored"),
+        (LoglikelihoodRequest(7, 2, (1,), ()), "document 7, option 2: an empty continuation cannot be scored"),
+        (LoglikelihoodRequest(7, 2, (1,), (1,) * 5), "a continuation of 5 tokens does not fit the model's window of 4"),
     ],
 )
 def test_what_has_no_score_is_refused(request_, message):
     with pytest.raises(EvalError, match=message):
-        rows_of([request_], 4)
+        make_rows([request_], 4)
 
 
 def best_by_trying(common: list[int], price: int) -> int:
@@ -199,6 +207,6 @@ def test_runs_save_the_most(seed):
 
 def test_a_batch_ends_where_padding_would_pay_for_a_call():
     items = [10, 10, 9, 5, 5, 1]
-    made = list(pack(items, rows=lambda first: 4, waste=lambda first, item: first - item, patience=6))
+    made = list(batch_sorted(items, rows=lambda first: 4, waste=lambda first, item: first - item, call_cost=6))
     assert made == [[10, 10, 9, 5], [5, 1]]
-    assert list(pack([], rows=lambda first: 1, waste=lambda first, item: 0, patience=0)) == []
+    assert list(batch_sorted([], rows=lambda first: 1, waste=lambda first, item: 0, call_cost=0)) == []

@@ -1,4 +1,4 @@
-"""Numbers made by hand: every normalisation, standard errors, answers that are right or wrong."""
+"""Metrics against numbers computed by hand: normalisations, standard errors, exact match."""
 
 from __future__ import annotations
 
@@ -8,83 +8,83 @@ from typing import Any
 
 import pytest
 
-from llmtrain.eval.report.answers import extract_answer, foundry_correct, lm_eval_correct, normalize
-from llmtrain.eval.report.judge import judge
-from llmtrain.eval.report.metrics import Estimate, Judged, Weighted, collect, estimate
-from llmtrain.eval.scoring.request import Generated, Scored
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
+from llmtrain.eval.report.exact_match import extract_answer, foundry_exact_match, lm_eval_exact_match, normalize
+from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, WeightedSum, aggregate, estimate
+from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.tasks.documents import Choices, Content, Continuation, Document, Question, Schema, Text
 from llmtrain.eval.tasks.sections import Extract, FoundryPrompting, LmEvalPrompting
 
 FOUNDRY, LM_EVAL = FoundryPrompting(), LmEvalPrompting()
 
 
-def judged(content: Content, results: Any, style: Any = LM_EVAL) -> Judged:
-    return judge(Document(0, "x:1", content), results, style)
+def document_metrics(content: Content, results: Any, settings: Any = LM_EVAL) -> DocumentMetrics:
+    return process_results(Document(0, "x:1", content), results, settings)
 
 
 def test_every_normalisation_of_one_pass_can_choose_differently():
     choices = Choices("q", ("ab", "äöü", "abcdefgh", "abcde"), 0)
     likelihoods, tokens = [-2.0, -2.7, -5.0, -4.5], [1, 2, 10, 3]
     alone = [-1.0, -2.0, -4.0, -9.0]
-    results = [Scored(one, False, count) for one, count in zip(likelihoods, tokens, strict=True)]
-    results += [Scored(one, False, 1) for one in alone]
-    made = judged(choices, results)
+    results = [Loglikelihood(one, False, count) for one, count in zip(likelihoods, tokens, strict=True)]
+    results += [Loglikelihood(one, False, 1) for one in alone]
+    made = document_metrics(choices, results)
     assert made.details["chosen"] == {"sum": 0, "per_token": 2, "per_char": 2, "per_byte": 1, "pmi": 3}
     assert made.values["acc_sum"] == (1.0, 1.0)
     assert made.values["acc_pmi"] == (0.0, 1.0)
 
 
 def test_the_first_of_equals_wins():
-    made = judged(Choices("q", ("aa", "bb"), 1), [Scored(-1.0, False, 1)] * 2)
+    made = document_metrics(Choices("q", ("aa", "bb"), 1), [Loglikelihood(-1.0, False, 1)] * 2)
     assert made.details["chosen"]["sum"] == 0
 
 
 def test_a_schemas_lengths_depend_on_the_convention():
     schema = Schema(("a long context", "short"), "rest", 0)
-    results = [Scored(-5.0, False, 2), Scored(-4.0, False, 2)]
-    assert judged(schema, results, FOUNDRY).details["chosen"]["per_char"] == 1
-    assert judged(schema, results, LM_EVAL).details["chosen"]["per_char"] == 0  # divides by 14 and 5
+    results = [Loglikelihood(-5.0, False, 2), Loglikelihood(-4.0, False, 2)]
+    assert document_metrics(schema, results, FOUNDRY).details["chosen"]["per_char"] == 1
+    assert document_metrics(schema, results, LM_EVAL).details["chosen"]["per_char"] == 0  # divides by 14 and 5
 
 
 def test_results_that_do_not_fit_the_document_are_a_programming_error():
     with pytest.raises(AssertionError):
-        judged(Choices("q", ("a", "b"), 0), [Scored(-1.0, False, 1)] * 3)
+        document_metrics(Choices("q", ("a", "b"), 0), [Loglikelihood(-1.0, False, 1)] * 3)
 
 
 def test_continuations_and_texts():
-    made = judged(Continuation("a", "b"), [Scored(-3.0, True, 2, truncated=5)])
+    made = document_metrics(Continuation("a", "b"), [Loglikelihood(-3.0, True, 2, truncated=5)])
     assert made.values == {"acc": (1.0, 1.0), "perplexity": (-3.0, 1.0), "token_perplexity": (-3.0, 2.0)}
     assert made.truncated == 1
-    made = judged(Text("zwei Wörter"), [Scored(-3.0, False, 2), Scored(-1.0, False, 1)])
+    made = document_metrics(Text("zwei Wörter"), [Loglikelihood(-3.0, False, 2), Loglikelihood(-1.0, False, 1)])
     assert made.values["token_perplexity"] == (-4.0, 3.0)
     assert made.values["word_perplexity"] == (-4.0, 2.0)
     assert made.values["bits_per_byte"] == (-4.0, 12.0)
 
 
 def test_estimates():
-    hits: list[Weighted] = [(float(i % 3 == 0), 1.0) for i in range(10)]
+    hits: list[WeightedSum] = [(float(i % 3 == 0), 1.0) for i in range(10)]
     values = [hit for hit, _ in hits]
     made = estimate("acc", hits)
     assert made.value == pytest.approx(0.4)
     assert made.stderr == pytest.approx(statistics.stdev(values) / math.sqrt(10))
     assert estimate("acc", hits[:1]) == Estimate(1.0, None)
-    texts: list[Weighted] = [(-10.0, 4.0), (-30.0, 16.0)]
+    texts: list[WeightedSum] = [(-10.0, 4.0), (-30.0, 16.0)]
     assert estimate("word_perplexity", texts).value == pytest.approx(math.exp(2))
     assert estimate("bits_per_byte", texts).value == pytest.approx(2 / math.log(2))
     assert math.isfinite(estimate("perplexity", [(-1e6, 1.0)]).value)
 
 
 def test_categories_count_alike_or_by_size():
-    def one(category: str, hit: float) -> Judged:
-        return Judged(0, category, {"acc": (hit, 1.0)}, {}, 0)
+    def one(category: str, hit: float) -> DocumentMetrics:
+        return DocumentMetrics(0, category, {"acc": (hit, 1.0)}, {}, 0)
 
     some = [one("a", 1.0), one("a", 1.0), one("b", 0.0), one("b", 1.0), one("b", 0.0), one("b", 0.0)]
-    values, categories = collect(some, ["acc"], macro=True)
+    values, categories = aggregate(some, ["acc"], macro=True)
     assert values["acc"].value == pytest.approx((1.0 + 0.25) / 2)
     assert {name: part["acc"].value for name, part in categories.items()} == {"a": 1.0, "b": 0.25}
     b = statistics.stdev([0, 1, 0, 0])
     assert values["acc"].stderr == pytest.approx(b / 2 / 2)
-    values, _ = collect(some, ["acc"], macro=False)
+    values, _ = aggregate(some, ["acc"], macro=False)
     assert values["acc"].value == pytest.approx(0.5)
     assert values["acc"].stderr == pytest.approx(math.sqrt(3 * b**2 / (6 - 2) / 6))  # pooled variance over n
 
@@ -112,7 +112,7 @@ def test_trivia_normalisation(text, clean):
 )
 def test_foundry_answers(text, settings, right):
     question = Question("q", "Mark", ("the coin",))
-    assert foundry_correct(text, question, FoundryPrompting(**settings)) == {"exact_match": right}
+    assert foundry_exact_match(text, question, FoundryPrompting(**settings)) == {"exact_match": right}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_foundry_answers(text, settings, right):
 )
 def test_lm_eval_answers(text, settings, right):
     question = Question("q", "Mark", ("the coin",))
-    assert lm_eval_correct(text, question, LmEvalPrompting(**settings)) == {"exact_match": right}
+    assert lm_eval_exact_match(text, question, LmEvalPrompting(**settings)) == {"exact_match": right}
 
 
 def test_answers_are_taken_out_by_regular_expressions():
@@ -141,9 +141,9 @@ def test_answers_are_taken_out_by_regular_expressions():
     assert extract_answer("#### 1,200 ", Extract(pattern="#### ([0-9,]+)")) == "1,200"
     assert extract_answer("a b", Extract(pattern="[a-z]", match=1)) == "b"
     assert extract_answer("a b", Extract(pattern="[a-z]", match=2, otherwise="?")) == "?"
-    made = judged(
+    made = document_metrics(
         Question("q", "so 5\n#### 5", ()),
-        [Generated("it is 5")],
+        [GeneratedText("it is 5")],
         LmEvalPrompting(extract={"strict": Extract(pattern="#### (\\d+)"), "last": last}, ignore=["(?s).*#### "]),
     )
     assert {name: value for name, (value, _) in made.values.items()} == {"strict": 0.0, "last": 1.0}

@@ -1,11 +1,11 @@
-"""Where a generated answer ends."""
+"""End of generated answers."""
 
 import json
 
 import pytest
 
 from llmtrain.eval.scoring.generation import Answer
-from llmtrain.eval.scoring.models import end_ids
+from llmtrain.eval.scoring.load import end_ids
 from tests.support.icl import byte_level
 
 

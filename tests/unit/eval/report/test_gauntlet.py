@@ -1,4 +1,4 @@
-"""Gauntlets: above chance, averaged, and complete or not at all."""
+"""Gauntlets: baselines, averages and refusals of incomplete results."""
 
 from __future__ import annotations
 

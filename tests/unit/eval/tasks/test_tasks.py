@@ -1,4 +1,4 @@
-"""Task files: what is wrong with them is said at once, with file and line; so is what is wrong with a record."""
+"""Task files and records: all errors at once, with file and line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmtrain.config.report import ConfigError
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.json_schema import SCHEMAS, schema_text
-from llmtrain.eval.scoring.request import Generate, Generated, Score
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, LoglikelihoodRequest
 from llmtrain.eval.task import Task, load_task
 from llmtrain.eval.tasks.documents import Choices
 from tests.support.icl import byte_level
 
-EVAL = Path(__file__).parents[3] / "eval"
+EVAL = Path(__file__).parents[4] / "eval"
 SHIPPED = sorted(file.stem for file in (EVAL / "tasks").glob("*.yaml"))
 GOOD = {"query": "Is it", "choices": ["so", "not so"], "gold": 1}
 
@@ -82,7 +82,7 @@ def test_a_task_of_four_lines(make, tokenizer):
         Choices("Is it", ("so", "not so"), 0),
     ]
     first, *_ = task.requests(documents, tokenizer)
-    assert isinstance(first, Score)
+    assert isinstance(first, LoglikelihoodRequest)
     assert tokenizer.decode([*first.context, *first.continuation]) == "Is it so"
 
 
@@ -268,13 +268,15 @@ def test_too_few_examples_is_an_error(make, tokenizer):
 
 
 def test_context_and_continuation_of_plain_records_do_not_run_together(make, tokenizer):
-    """A template of the task's own is left as it is, as in lm-evaluation-harness."""
+    """A task's own template gets no delimiter, as in lm-evaluation-harness."""
     records = [{"context": "Is it", "continuation": word} for word in ("!", " so")]
 
     def texts(**settings: Any) -> list[str]:
         task = make(records, type="language_modeling", **settings)
         made = task.requests(task.documents(), tokenizer)
-        return [tokenizer.decode([*one.context, *one.continuation]) for one in made if isinstance(one, Score)]
+        return [
+            tokenizer.decode([*one.context, *one.continuation]) for one in made if isinstance(one, LoglikelihoodRequest)
+        ]
 
     assert texts() == ["Is it !", "Is it so"]
     assert texts(lm_eval={"continuation_delimiter": "\n"})[0] == "Is it\n!"
@@ -293,13 +295,13 @@ def test_context_and_continuation_of_plain_records_do_not_run_together(make, tok
     ],
 )
 def test_an_answer_ends_where_the_next_example_would_begin(make, tokenizer, convention, section, stops):
-    """lm-evaluation-harness's `until`, where a task says none."""
+    """Default of lm-evaluation-harness's `until`."""
     settings = {convention.replace("-", "_"): section}
     task = make([{"context": "Is it", "answer": "so"}], convention, type="generation", **settings)
     [request] = task.requests(task.documents(), tokenizer)
-    assert isinstance(request, Generate) and request.stops == stops
-    judged = task.metrics(task.documents(), [request], [Generated("so\n\nand")])
-    assert judged.score.value == (1.0 if "\n\n" in stops or convention == "foundry" else 0.0)
+    assert isinstance(request, GenerateUntilRequest) and request.stops == stops
+    per_document = task.metrics(task.documents(), [request], [GeneratedText("so\n\nand")])
+    assert per_document.score.value == (1.0 if "\n\n" in stops or convention == "foundry" else 0.0)
 
 
 def test_half_a_character_is_named_with_its_line(make):
@@ -336,11 +338,11 @@ def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
 
 @pytest.mark.parametrize("convention, most", [("foundry", 19), ("lm-eval", 20)])
 def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, convention, most):
-    """LLM Foundry's window holds the token that is only predicted, lm-evaluation-harness's does not."""
+    """LLM Foundry counts the last token, which is predicted but not read, as part of the window; lm-evaluation-harness does not."""
 
     def check(task: Task, window: int) -> None:
         documents = task.documents()
-        task.check_fit(documents, task.requests(documents, tokenizer), window)
+        task.check_lengths(documents, task.requests(documents, tokenizer), window)
 
     one, long = ({"context": "Is it", "continuation": " so" * n} for n in (1, 40))
     task = make([one, long], convention, type="language_modeling")
@@ -364,7 +366,7 @@ def test_pmi_requests_come_last_and_can_be_left_out(make, tokenizer):
     task = make([GOOD] * 2, "foundry", pmi="Answer:")
     documents = task.documents()
     requests = task.requests(documents, tokenizer)
-    assert [(one.document, one.option) for one in requests if isinstance(one, Score)] == [
+    assert [(one.document, one.option) for one in requests if isinstance(one, LoglikelihoodRequest)] == [
         (document, option) for document in range(2) for option in range(4)
     ]
     assert tokenizer.decode(requests[2].context) == "Answer:"
@@ -391,7 +393,7 @@ def test_generation_ends_where_the_convention_says(make, tokenizer):
     for convention, stops, length in (("foundry", ("\n",), longest), ("lm-eval", (".",), 7)):
         task = make([record], convention, **settings)
         [request] = task.requests(task.documents(), tokenizer)
-        assert request == Generate(0, tuple(tokenizer.encode("Name it")), stops, length)
+        assert request == GenerateUntilRequest(0, tuple(tokenizer.encode("Name it")), stops, length)
 
 
 def test_tasks_know_nothing_of_torch():

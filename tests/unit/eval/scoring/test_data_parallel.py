@@ -1,4 +1,4 @@
-"""Work is divided so that every document is asked about once."""
+"""Division of documents among ranks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import random
 
 import pytest
 
-from llmtrain.eval.scoring.data_parallel import by_document, chunks, cost, divide
-from llmtrain.eval.scoring.request import Generate, Score
+from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest
+from llmtrain.eval.scoring.data_parallel import chunks, group_by_document, partition, request_cost
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_ranks_get_every_document_once_and_about_the_same_work(ranks):
     rng = random.Random(0)
     costs = {document: rng.randint(1, 100) for document in range(200)}
-    shares = divide(costs, list(costs), ranks)
+    shares = partition(costs, list(costs), ranks)
     assert sorted(document for share in shares for document in share) == list(range(200))
     loads = [sum(costs[document] for document in share) for share in shares]
     assert max(loads) - min(loads) <= 100
-    assert shares == divide(costs, list(costs), ranks)
+    assert shares == partition(costs, list(costs), ranks)
 
 
 def test_more_ranks_than_documents():
-    assert sorted(map(len, divide({4: 1, 5: 2}, [4, 5], 4))) == [0, 0, 1, 1]
+    assert sorted(map(len, partition({4: 1, 5: 2}, [4, 5], 4))) == [0, 0, 1, 1]
 
 
 def test_chunks_hold_all_documents_in_order():
@@ -34,7 +34,11 @@ def test_chunks_hold_all_documents_in_order():
 
 
 def test_requests_by_document():
-    requests = [Score(7, 0, (1,), (2,)), Score(3, 0, (1,), (2,)), Score(7, 1, (1,), (2, 3))]
-    assert by_document(requests) == {7: [0, 2], 3: [1]}
-    assert cost(requests[2]) == 3
-    assert cost(Generate(0, (1, 2), (), 10)) > 12
+    requests = [
+        LoglikelihoodRequest(7, 0, (1,), (2,)),
+        LoglikelihoodRequest(3, 0, (1,), (2,)),
+        LoglikelihoodRequest(7, 1, (1,), (2, 3)),
+    ]
+    assert group_by_document(requests) == {7: [0, 2], 3: [1]}
+    assert request_cost(requests[2]) == 3
+    assert request_cost(GenerateUntilRequest(0, (1, 2), (), 10)) > 12

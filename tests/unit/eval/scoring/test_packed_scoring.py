@@ -1,4 +1,4 @@
-"""While the GPU works on a pack there is time for something else, and no longer."""
+"""Host work is done while the GPU is busy, and no longer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.eval.scoring.packed import _answers, _Running
+from llmtrain.eval.scoring.packed_scoring import _Pending, _scores
 
 
 @dataclass
 class Event:
-    """Of a GPU that is done after so many looks."""
+    """CUDA event that is done after `looks` queries."""
 
     looks: int
     waited: bool = False
@@ -33,21 +33,21 @@ OWNERS = [(4, 2), (1, 1)]
 def test_other_work_is_done_until_the_gpu_is_done(work):
     left = [work]
 
-    def meanwhile() -> bool:
+    def host_work() -> bool:
         left[0] -= 1
         return left[0] >= 0
 
     done: Any = Event(5)
     scores = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([True, True, False])
-    found = list(_answers(_Running(OWNERS, *scores, done), meanwhile))
+    found = list(_scores(_Pending(OWNERS, *scores, done), host_work))
     assert found == [(4, (-3.0, True)), (1, (-3.0, False))]
     assert done.waited
     assert work - max(left[0], 0) == min(work, 5)
 
 
 def test_nothing_is_waited_for_without_a_gpu():
-    def meanwhile() -> bool:
-        raise AssertionError("nobody waits")
+    def host_work() -> bool:
+        raise AssertionError("host work without a GPU")
 
-    running = _Running(OWNERS, torch.zeros(3), torch.ones(3, dtype=torch.bool), None)
-    assert [row for row, _ in _answers(running, meanwhile)] == [4, 1]
+    running = _Pending(OWNERS, torch.zeros(3), torch.ones(3, dtype=torch.bool), None)
+    assert [row for row, _ in _scores(running, host_work)] == [4, 1]
