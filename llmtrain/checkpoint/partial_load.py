@@ -1,4 +1,4 @@
-"""Weights to start from: all of a checkpoint's parameters or some, with or without the optimizer's state of them."""
+"""Load all of a checkpoint's parameters or some into a new run, with or without their optimizer state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint.index import Index
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.store import flat_state, load_state
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format.index import Index
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.save_load import flat_state, load_state
 from llmtrain.schema.init_from import InitialWeights
 
 _SHOWN = 8
@@ -22,7 +22,7 @@ _STATE = "optimizer.state."
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of each parameter: of the model (taken, fresh), and of the checkpoint (skipped)."""
+    """Names of the parameters of the model that were loaded (taken) or not (fresh), and of the checkpoint's that were skipped."""
 
     folder: Path
     taken: list[str]
@@ -49,7 +49,7 @@ def load_part(
     *,
     verify: bool,
 ) -> Loaded:
-    """Loads what is wanted into a model with fresh weights and an optimizer without state. Called by every rank.
+    """Load what is wanted into a model with fresh weights and an optimizer without state. Called by every rank.
 
     Raises CheckpointError, with every parameter that is missing or of another shape where `strict`, for a pattern that
     matches no parameter, and for an optimizer state that is not there.

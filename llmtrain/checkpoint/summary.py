@@ -1,20 +1,15 @@
-"""What a checkpoint is, in lines for a terminal. No torch here."""
+"""Summary of a checkpoint, in lines for a terminal. No torch here."""
 
 from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_origin
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint.index import Index
-from llmtrain.checkpoint.inventory import Item
-from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.remote.catalogue import Stored
+from llmtrain.checkpoint.base import Checkpoint
+from llmtrain.checkpoint.format.index import Index
 from llmtrain.config.base import Section
 from llmtrain.config.schema_tree import (
     constrained_type,
@@ -29,21 +24,20 @@ from llmtrain.schema.config import Config
 from llmtrain.schema.differences import changes, text
 
 
-def summary(item: Item, config_file: str | None) -> Iterator[str]:
+def summary(checkpoint: Checkpoint, config_file: str | None) -> Iterator[str]:
     """config_file: a YAML to compare the checkpoint's config with, rather than with the defaults.
 
     Raises CheckpointError for a damaged index, ConfigError for a YAML that is wrong.
     """
-    manifest = item.manifest
-    assert manifest is not None
-    yield f"{item.address}: format {manifest.format}, save {manifest.save_id}"
+    manifest = checkpoint.require()
+    yield f"{checkpoint.address}: format {manifest.format}, save {manifest.save_id}"
     yield f"step       {manifest.step:,}"
     yield f"tokens     {manifest.tokens:,}"
     yield f"size       {format_bytes(manifest.nbytes)} in {len(manifest.files)} files"
     yield f"clock      {_pairs(manifest.clock)}"
     yield f"data       {_position(manifest.data)}"
     yield f"versions   {_pairs(manifest.versions)}"
-    yield from _tensors(_index(item, manifest))
+    yield from _tensors(checkpoint.read_index())
     if config_file is None:
         lines = list(_set(Config, manifest.config, ""))
         yield f"config     {len(lines)} settings that are not the default"
@@ -51,15 +45,6 @@ def summary(item: Item, config_file: str | None) -> Iterator[str]:
         lines = _compared(manifest.config, config_file)
         yield f"config     {len(lines)} differences in meaning: here -> {config_file}"
     yield from (f"  {line}" for line in lines)
-
-
-def _index(item: Item, manifest: Manifest) -> Index:
-    if not isinstance(item.place, Stored):
-        return indexes.read(item.place, manifest)
-    with tempfile.TemporaryDirectory() as folder:
-        content = item.place.bucket.read(item.place.prefix + indexes.NAME)
-        (Path(folder) / indexes.NAME).write_bytes(content)
-        return indexes.read(Path(folder), manifest)
 
 
 def _tensors(index: Index) -> Iterator[str]:
@@ -73,7 +58,7 @@ def _tensors(index: Index) -> Iterator[str]:
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of an element, by safetensors' name of its type: the first number in it are the bits."""
+    """Bytes of an element, from safetensors' name of its type: the first number in it is the number of bits."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1  # BOOL
 
@@ -102,10 +87,10 @@ def _set(section: type[Section], values: Mapping[str, Any], prefix: str) -> Iter
     """`path: value` for every setting that is not at its default."""
     for name, field in section.model_fields.items():
         if name in values and values[name] != default_value(field):
-            yield from _of_value(constrained_type(field), values[name], prefix + name)
+            yield from _settings_of(constrained_type(field), values[name], prefix + name)
 
 
-def _of_value(annotation: Any, value: Any, path: str) -> Iterator[str]:
+def _settings_of(annotation: Any, value: Any, path: str) -> Iterator[str]:
     kind = select_alternative(annotation, value)
     if isinstance(value, Mapping) and is_section(kind):
         if sections_by_type(annotation):
@@ -113,6 +98,6 @@ def _of_value(annotation: Any, value: Any, path: str) -> Iterator[str]:
         yield from _set(kind, value, f"{path}.")
     elif isinstance(value, Mapping) and get_origin(kind) is dict:
         for key, entry in value.items():
-            yield from _of_value(entry_type(kind, key), entry, f"{path}.{key}")
+            yield from _settings_of(entry_type(kind, key), entry, f"{path}.{key}")
     else:
         yield f"{path}: {text(value)}"

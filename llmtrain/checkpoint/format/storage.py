@@ -1,7 +1,7 @@
 """The storage of torch's distributed checkpoint (DCP), in safetensors and JSON.
 
 DCP's planners say which rank writes which piece of a DTensor, and which pieces make up the shard that a rank wants, for
-any number of ranks before and after. How the bytes are stored is StorageWriter's and StorageReader's; torch's own pickle.
+any number of ranks before and after. A StorageWriter and a StorageReader store the bytes; torch's own use pickle.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint.index import Index, Piece, TensorRecord
-from llmtrain.checkpoint.manifest import FileRecord
-from llmtrain.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, Entry, TensorFile, TensorSource
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
+from llmtrain.checkpoint.format.manifest import FileRecord
+from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, DTYPES, Entry, TensorFile, TensorSource
 
 FILE_BYTES = 512 * 2**20
 """A file is closed beyond this, so that hashing and uploading have parts to share; a piece is never split."""
 READ_BYTES = 64 * 2**20
-"""Of a piece, in memory at a time beside the tensor it goes to."""
+"""Bytes of a piece that are in memory at a time, beside the tensor they are copied to."""
 THREADS = 4
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells the coordinator of a piece, and of the file that holds it."""
+    """A piece, and the file that holds it, as a rank reports them to the coordinator."""
 
     piece: Piece
     record: FileRecord
@@ -97,7 +97,7 @@ class ShardWriter(StorageWriter):
         """A writer serves once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there."""
+        """The folder exists already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -168,7 +168,7 @@ class ValuePlanner(DefaultLoadPlanner):
 
 
 class ShardReader(StorageReader):
-    """Reads what ShardWriter wrote, by its index, which has been checked."""
+    """Reads the files of ShardWriter by their index, which has been checked."""
 
     def __init__(self, folder: Path, index: Index):
         self._folder, self._index = folder, index
@@ -188,7 +188,7 @@ class ShardReader(StorageReader):
         return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Everything came with the constructor."""
+        """Nothing is left to do after the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -275,7 +275,7 @@ def _piece(item: WriteItem, file: str) -> Piece:
     return Piece(list(chunk.offsets), list(chunk.sizes), file, _entry(item).name)
 
 
-def _in_threads(work: Callable[[str], _Answer], names: Iterable[str], threads: int) -> list[_Answer]:
+def _in_threads(work: Callable[[str], _Result], names: Iterable[str], threads: int) -> list[_Result]:
     if threads == 1:
         return [work(name) for name in names]
     with ThreadPoolExecutor(threads) as pool:

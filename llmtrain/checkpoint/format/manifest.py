@@ -1,4 +1,4 @@
-"""The manifest: written last, it is what makes a folder of shards a checkpoint. No torch here.
+"""The manifest: written last, it makes a folder of tensor files a checkpoint. No torch here.
 
 Damage is found by xxh3_128 (https://xxhash.com) of every file, and of the manifest itself: it runs at the speed of
 memory, where sha256 would take longer than the disk. It is for integrity: no defence against someone who writes
@@ -19,19 +19,11 @@ from typing import Any, TypedDict
 
 import xxhash
 
-from llmtrain.checkpoint.header import HeaderError, read_header
+from llmtrain.checkpoint.format.header import HeaderError, read_header
 from llmtrain.errors import UserError
 
 FORMAT = 2
 NAME = "manifest.json"
-PARTIAL = ".partial"
-"""Of a folder that is being written."""
-REPLACED = ".replaced"
-"""Of a whole checkpoint whose step is being saved again, until the new one has the name."""
-DELETED = ".deleted"
-"""Of a folder that is being deleted."""
-_FOLDER = re.compile(r"step-(\d{8})")
-_ANY_FOLDER = re.compile(rf"(step-\d{{8}})(?:{re.escape(REPLACED)})?")
 _CHECKSUM = re.compile(rb',\n "xxh3_128": "([0-9a-f]{32})"\n\}\n')
 _READ_BYTES = 8 * 2**20
 _READERS = 4
@@ -46,15 +38,15 @@ class FormatError(CheckpointError):
 
 
 class NewerFormatError(FormatError):
-    """Of a later llmtrain."""
+    """A checkpoint of a later llmtrain."""
 
 
 class OldFormatError(FormatError):
-    """Of an earlier llmtrain."""
+    """A checkpoint of an earlier llmtrain."""
 
 
 class FileRecord(TypedDict):
-    """What a file must be: its size, and the hash of its content in hex."""
+    """Size and hash (hex) that a file of a checkpoint must have."""
 
     bytes: int
     xxh3_128: str
@@ -62,7 +54,7 @@ class FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is, beyond its tensors. Plain JSON: nothing in it names a device, a rank count or a kernel.
+    """Everything about a checkpoint beyond its tensors. Plain JSON: nothing in it names a device, a rank count or a kernel.
 
     save_id: a UUID; every file of tensors bears it, so that two saves are never mixed.
     clock: Composer's timestamp (steps, samples, tokens, epochs).
@@ -85,12 +77,8 @@ class Manifest:
         return sum(record["bytes"] for record in self.files.values())
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest so that it is either whole or absent, also after a power cut. Its last line is the hash of the rest."""
+    """Write the manifest so that it is either whole or absent, also after a power cut. Its last line is the hash of the rest."""
     body = json.dumps(asdict(manifest), indent=1).encode()
     checksum = xxhash.xxh3_128_hexdigest(body)
     temporary = folder / (NAME + ".tmp")
@@ -103,7 +91,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks its structure: that all files are there, of their size, of this save.
+    """Read a checkpoint's manifest and check that all files are there, of the recorded size and of the same save.
 
     Raises CheckpointError if the checkpoint is not whole, FormatError if it is of another format.
     """
@@ -128,7 +116,7 @@ def parse(folder: Path | str, text: bytes) -> Manifest:
 
 
 def read_format_1(folder: Path) -> Manifest:
-    """For `llmtrain checkpoint convert`: a manifest of the first format, which knew no save_id and no hashes (both are "").
+    """Read a manifest of the first format, which had no save_id and no hashes (both are ""), for `llmtrain checkpoint convert`.
 
     Sizes are checked. Raises CheckpointError.
     """
@@ -151,21 +139,21 @@ def verify(
     progress: Callable[[int], None] = lambda size: None,
     names: Iterable[str] | None = None,
 ) -> None:
-    """Reads every byte of the checkpoint's files (or of `names` among them) and compares the hashes.
+    """Read every byte of the checkpoint's files (or of `names` among them) and compare the hashes.
 
-    progress: is told the bytes of each piece read, by one thread at a time. Raises CheckpointError that names the first
+    progress: called with the bytes of each piece read, by one thread at a time. Raises CheckpointError that names the first
     file that is not as it was written.
     """
     lock = threading.Lock()
 
-    def tell(size: int) -> None:
+    def advance(size: int) -> None:
         with lock:
             progress(size)
 
     def check(name: str) -> None:
         _check_file(folder, name, manifest)
         try:
-            found = hash_file(folder / name, tell)
+            found = hash_file(folder / name, advance)
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read: {error}") from error
         if found != manifest.files[name]["xxh3_128"]:
@@ -191,40 +179,8 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda size: None) -
     return found.hexdigest()
 
 
-def folders(root: Path) -> list[Path]:
-    """Checkpoint folders under `root`, oldest first, whole or not. Half-written ones have another name.
-
-    A checkpoint that was being replaced when the process was killed still counts, under the name it has then.
-    """
-    found: dict[str, Path] = {}
-    for path in sorted(root.glob("step-*")):  # step-N before step-N.replaced
-        if (match := _ANY_FOLDER.fullmatch(path.name)) and path.is_dir():
-            found.setdefault(match[1], path)
-    return [found[name] for name in sorted(found)]
-
-
-def step_of(folder: Path) -> int:
-    """Of a folder that `folders` found."""
-    return int(folder.name[5:13])
-
-
-def latest(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest complete checkpoint under `root`; every newer one that is not whole is named through `warn`.
-
-    Raises FormatError rather than go back behind a checkpoint of another llmtrain.
-    """
-    for folder in reversed(folders(root)):
-        try:
-            return folder, read(folder)
-        except FormatError:
-            raise
-        except CheckpointError as error:
-            warn(f"{error}; trying the one before")
-    return None
-
-
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside a folder durable."""
+    """Make renames inside a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -245,7 +201,7 @@ def _decode_fields(folder: Path | str, text: bytes) -> dict[str, Any]:
     """The manifest's JSON, its format known and its own checksum compared."""
     try:
         fields = json.loads(text)
-    except ValueError as error:  # RecursionError is none: 1000 brackets are no damage that happens
+    except ValueError as error:  # not RecursionError: 1000 nested brackets do not come from damage
         raise CheckpointError(f"{folder}/{NAME} cannot be read: {error}") from None
     if not isinstance(fields, dict) or type(fields.get("format")) is not int:
         raise _not_a_manifest(folder, "it has no format")

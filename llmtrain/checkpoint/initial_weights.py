@@ -1,4 +1,4 @@
-"""The weights that a run starts from (`init_from`): where they are, and whether they fit. No torch here."""
+"""The checkpoint that a run takes its first weights from (`init_from`), compared with its model. No torch here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.checkpoint import lookup
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest, latest
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem
 from llmtrain.schema.config import Config
@@ -20,7 +20,7 @@ _MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_ma
 def initial_checkpoint(config: Config) -> tuple[Path, Manifest]:
     """The checkpoint that `config.init_from` names. Raises CheckpointError when it is gone, or of another model."""
     assert config.init_from is not None
-    folder, manifest = lookup.find(config.init_from.path)
+    folder, manifest = Repository(config.init_from.path).open()
     mismatches = list(_mismatches(config, manifest))
     if mismatches:
         lines = "\n".join(f"  {problem.path}: {problem.message}" for problem in mismatches)
@@ -29,17 +29,17 @@ def initial_checkpoint(config: Config) -> tuple[Path, Manifest]:
 
 
 def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
-    """What keeps `init_from` from serving; nothing once the run has a checkpoint of its own and will continue it."""
+    """Reasons why `init_from` cannot be used; none once the run has a checkpoint of its own and will continue it."""
     if config.init_from is None:
         return
     path, run_dir = config.init_from.path, Path(config.run_dir)
-    if not fresh and latest(run_dir / "checkpoints", warn=lambda text: None):
+    if not fresh and Repository(run_dir / "checkpoints").newest(silent):
         return
     if not is_remote(path) and Path(path).expanduser().resolve().is_relative_to(run_dir.resolve()):
         yield Problem("init_from", path, "is the folder of this run; choose another name or run_dir")
         return
     try:
-        manifest = lookup.manifest_of(path)
+        manifest = Repository(path).find().require()
     except CheckpointError as error:
         yield Problem("init_from", path, str(error))
         return
@@ -47,8 +47,8 @@ def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
 
 
 def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:
-    """Every setting by which the checkpoint's model is another. Where only a part is taken, tensors are compared as they are
-    loaded (checkpoint/partial.py)."""
+    """Every setting in which the checkpoint's model differs. Where only a part is taken, tensors are compared as they are
+    loaded (checkpoint/partial_load.py)."""
     assert config.init_from is not None
     if not config.init_from.is_whole:
         return

@@ -11,14 +11,13 @@ import time
 
 import pytest
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import CheckpointError
-from llmtrain.checkpoint.remote import upload as uploads
-from llmtrain.checkpoint.remote.bucket import RemoteError
-from llmtrain.checkpoint.remote.catalogue import stored
-from llmtrain.checkpoint.remote.download import download, verify
-from llmtrain.checkpoint.remote.s3 import S3Bucket
-from llmtrain.checkpoint.remote.upload import upload
+from llmtrain.checkpoint import upload as uploads
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.stored import StoredCheckpoint, list_stored
+from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.checkpoint.stores.s3 import S3Store
+from llmtrain.checkpoint.upload import upload
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import BUCKET, QUICK, S3, flip, make_checkpoint, same_files
 
@@ -30,9 +29,9 @@ def test_there_and_back(s3: S3, prefix, tmp_path):
     bucket = s3.bucket(prefix)
     done = upload(bucket, folder)
     assert done.url == f"s3://{BUCKET}/{prefix}/step-00000007" and done.sent > 5 * 20_000
-    [found] = stored(bucket)
+    [found] = list_stored(bucket)
     assert found.require() == manifests.read(folder)
-    again = download(found, tmp_path / "there")
+    again = found.download(tmp_path / "there")
     assert same_files(folder, again)
     assert upload(bucket, folder).sent == 0
 
@@ -44,9 +43,9 @@ def test_a_third_of_the_requests_fail_and_everything_arrives(s3: S3, prefix, tmp
         bucket = s3.bucket(prefix, proxy.url, PART)
         upload(bucket, folder)
         assert proxy.faults > 10
-        [found] = stored(bucket)
-        verify(found)
-        assert same_files(folder, download(found, tmp_path / "there"))
+        [found] = list_stored(bucket)
+        found.verify()
+        assert same_files(folder, found.download(tmp_path / "there"))
         assert proxy.faults > 20
     assert sorted(s3.names(prefix)) == sorted(f"step-00000007/{path.name}" for path in folder.iterdir())
     assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=BUCKET)
@@ -62,7 +61,7 @@ def test_a_connection_dropped_in_mid_upload_is_taken_up(s3: S3, prefix, tmp_path
         assert proxy.faults == 1
         # What was cut is sent again: one part of each thread that was sending, at most.
         assert done.nbytes < proxy.received < done.nbytes + PART + 5_000
-        verify(stored(bucket)[0])
+        list_stored(bucket)[0].verify()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 0.999])
@@ -71,9 +70,9 @@ def test_nothing_is_visible_before_all_of_it_is_there(s3: S3, prefix, tmp_path, 
     folder = make_checkpoint(tmp_path / "here", 7, files=6, nbytes=3 * PART)
     with FaultyProxy(s3.port) as proxy:
         proxy.closes_after = int(share * manifests.read(folder).nbytes)
-        with pytest.raises(RemoteError):
+        with pytest.raises(StoreError):
             upload(s3.bucket(prefix, proxy.url, PART), folder)
-    assert all(found.partial for found in stored(s3.bucket(prefix)))
+    assert all(found.partial for found in list_stored(s3.bucket(prefix)))
     assert "step-00000007/manifest.json" not in s3.names(prefix)
 
 
@@ -82,9 +81,9 @@ def test_a_killed_uploader_goes_on_where_it_was(s3: S3, prefix, tmp_path):
     folder = make_checkpoint(tmp_path / "here", 7, files=2, nbytes=40 * PART)
     nbytes = manifests.read(folder).nbytes
     program = (
-        "import sys; from pathlib import Path; from llmtrain.checkpoint.remote.s3 import S3Bucket; "
-        "from llmtrain.checkpoint.remote.upload import upload; "
-        f"upload(S3Bucket({BUCKET!r}, {prefix!r}, part_bytes={PART}), Path({str(folder)!r}))"
+        "import sys; from pathlib import Path; from llmtrain.checkpoint.stores.s3 import S3Store; "
+        "from llmtrain.checkpoint.upload import upload; "
+        f"upload(S3Store({BUCKET!r}, {prefix!r}, part_bytes={PART}), Path({str(folder)!r}))"
     )
     with FaultyProxy(s3.port) as proxy:
         proxy.stalls_after = nbytes // 2
@@ -99,12 +98,12 @@ def test_a_killed_uploader_goes_on_where_it_was(s3: S3, prefix, tmp_path):
         time.sleep(0.3)  # what was on the way arrives
         before = proxy.received
         assert nbytes // 2 - PART < before <= nbytes // 2
-        assert stored(s3.bucket(prefix)) == [] or stored(s3.bucket(prefix))[0].partial
+        assert list_stored(s3.bucket(prefix)) == [] or list_stored(s3.bucket(prefix))[0].partial
         proxy.stalls_after = -1
         done = upload(s3.bucket(prefix, proxy.url, PART), folder)
     # Each of the two threads may have been in the middle of a part, which counts as received but has not arrived.
     assert done.sent <= nbytes - before + 2 * PART + 5_000
-    verify(stored(s3.bucket(prefix))[0])
+    list_stored(s3.bucket(prefix))[0].verify()
 
 
 def test_files_that_are_there_are_not_sent_again(s3: S3, prefix, tmp_path):
@@ -123,13 +122,13 @@ def test_parts_of_another_save_are_not_taken(s3: S3, prefix, tmp_path):
     one, other = (make_checkpoint(tmp_path / name, 8, files=3, nbytes=2 * PART) for name in ("a", "b"))
     with FaultyProxy(s3.port) as proxy:
         proxy.closes_after = 3 * PART
-        with pytest.raises(RemoteError):
+        with pytest.raises(StoreError):
             upload(s3.bucket(prefix, proxy.url, PART), one)
     assert s3.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     bucket = s3.bucket(prefix, part_bytes=PART)
     upload(bucket, other)
-    [found] = stored(bucket)
-    verify(found)
+    [found] = list_stored(bucket)
+    found.verify()
     for name, record in manifests.read(other).files.items():
         assert bucket.holds(f"{found.prefix}{name}", record["bytes"], record["xxh3_128"])
 
@@ -141,13 +140,13 @@ def test_another_save_of_a_step_replaces_it(s3: S3, prefix, tmp_path):
     upload(bucket, one)
     with FaultyProxy(s3.port) as proxy:
         proxy.closes_after = 50_000
-        with pytest.raises(RemoteError):
+        with pytest.raises(StoreError):
             upload(s3.bucket(prefix, proxy.url), other)
-    assert stored(bucket)[0].partial
+    assert list_stored(bucket)[0].partial
     upload(bucket, other)
-    [found] = stored(bucket)
-    verify(found)
-    assert same_files(other, download(found, tmp_path / "there"))
+    [found] = list_stored(bucket)
+    found.verify()
+    assert same_files(other, found.download(tmp_path / "there"))
     assert sorted(found.sizes) == sorted(path.name for path in other.iterdir())
 
 
@@ -157,21 +156,21 @@ def test_a_file_damaged_on_this_disk_is_not_uploaded(s3: S3, prefix, tmp_path):
         flip(folder / "shard-2.bin")
         with pytest.raises(CheckpointError, match=r"shard-2\.bin is damaged on this disk"):
             upload(s3.bucket(prefix, part_bytes=PART), folder)
-        assert all(found.partial for found in stored(s3.bucket(prefix)))
+        assert all(found.partial for found in list_stored(s3.bucket(prefix)))
 
 
 def test_a_damaged_object_is_named_and_refused(s3: S3, prefix, tmp_path):
     bucket = s3.bucket(prefix)
     upload(bucket, make_checkpoint(tmp_path / "here", 7))
     s3.flip(f"{prefix}/step-00000007/shard-3.bin")
-    [found] = stored(bucket)
+    [found] = list_stored(bucket)
     assert found.manifest is not None  # its size is right
-    for look in (verify, lambda checkpoint: download(checkpoint, tmp_path / "there")):
+    for look in (StoredCheckpoint.verify, lambda checkpoint: checkpoint.download(tmp_path / "there")):
         with pytest.raises(CheckpointError, match=r"step-00000007 is damaged: shard-3\.bin is not what was written"):
             look(found)
     assert not (tmp_path / "there" / "step-00000007").exists()
     s3.flip(f"{prefix}/step-00000007/manifest.json")
-    [found] = stored(bucket)
+    [found] = list_stored(bucket)
     assert found.manifest is None and "damaged" in str(found.problem)
 
 
@@ -180,10 +179,10 @@ def test_answers_that_are_cut_are_taken_up(s3: S3, prefix, tmp_path):
     folder = make_checkpoint(tmp_path / "here", 7, files=1, nbytes=5_000_000)
     upload(s3.bucket(prefix), folder)
     with FaultyProxy(s3.port) as proxy:
-        [found] = stored(s3.bucket(prefix, proxy.url))
+        [found] = list_stored(s3.bucket(prefix, proxy.url))
         proxy.cut_answers = [1_500_000, 3]
         sizes: list[int] = []
-        assert same_files(folder, download(found, tmp_path / "there", sizes.append))
+        assert same_files(folder, found.download(tmp_path / "there", sizes.append))
         assert proxy.faults == 3
     assert sum(sizes) == 5_000_000
 
@@ -192,7 +191,7 @@ def test_a_download_that_was_cut_off_keeps_the_files_it_has(s3: S3, prefix, tmp_
     folder = make_checkpoint(tmp_path / "here", 7)
     upload(s3.bucket(prefix), folder)
     with FaultyProxy(s3.port) as proxy:
-        [found] = stored(s3.bucket(prefix, proxy.url))
+        [found] = list_stored(s3.bucket(prefix, proxy.url))
         there = tmp_path / "there" / "step-00000007.downloading"
         there.mkdir(parents=True)
         for i in range(4):
@@ -200,7 +199,7 @@ def test_a_download_that_was_cut_off_keeps_the_files_it_has(s3: S3, prefix, tmp_
         flip(there / "shard-1.bin")
         (there / "stranger").touch()
         before = proxy.requests
-        assert same_files(folder, download(found, tmp_path / "there"))
+        assert same_files(folder, found.download(tmp_path / "there"))
         assert proxy.requests - before <= 3  # two files, and the manifest
 
 
@@ -211,6 +210,6 @@ def test_a_store_that_refuses_is_told(s3: S3, prefix, monkeypatch, closed, bucke
     with FaultyProxy(s3.port) as proxy:
         proxy.closed = closed
         monkeypatch.setenv("S3_ENDPOINT_URL", proxy.url)
-        with pytest.raises(RemoteError, match=message):
-            S3Bucket(bucket, prefix, QUICK).sizes()
+        with pytest.raises(StoreError, match=message):
+            S3Store(bucket, prefix, QUICK).sizes()
         assert proxy.requests == (QUICK.attempts if closed else 1)

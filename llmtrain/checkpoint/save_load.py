@@ -1,7 +1,7 @@
-"""Save and load: sharded tensors, keyed by parameter name, through torch's distributed checkpoint and our storage of it.
+"""Save and load a sharded model and its optimizer, by parameter name, through torch's distributed checkpoint.
 
 A save goes to `step-N.partial`: files are hashed while they are written, flushed, and listed in the manifest, which
-comes last; only then the folder takes its name. What has the name is whole.
+comes last; only then the folder takes its name. A folder of that name is whole.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,18 +29,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.index import Index
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.rotation import Keep, clear, prune, replace
-from llmtrain.checkpoint.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
+from llmtrain.checkpoint.collective import first_failure, on_every_rank, verify_in_shares
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.index import Index
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
+from llmtrain.checkpoint.local import PARTIAL, clear, folder_name, replace
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.retention import Retention
 from llmtrain.errors import RunError
 
 # Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-# How this machine computes the step, not what: a checkpoint of a GPU must not ask a CPU for a fused kernel.
-_OF_THE_MACHINE = (".foreach", ".fused", ".capturable", ".differentiable")
+# Settings of how this machine computes the step: a checkpoint of a GPU must not ask a CPU for a fused kernel.
+MACHINE_SETTINGS = (".foreach", ".fused", ".capturable", ".differentiable")
 
 
 class SaveError(CheckpointError):
@@ -50,8 +53,8 @@ class SaveError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class About:
-    """What the manifest says beside the tensors: see Manifest."""
+class RunState:
+    """State of the run that the manifest holds beside the tensors: see Manifest."""
 
     step: int
     tokens: int
@@ -73,29 +76,29 @@ def save(
     keep_last: int | None,
     keep_every: int | None = None,
 ) -> Path:
-    """Saves one checkpoint under `root` and deletes those beyond `keep_last`. Called by every rank; see `write`."""
+    """Save one checkpoint under `root` and delete those beyond `keep_last`. Called by every rank; see `write`."""
     state = flat_state(model, optimizer)
-    about = About(step, tokens, config, clock, data)
-    return write(root, state, local_tensors(state), about, Keep(keep_last, keep_every))
+    run = RunState(step, tokens, config, clock, data)
+    return write(root, state, local_tensors(state), run, Retention(keep_last, keep_every))
 
 
 def write(
     root: Path,
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    about: About,
-    keep: Keep,
+    run: RunState,
+    retention: Retention,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes one checkpoint, of the state as it is sharded, with `tensors` as this rank's data. Called by every rank.
+    """Write one checkpoint, of the state as it is sharded, with `tensors` as this rank's data. Called by every rank.
 
-    group: which coordinates the ranks; a group of its own when this runs beside training.
+    group: coordinates the ranks; a group of its own when this runs beside training.
     Returns the folder. Raises SaveError, on every rank, when any rank could not write (a full disk, say).
     """
-    final = root / manifests.folder_name(about.step)
-    partial = final.with_name(final.name + manifests.PARTIAL)
+    final = root / folder_name(run.step)
+    partial = final.with_name(final.name + PARTIAL)
     main = dist.get_rank(group) == 0
-    save_id = _agreed_id(group)
+    save_id = _common_id(group)
     writer = ShardWriter(partial, save_id)
     published = False
 
@@ -103,34 +106,36 @@ def write(
         nonlocal published
         written = Manifest(
             save_id=save_id,
-            step=about.step,
-            tokens=about.tokens,
-            config=about.config,
-            clock=about.clock,
-            data=about.data,
+            step=run.step,
+            tokens=run.tokens,
+            config=run.config,
+            clock=run.clock,
+            data=run.data,
             versions=versions("torch", "mosaicml", "mosaicml-streaming"),
             files=dict(sorted(writer.files.items())),
         )
         manifests.write(partial, written)
         replace(partial, final)
         published = True
-        prune(root, keep)
+        Repository(root).prune(retention)
 
     try:
-        together(lambda: clear(partial, make=True) if main else None, f"cannot create {partial}", group, SaveError)
-        together(
+        on_every_rank(lambda: clear(partial, make=True) if main else None, f"cannot create {partial}", group, SaveError)
+        on_every_rank(
             lambda: dcp.save(dict(state), storage_writer=writer, planner=StatePlanner(tensors), process_group=group),
             f"could not write {partial}",
             group,
             SaveError,
         )
-        together(lambda: publish() if main else None, f"could not complete {final}", group, SaveError)
+        on_every_rank(lambda: publish() if main else None, f"could not complete {final}", group, SaveError)
     except SaveError:
         if main:  # a full disk stays full while half a checkpoint lies on it
             with contextlib.suppress(OSError):
                 clear(partial)
         raise
-    except RuntimeError:  # of the group: a rank is gone, and training will say so; what is published is complete
+    except (
+        RuntimeError
+    ):  # of the group: a rank is gone, and training will fail for it; a published checkpoint is complete
         if not published:
             raise
     return final
@@ -144,14 +149,14 @@ def load(
     manifest: Manifest | None = None,
     verify: bool = True,
 ) -> None:
-    """Loads parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank.
+    """Load parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank.
 
     verify: compare the hashes of the files that are read, each rank those of a share of them.
     Raises CheckpointError, on every rank, for a file that is missing or damaged, and tensors that do not fit.
     """
     manifest = manifest or manifests.read(folder)
     full = _full_state(model, optimizer)
-    state = {name: value for name, value in full.items() if not name.endswith(_OF_THE_MACHINE)}
+    state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
     load_state(folder, manifest, state, verify=verify)
     set_model_state_dict(model, _part(state, "model."))
     if optimizer is not None:
@@ -159,32 +164,24 @@ def load(
 
 
 def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verify: bool) -> None:
-    """Loads into a flat state dict: its tensors in place. Called by every rank; raises CheckpointError on all."""
+    """Load into a flat state dict: its tensors in place. Called by every rank; raises CheckpointError on all."""
     found: list[Index] = []
-    together(lambda: found.append(indexes.read(folder, manifest)), None)
+    on_every_rank(lambda: found.append(indexes.read(folder, manifest)))
     [index] = found
     if verify:
-        verify_together(folder, manifest, index.files(state))
+        verify_in_shares(folder, manifest, index.files(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
         try:
             dcp.load(state, storage_reader=ShardReader(folder, index), planner=ValuePlanner())
         except CheckpointException as error:
-            raise CheckpointError(f"{folder} cannot be loaded: {_first_failure(error)[1]}") from error
-
-
-def verify_together(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
-    """Compares the hashes of a checkpoint's files (or of `names`), each rank those of a share. Raises CheckpointError on all."""
-    by_size = sorted(manifest.files if names is None else names, key=lambda name: -manifest.files[name]["bytes"])
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    share = by_size[rank::size]
-    together(lambda: manifests.verify(folder, manifest, names=share), None)
+            raise CheckpointError(f"{folder} cannot be loaded: {first_failure(error)[1]}") from error
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded."""
     full = _full_state(model, optimizer)
-    return {name: value for name, value in full.items() if not name.endswith(_OF_THE_MACHINE)}
+    return {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
 
 
 def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -196,46 +193,17 @@ def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
 
 
 def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """This rank's part of every tensor of a state; no copies."""
+    """This rank's part of every tensor of a state, not copied."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of libraries; without what follows a `+`, which says for which vendor torch was built."""
+    """Versions of libraries, without the part after `+`, which is the vendor that torch was built for."""
     return {name: version(name).partition("+")[0] for name in names}
 
 
-def together(
-    action: Callable[[], object],
-    failure: str | None,
-    group: dist.ProcessGroup | None = None,
-    kind: type[CheckpointError] = CheckpointError,
-) -> None:
-    """Runs an action on every rank; if it fails on any, raises `kind` on all, so that none waits forever.
-
-    failure: what the message begins with, before the rank and the cause; None when the cause tells the whole story.
-    """
-    error = None
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    try:
-        action()
-    except CheckpointException as caught:
-        rank, error = _first_failure(caught)
-    except (OSError, RuntimeError) as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    except CheckpointError as caught:
-        error = str(caught)
-    answers: list[tuple[int, str | None]] = [(rank, error)]
-    if dist.is_initialized():
-        answers *= dist.get_world_size(group)
-        dist.all_gather_object(answers, (rank, error), group=group)
-    for rank, message in answers:
-        if message is not None:
-            raise kind(message if failure is None else f"{failure} (rank {rank}: {message})")
-
-
-def _agreed_id(group: dist.ProcessGroup | None) -> str:
+def _common_id(group: dist.ProcessGroup | None) -> str:
     ids = [str(uuid.uuid4())]
     dist.broadcast_object_list(ids, group_src=0, group=group)
     return ids[0]
@@ -243,9 +211,3 @@ def _agreed_id(group: dist.ProcessGroup | None) -> str:
 
 def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
-
-def _first_failure(error: CheckpointException) -> tuple[int, str]:
-    """(rank, cause): torch reports failures by rank, with tracebacks."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return rank, str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"

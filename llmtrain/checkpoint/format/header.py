@@ -1,4 +1,4 @@
-"""The head of a safetensors file, read as what it is: a length and JSON. No torch here.
+"""The header of a safetensors file: a length and JSON. No torch here.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header as a little-endian u64, the
 header as JSON, and the tensors' bytes without gaps. Nothing in it is executed.
@@ -23,7 +23,7 @@ class HeaderError(UserError):
 
 @dataclass(frozen=True)
 class Header:
-    """metadata: of the file. tensors: name -> {dtype, shape, data_offsets}. data: where the tensors' bytes begin."""
+    """metadata: of the file. tensors: name -> {dtype, shape, data_offsets}. data: offset of the tensors' bytes in the file."""
 
     metadata: dict[str, str]
     tensors: dict[str, dict[str, Any]]

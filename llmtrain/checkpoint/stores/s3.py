@@ -26,31 +26,31 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError as Urllib3Error
 
-from llmtrain.checkpoint.manifest import CheckpointError
-from llmtrain.checkpoint.remote.bucket import RemoteError
-from llmtrain.checkpoint.remote.retry import Patience
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.checkpoint.stores.retry import RetryPolicy
 
 PART_BYTES = 16 * 2**20
-"""Of a multipart upload: what a lost connection costs, and what a sending thread holds in memory."""
+"""Size of a part of a multipart upload: a lost connection costs as much, and a sending thread holds it in memory."""
 _MAX_PARTS = 10_000
 """S3's limit (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
 _READ_BYTES = 2**20
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 CONNECTIONS = 8
-"""Files on the way at a time."""
+"""Files that are sent or received at a time."""
 _DIGEST = "xxh3-128"
 """The key of a file's hash in the object's metadata."""
 _TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
 _ABSENT_CODES = {"404", "NoSuchKey", "NotFound"}
 
 
-class S3Bucket:
-    """Objects of a bucket under a prefix; see Bucket."""
+class S3Store:
+    """Objects of a bucket under a prefix; see ObjectStore."""
 
-    def __init__(self, bucket: str, prefix: str, patience: Patience | None = None, part_bytes: int = PART_BYTES):
+    def __init__(self, bucket: str, prefix: str, retry: RetryPolicy | None = None, part_bytes: int = PART_BYTES):
         self.url = f"s3://{bucket}/{prefix}"
         self._bucket, self._prefix = bucket, prefix + "/"
-        self._patience = patience or Patience()
+        self._retry = retry or RetryPolicy()
         self._part_bytes = part_bytes
         self._client = _client()
 
@@ -58,7 +58,7 @@ class S3Bucket:
         found: dict[str, int] = {}
         more: dict[str, Any] = {}
         while True:
-            page = self._ask("list_objects_v2", "", Prefix=self._prefix + prefix, **more)
+            page = self._request("list_objects_v2", "", Prefix=self._prefix + prefix, **more)
             found |= {item["Key"].removeprefix(self._prefix): item["Size"] for item in page.get("Contents", [])}
             if not page.get("IsTruncated"):
                 return found
@@ -77,7 +77,7 @@ class S3Bucket:
 
     def holds(self, name: str, size: int, digest: str) -> bool:
         try:
-            found = self._ask("head_object", name, **self._key(name))
+            found = self._request("head_object", name, **self._key(name))
         except FileNotFoundError:
             return False
         return found["ContentLength"] == size and found["Metadata"].get(_DIGEST) == digest
@@ -89,14 +89,14 @@ class S3Bucket:
             else:
                 content = os.pread(file.fileno(), size + 1, 0)
                 self._refuse_damage(file, xxhash.xxh3_128_hexdigest(content), digest)
-                self._ask("put_object", name, **self._key(name), **_body(content), **_created(digest))
+                self._request("put_object", name, **self._key(name), **_body(content), **_created(digest))
                 sent(len(content))
             if self.holds(name, size, digest):
                 return
             # What an earlier attempt had begun may have been another file of this name, and bears that file's hash.
             self.delete(name)
             self.abandon(name)
-        raise RemoteError(f"{self.url}/{name} did not arrive as it was sent")
+        raise StoreError(f"{self.url}/{name} did not arrive as it was sent")
 
     def _put_parts(self, name: str, file: BinaryIO, size: int, digest: str, sent: Callable[[int], None]) -> None:
         part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
@@ -110,14 +110,14 @@ class S3Bucket:
             tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
             if there.get(number) != (len(content), tag):
                 where = {**self._key(name), "UploadId": upload, "PartNumber": number}
-                tag = self._ask("upload_part", name, **where, **_body(content))["ETag"]
+                tag = self._request("upload_part", name, **where, **_body(content))["ETag"]
                 sent(len(content))
             parts.append({"PartNumber": number, "ETag": tag})
         if hasher.hexdigest() != digest:
-            self._ask("abort_multipart_upload", name, **self._key(name), UploadId=upload)
+            self._request("abort_multipart_upload", name, **self._key(name), UploadId=upload)
         self._refuse_damage(file, hasher.hexdigest(), digest)
-        # A completion that arrived, but whose answer was lost, is told as NoSuchUpload the second time: put() looks.
-        self._ask(
+        # A completion that arrived, but whose answer was lost, gives NoSuchUpload the second time: put() compares the object.
+        self._request(
             "complete_multipart_upload",
             name,
             harmless="NoSuchUpload",
@@ -127,7 +127,7 @@ class S3Bucket:
         )
 
     def _begun(self, name: str, digest: str) -> tuple[str, dict[int, tuple[int, str]]]:
-        """A multipart upload of the object, begun earlier or now, and what it has: part number -> (bytes, tag)."""
+        """A multipart upload of the object, begun earlier or now, and the parts it has: part number -> (bytes, tag)."""
         best: tuple[str, dict[int, tuple[int, str]]] | None = None
         for upload in self._unfinished(self._prefix + name):
             if upload["Key"] != self._prefix + name:
@@ -137,13 +137,13 @@ class S3Bucket:
                 best = upload["UploadId"], parts
         if best is not None:
             return best
-        begun = self._ask("create_multipart_upload", name, **self._key(name), **_created(digest))
+        begun = self._request("create_multipart_upload", name, **self._key(name), **_created(digest))
         return begun["UploadId"], {}
 
     def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         while True:
-            page = self._ask("list_multipart_uploads", "", Prefix=prefix, **more)
+            page = self._request("list_multipart_uploads", "", Prefix=prefix, **more)
             yield from page.get("Uploads", [])
             if not page.get("IsTruncated"):
                 return
@@ -153,16 +153,16 @@ class S3Bucket:
         found: dict[int, tuple[int, str]] = {}
         more: dict[str, Any] = {}
         while True:
-            page = self._ask("list_parts", name, **self._key(name), UploadId=upload, **more)
+            page = self._request("list_parts", name, **self._key(name), UploadId=upload, **more)
             found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in page.get("Parts", [])}
             if not page.get("IsTruncated"):
                 return found
             more = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def stream(self, name: str, size: int) -> Iterator[bytes]:
-        at, pauses = 0, self._patience.pauses()
+        at, pauses = 0, self._retry.pauses()
         while at < size:
-            opened = self._ask("get_object", name, **self._key(name), **({"Range": f"bytes={at}-"} if at else {}))
+            opened = self._request("get_object", name, **self._key(name), **({"Range": f"bytes={at}-"} if at else {}))
             before = at
             try:
                 for chunk in opened["Body"].iter_chunks(_READ_BYTES):
@@ -171,21 +171,21 @@ class S3Bucket:
                 break
             except (BotoCoreError, Urllib3Error, OSError) as error:
                 if at > before:  # it goes on, if slowly
-                    pauses = self._patience.pauses()
+                    pauses = self._retry.pauses()
                 pause = next(pauses, None)
                 if pause is None:
                     raise self._failed(name, error) from error
             time.sleep(pause)
         if at != size:
-            raise RemoteError(f"{self.url}/{name} is damaged: it has {at:,} bytes, not {size:,}")
+            raise StoreError(f"{self.url}/{name} is damaged: it has {at:,} bytes, not {size:,}")
 
     def delete(self, name: str) -> None:
-        self._ask("delete_object", name, **self._key(name))
+        self._request("delete_object", name, **self._key(name))
 
     def abandon(self, prefix: str) -> None:
         for upload in list(self._unfinished(self._prefix + prefix)):
             where = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-            self._ask("abort_multipart_upload", prefix, harmless="NoSuchUpload", **where)
+            self._request("abort_multipart_upload", prefix, harmless="NoSuchUpload", **where)
 
     def _refuse_damage(self, file: BinaryIO, found: str, digest: str) -> None:
         if found != digest:
@@ -194,11 +194,11 @@ class S3Bucket:
     def _key(self, name: str) -> dict[str, str]:
         return {"Key": self._prefix + name}
 
-    def _ask(self, operation: str, name: str, *, harmless: str = "", **arguments: Any) -> dict[str, Any]:
-        """One request, with patience. harmless: a code of the store's that is no error here."""
+    def _request(self, operation: str, name: str, *, harmless: str = "", **arguments: Any) -> dict[str, Any]:
+        """Send one request, again where it may help. harmless: an error code of the store that is no error here."""
         request = getattr(self._client, operation)
 
-        def ask() -> dict[str, Any]:
+        def send() -> dict[str, Any]:
             try:
                 return request(Bucket=self._bucket, **arguments)
             except ClientError as error:
@@ -206,11 +206,11 @@ class S3Bucket:
                     return {}
                 raise
 
-        return self._try(ask, name)
+        return self._try(send, name)
 
     def _try(self, action: Callable[[], Any], name: str) -> Any:
         try:
-            return self._patience.call(action, _transient)
+            return self._retry.call(action, _transient)
         except ClientError as error:
             if name and error.response["Error"]["Code"] in _ABSENT_CODES:
                 raise FileNotFoundError(f"{self.url}/{name}") from error
@@ -218,11 +218,11 @@ class S3Bucket:
         except (BotoCoreError, Urllib3Error, OSError) as error:
             raise self._failed(name, error) from error
 
-    def _failed(self, name: str, error: Exception) -> RemoteError:
+    def _failed(self, name: str, error: Exception) -> StoreError:
         where = f"{self.url}/{name}" if name else self.url
         hint = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if isinstance(error, NoCredentialsError) else ""
-        tried = f" ({self._patience.attempts} attempts)" if _transient(error) else ""
-        return RemoteError(f"{where}: {error}{hint}{tried}")
+        tried = f" ({self._retry.attempts} attempts)" if _transient(error) else ""
+        return StoreError(f"{where}: {error}{hint}{tried}")
 
 
 def _client() -> Any:
@@ -236,7 +236,7 @@ def _client() -> Any:
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
             max_pool_connections=2 * CONNECTIONS,
-            retries={"total_max_attempts": 1},  # Patience tries again, here
+            retries={"total_max_attempts": 1},  # RetryPolicy does it
             # Bodies carry Content-MD5, which every compatible store checks; the newer checksums some refuse.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -255,7 +255,7 @@ def _created(digest: str) -> dict[str, Any]:
 
 
 def _transient(error: Exception) -> bool:
-    """Whether the same request may succeed in a moment."""
+    """True if the same request may succeed in a moment."""
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return status >= 500 or status == 429 or error.response["Error"]["Code"] in _TRANSIENT_CODES

@@ -1,7 +1,7 @@
 """Writing and reading safetensors files piece by piece, hashed on the way to the disk.
 
 The library's save_file wants all tensors of a file at once, in memory; here only a piece of one is. The format:
-see checkpoint/header.py.
+see checkpoint/format/header.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmtrain.checkpoint.header import Header, read_header
-from llmtrain.checkpoint.manifest import FileRecord
+from llmtrain.checkpoint.format.header import Header, read_header
+from llmtrain.checkpoint.format.manifest import FileRecord
 from llmtrain.errors import UserError
 
 DTYPE_NAMES = {
@@ -62,7 +62,7 @@ class Entry:
 class TensorFile:
     """A file whose tensors are known by name and arrive in the order of `entries`, each in any number of flat pieces.
 
-    Use it as a context manager; leaving it flushes the file to the disk, after which `record` is what it must be.
+    Use it as a context manager; leaving it flushes the file to the disk, and `record` is then final.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]):

@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import store
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.schema.config import Config
 from tests.support.ranks import RankFailed
 from tests.support.sharded import build, same, state_of, write
@@ -24,7 +25,7 @@ def save_and_load(config: Config, root: Path) -> bool:
     folder = write(root, model, optimizer, 3)
     other, its_optimizer = build(config, seed=2)
     assert not same(state_of(other, its_optimizer), saved)
-    store.load(folder, other, its_optimizer)
+    save_load.load(folder, other, its_optimizer)
     return same(state_of(other, its_optimizer), saved)
 
 
@@ -71,11 +72,11 @@ def save_with_a_full_disk(config: Config, root: Path, failing_rank: int, where: 
 @pytest.mark.parametrize(
     ("failing_rank", "where"),
     [
-        pytest.param(0, "llmtrain.checkpoint.tensor_file.TensorFile._write", id="shards of rank 0"),
-        pytest.param(1, "llmtrain.checkpoint.tensor_file.TensorFile._write", id="shards of rank 1"),
-        pytest.param(0, "llmtrain.checkpoint.index.write", id="index"),
-        pytest.param(0, "llmtrain.checkpoint.manifest.write", id="manifest"),
-        pytest.param(0, "llmtrain.checkpoint.store.clear", id="folder"),
+        pytest.param(0, "llmtrain.checkpoint.format.tensor_file.TensorFile._write", id="shards of rank 0"),
+        pytest.param(1, "llmtrain.checkpoint.format.tensor_file.TensorFile._write", id="shards of rank 1"),
+        pytest.param(0, "llmtrain.checkpoint.format.index.write", id="index"),
+        pytest.param(0, "llmtrain.checkpoint.format.manifest.write", id="manifest"),
+        pytest.param(0, "llmtrain.checkpoint.save_load.clear", id="folder"),
     ],
 )
 def test_a_failed_write_is_reported_on_every_rank_and_leaves_the_earlier_checkpoint(
@@ -85,5 +86,5 @@ def test_a_failed_write_is_reported_on_every_rank_and_leaves_the_earlier_checkpo
         ranks(2).run(save_with_a_full_disk, config, tmp_path / "root", failing_rank, where)
     assert str(error.value).count("SaveError: could not") + str(error.value).count("SaveError: cannot") == 2
     assert str(error.value).count("No space left on device") >= 2
-    found = manifests.latest(tmp_path / "root", pytest.fail)
-    assert found is not None and found[1].step == 1
+    found = Repository(tmp_path / "root").newest(pytest.fail)
+    assert found is not None and found.step == 1

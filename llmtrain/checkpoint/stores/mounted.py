@@ -12,16 +12,16 @@ from typing import BinaryIO
 
 import xxhash
 
-from llmtrain.checkpoint.manifest import CheckpointError, hash_file, sync_folder
-from llmtrain.checkpoint.remote.bucket import RemoteError
+from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file, sync_folder
+from llmtrain.checkpoint.stores.base import StoreError
 
 _READ_BYTES = 8 * 2**20
 _SENDING = ".sending-"
-"""Between a file's name and a random one, while it is written."""
+"""In the name of a file that is being written, before a random suffix."""
 
 
-class MountedBucket:
-    """Files under a folder; see Bucket. A file that was cut short is sent anew: there are no parts to keep."""
+class MountedStore:
+    """Files under a folder; see ObjectStore. A file that was interrupted is sent anew: there are no parts to keep."""
 
     def __init__(self, root: Path):
         self._root = root.absolute()
@@ -75,7 +75,7 @@ class MountedBucket:
                 at += len(chunk)
                 yield chunk
         if at != size:
-            raise RemoteError(f"{self.url}/{name} is damaged: it has {at:,} bytes, not {size:,}")
+            raise StoreError(f"{self.url}/{name} is damaged: it has {at:,} bytes, not {size:,}")
 
     def delete(self, name: str) -> None:
         path = self._root / name
@@ -100,4 +100,4 @@ class MountedBucket:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.url}/{name}") from error
         except OSError as error:
-            raise RemoteError(f"{self.url}/{name}: {error}") from error
+            raise StoreError(f"{self.url}/{name}: {error}") from error

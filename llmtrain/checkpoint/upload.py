@@ -1,4 +1,4 @@
-"""One checkpoint, from a disk to a store: its files first, its manifest last, so that it is seen only when it is whole."""
+"""Copy of a checkpoint from a disk to a store: the files first, the manifest last, so that it appears only when it is whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 import xxhash
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from llmtrain.checkpoint.remote.bucket import Bucket
+from llmtrain.checkpoint.base import Progress, no_progress
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.local import folder_name
+from llmtrain.checkpoint.stores.base import ObjectStore
 
 _THREADS = 8
-
-Progress = Callable[[int], None]
 
 
 class GoneError(CheckpointError):
@@ -29,7 +29,7 @@ class GoneError(CheckpointError):
 
 @dataclass(frozen=True)
 class Uploaded:
-    """What an upload did. sent: bytes over the wire, without what was there already."""
+    """The result of an upload. sent: bytes over the wire, without those that the store had already."""
 
     url: str
     nbytes: int
@@ -37,44 +37,48 @@ class Uploaded:
     seconds: float
 
 
-def upload(bucket: Bucket, folder: Path, *, progress: Progress = lambda size: None) -> Uploaded:
-    """Brings a complete checkpoint into the store, under its step. What is there already is not sent again.
+def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress) -> Uploaded:
+    """Copy a complete checkpoint into the store, under its step. Files that the store has already are not sent again.
 
     The files are held open from the start: the run may delete the checkpoint meanwhile.
-    progress: is told the bytes of each piece that is sent.
-    Raises GoneError; RemoteError when the store fails, CheckpointError when the checkpoint is not whole. The store then
-    shows what it showed before, or, if it had another save of this step, nothing under this name.
+    progress: counts the pieces that are sent.
+    Raises GoneError; StoreError when the store fails, CheckpointError when the checkpoint is not whole. The store then
+    has what it had before, or, if that was another save of this step, nothing under this name.
     """
     began = time.monotonic()
     counter = _Counter(progress)
     with contextlib.ExitStack() as stack:
         text, manifest, files = _open(folder, stack)
-        prefix = f"{manifests.folder_name(manifest.step)}/"
+        prefix = f"{folder_name(manifest.step)}/"
         own = files.pop(manifests.NAME)
         digest = xxhash.xxh3_128_hexdigest(text)
         if missing := manifest.files.keys() - files.keys():
             raise CheckpointError(f"{folder} is incomplete: {min(missing)} is missing")
-        if not bucket.holds(prefix + manifests.NAME, len(text), digest):
-            bucket.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
-            send(bucket, prefix, files, manifest.files, counter.add)
-            bucket.put(prefix + manifests.NAME, own, len(text), digest, counter.add)
-        for name in bucket.sizes(prefix):  # what an earlier save of this step had more
+        if not store.holds(prefix + manifests.NAME, len(text), digest):
+            store.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
+            send(store, prefix, files, manifest.files, counter.add)
+            store.put(prefix + manifests.NAME, own, len(text), digest, counter.add)
+        for name in store.sizes(prefix):  # files that only an earlier save of this step had
             if name.removeprefix(prefix) not in {manifests.NAME, *manifest.files}:
-                bucket.delete(name)
-        bucket.abandon(prefix)
-    return Uploaded(f"{bucket.url}/{prefix[:-1]}", manifest.nbytes, counter.total, time.monotonic() - began)
+                store.delete(name)
+        store.abandon(prefix)
+    return Uploaded(f"{store.url}/{prefix[:-1]}", manifest.nbytes, counter.total, time.monotonic() - began)
 
 
 def send(
-    bucket: Bucket, prefix: str, files: Mapping[str, BinaryIO], records: Mapping[str, FileRecord], progress: Progress
+    store: ObjectStore,
+    prefix: str,
+    files: Mapping[str, BinaryIO],
+    records: Mapping[str, FileRecord],
+    progress: Progress,
 ) -> None:
-    """Files, several at a time; those that the store has with this size and hash are passed over."""
+    """Send files, several at a time; those that the store has with this size and hash are skipped."""
     failed = threading.Event()
 
     def send_one(name: str) -> None:
         size, digest = records[name]["bytes"], records[name]["xxh3_128"]
-        if not failed.is_set() and not bucket.holds(prefix + name, size, digest):
-            bucket.put(prefix + name, files[name], size, digest, progress)
+        if not failed.is_set() and not store.holds(prefix + name, size, digest):
+            store.put(prefix + name, files[name], size, digest, progress)
 
     with ThreadPoolExecutor(_THREADS, "upload") as pool:
         futures = [pool.submit(send_one, name) for name in files]
@@ -115,7 +119,7 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[bytes, Manifest, d
 
 
 class _Counter:
-    """Adds up what the threads report."""
+    """Sum of the bytes that the threads report."""
 
     def __init__(self, progress: Progress):
         self.total = 0

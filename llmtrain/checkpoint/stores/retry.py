@@ -1,4 +1,4 @@
-"""Trying again, a bounded number of times, with pauses that grow and scatter."""
+"""Retries with exponential backoff and jitter, bounded in number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How often to try, and how long to wait in between, in seconds.
+class RetryPolicy:
+    """Number of attempts, and the longest of the pauses between them, in seconds.
 
     The n-th pause is drawn evenly from [0, min(longest, first * 2^n)] ("full jitter", M. Brooker, Exponential Backoff And
     Jitter, AWS Architecture Blog, 2015), so that the nodes of a run do not all come back at once. At most 52 s in all.

@@ -10,22 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.remote import catalogue
-from llmtrain.checkpoint.remote.bucket import Bucket, RemoteError, open_bucket
-from llmtrain.checkpoint.remote.catalogue import stored
-from llmtrain.checkpoint.remote.download import verify
-from llmtrain.checkpoint.remote.fetch import bring_newest, find, local_copy, refuse_used
-from llmtrain.checkpoint.remote.mounted import MountedBucket
-from llmtrain.checkpoint.remote.retry import Patience
-from llmtrain.checkpoint.remote.upload import GoneError, upload
-from llmtrain.checkpoint.remote.uploader import Uploader
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.fetch import fetch_newest, refuse_used
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.stored import list_stored
+from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.checkpoint.stores.retry import RetryPolicy
+from llmtrain.checkpoint.upload import GoneError, upload
+from llmtrain.checkpoint.uploader import Uploader
 from llmtrain.config.addresses import address_problem
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.stores import S3, flip, make_checkpoint, same_files
 
-ALL = Keep()
+ALL = Retention()
 
 
 @pytest.fixture
@@ -35,12 +36,12 @@ def root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def bucket(tmp_path) -> MountedBucket:
-    return MountedBucket(tmp_path / "mounted")
+def bucket(tmp_path) -> MountedStore:
+    return MountedStore(tmp_path / "mounted")
 
 
-def steps(bucket: Bucket) -> list[int]:
-    return [found.step for found in stored(bucket) if found.manifest]
+def steps(bucket: ObjectStore) -> list[int]:
+    return [found.step for found in list_stored(bucket) if found.manifest]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -50,9 +51,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def started(bucket: Bucket, root: Path, keep: Keep = ALL, **options) -> tuple[Uploader, list[str]]:
+def started(bucket: ObjectStore, root: Path, retention: Retention = ALL, **options) -> tuple[Uploader, list[str]]:
     said: list[str] = []
-    return Uploader(bucket, root, keep, say=said.append, look_seconds=0.01, **options), said
+    return Uploader(bucket, root, retention, notify=said.append, look_seconds=0.01, **options), said
 
 
 def test_what_appears_is_uploaded_and_what_an_earlier_run_left(root, bucket):
@@ -67,15 +68,15 @@ def test_what_appears_is_uploaded_and_what_an_earlier_run_left(root, bucket):
     assert steps(bucket) == [1, 2, 3]
     assert len(said) == 3 and "uploaded step-00000003 to file://" in said[-1]
     assert started(bucket, root)[0].close()  # which has nothing left to say, or to send
-    for found in stored(bucket):
-        verify(found)
+    for found in list_stored(bucket):
+        found.verify()
 
 
 def test_the_store_keeps_what_keep_says(root, bucket):
-    keep = Keep(last=2, every=4)
+    keep = Retention(last=2, every=4)
     for step in range(1, 8):
         make_checkpoint(root, step)
-        upload(bucket, root / manifests.folder_name(step))
+        upload(bucket, root / local.folder_name(step))
     bucket.delete("step-00000001/manifest.json")  # a deletion that was cut off
     s8 = make_checkpoint(root, 8)
     bucket.delete("step-00000007/shard-0.bin")  # damaged there: it does not count as kept
@@ -83,13 +84,13 @@ def test_the_store_keeps_what_keep_says(root, bucket):
     uploader, _ = started(bucket, root, keep)
     assert uploader.close()
     assert steps(bucket) == [4, 6, 8]
-    assert [found.step for found in stored(bucket)] == [4, 6, 8]
+    assert [found.step for found in list_stored(bucket)] == [4, 6, 8]
     assert s8.exists()
 
 
 def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_whole(root, bucket, monkeypatch):
     upload(bucket, make_checkpoint(root, 1))
-    [found] = stored(bucket)
+    [found] = list_stored(bucket)
     for cut in range(1, 6):
         left = [cut]
 
@@ -102,8 +103,8 @@ def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_whole(root, bucket
         with monkeypatch.context() as patch:
             patch.setattr(bucket, "delete", stop)
             with pytest.raises(KeyboardInterrupt):
-                catalogue.delete(found)
-        assert stored(bucket)[0].partial
+                found.delete()
+        assert list_stored(bucket)[0].partial
 
 
 def test_a_store_that_fails_is_told_and_training_goes_on(s3: S3, prefix, root):
@@ -154,14 +155,14 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_arrives_all_the_same(root, 
 
 def bring(address: str, root: Path, launch: str | None = None, verify: bool = True) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return bring_newest(address, root, launch=launch, verify=verify, say=said.append).folder, said
+    return fetch_newest(address, root, launch=launch, verify=verify, notify=said.append).folder, said
 
 
 def test_what_was_hashed_on_the_way_is_said_to_every_rank_of_the_start(root, bucket):
     """So that the run does not hash it again."""
 
     def verified(launch: str | None, verify: bool = True) -> str | None:
-        return bring_newest(bucket.url, root, launch=launch, verify=verify, say=lambda text: None).verified
+        return fetch_newest(bucket.url, root, launch=launch, verify=verify, notify=lambda text: None).verified
 
     assert verified("a") is None
     here = manifests.read(make_checkpoint(root, 1)).save_id
@@ -194,7 +195,7 @@ def test_what_is_damaged_here_is_fetched_again(root, bucket):
     assert found == folder and "shard-1.bin is not what was written" in said[0]
     manifests.verify(folder, manifests.read(folder))
     assert (root / "step-00000005.damaged").is_dir()
-    assert [path.name for path in manifests.folders(root)] == ["step-00000005"]
+    assert [path.name for path in local.folders(root)] == ["step-00000005"]
 
 
 def test_what_is_damaged_there_is_named_and_the_one_before_is_taken(s3: S3, prefix, root, tmp_path):
@@ -209,7 +210,7 @@ def test_what_is_damaged_there_is_named_and_the_one_before_is_taken(s3: S3, pref
     assert "step-00000002 is incomplete: shard-0.bin is missing" in " ".join(said)
     assert bring(url, root, launch="a") == (None, [])  # another rank of this start
     assert bring(url, root, launch="b")[0] is None  # another start looks again
-    with pytest.raises(RemoteError, match=r"checkpoint\.remote=null"):
+    with pytest.raises(StoreError, match=r"checkpoint\.remote=null"):
         bring("s3://absent/run", root)
 
 
@@ -226,12 +227,12 @@ def test_a_copy_of_what_a_user_names_is_made_once(s3: S3, prefix, root, tmp_path
         upload(s3.bucket(prefix), make_checkpoint(root, step))
     url = s3.bucket(prefix).url
     for address, step in ((url, 2), (f"{url}/step-00000001/", 1), (f"{url}/step-00000002", 2)):
-        assert same_files(local_copy(address), root / manifests.folder_name(step))
+        assert same_files(Repository(address).open()[0], root / local.folder_name(step))
     assert capsys.readouterr().err.count("downloading") == 2
-    local_copy(url)
+    Repository(url).open()
     assert "downloading" not in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        find(f"{url}/nothing", print)
+        Repository(f"{url}/nothing").find()
 
 
 @pytest.mark.parametrize(
@@ -251,12 +252,12 @@ def test_a_copy_of_what_a_user_names_is_made_once(s3: S3, prefix, root, tmp_path
 def test_addresses(address, fine):
     assert (address_problem(address) is None) == fine
     if not fine:
-        with pytest.raises(RemoteError, match="must"):
-            open_bucket(address)
+        with pytest.raises(StoreError, match="must"):
+            open_store(address)
 
 
 def test_patience_is_bounded():
-    pauses = [list(Patience().pauses()) for _ in range(100)]
+    pauses = [list(RetryPolicy().pauses()) for _ in range(100)]
     assert all(len(found) == 7 and sum(found) <= 52 for found in pauses)
     assert len({tuple(found) for found in pauses}) == 100
     calls: list[int] = []
@@ -266,8 +267,8 @@ def test_patience_is_bounded():
         raise OSError
 
     with pytest.raises(OSError):
-        Patience(5, 0.001).call(fail, lambda error: True)
+        RetryPolicy(5, 0.001).call(fail, lambda error: True)
     assert len(calls) == 5
     with pytest.raises(OSError):
-        Patience(5, 0.001).call(fail, lambda error: False)
+        RetryPolicy(5, 0.001).call(fail, lambda error: False)
     assert len(calls) == 6

@@ -1,6 +1,6 @@
-"""The index: which tensors a checkpoint holds, and in which file each piece of them is. No torch here.
+"""The index: the tensors of a checkpoint, and the file of each of their pieces. No torch here.
 
-It is what torch's distributed checkpoint keeps pickled in `.metadata`, as JSON: nothing is executed to read it.
+It takes the place of the pickled `.metadata` of torch's distributed checkpoint. It is JSON: nothing is executed to read it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import xxhash
 
-from llmtrain.checkpoint.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
 
 NAME = "index.json"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: where it begins in it, how large it is, and the tensor of a safetensors file that holds it."""
+    """A box of a tensor: its offsets and sizes there, and the tensor `key` of a safetensors file that holds it."""
 
     offsets: list[int]
     sizes: list[int]
@@ -40,7 +40,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """tensors, values: by name, which begins with `model.` or `optimizer.`; values are what is no tensor."""
+    """tensors, values: by name, which begins with `model.` or `optimizer.`; values are no tensors, such as learning rates."""
 
     save_id: str
     tensors: dict[str, TensorRecord]
@@ -64,12 +64,12 @@ def write(folder: Path, index: Index) -> FileRecord:
 def read(folder: Path, manifest: Manifest) -> Index:
     """Raises CheckpointError unless the index is the one that was written with this manifest."""
     if NAME not in manifest.files:
-        raise CheckpointError(f"{folder} is incomplete: its manifest knows no {NAME}")
+        raise CheckpointError(f"{folder} is incomplete: its manifest does not list {NAME}")
     try:
         content = (folder / NAME).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{folder}: {NAME} cannot be read: {error}") from None
-    # Small, and wrong in the most puzzling ways: its hash is compared whether or not the tensors' are.
+    # The index is small, and damage to it has puzzling effects: its hash is compared even if those of the tensors are not.
     if xxhash.xxh3_128_hexdigest(content) != manifest.files[NAME]["xxh3_128"]:
         raise CheckpointError(f"{folder} is damaged: {NAME} is not what was written (its xxh3_128 differs)")
     try:
@@ -83,7 +83,7 @@ def read(folder: Path, manifest: Manifest) -> Index:
         raise CheckpointError(f"{folder / NAME} is not a checkpoint's index: {error}") from None
     for name in index.files():
         if name not in manifest.files:  # also what keeps a path from leaving the folder
-            raise CheckpointError(f"{folder / NAME} names the file {name}, which the manifest does not know")
+            raise CheckpointError(f"{folder / NAME} names the file {name}, which the manifest does not list")
     if index.save_id != manifest.save_id:
         raise CheckpointError(f"{folder} holds mixed saves: {NAME} belongs to the save {index.save_id}")
     return index
