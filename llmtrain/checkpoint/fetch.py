@@ -8,7 +8,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from llmtrain.checkpoint.base import Checkpoint
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.repository import Repository, usable
 from llmtrain.checkpoint.stored import LOCK, StoredCheckpoint, list_stored
@@ -63,7 +62,7 @@ def _fetch(address: str, root: Path, verify: bool, notify: Callable[[str], None]
             f"checkpoint.remote cannot be asked for a newer checkpoint: {error}. "
             "Try again when it can, or go on without it: checkpoint.remote=null"
         ) from None
-    here = Repository(root).newest(warn, Checkpoint.verify if verify else Checkpoint.require)
+    here = Repository(root).newest(warn, lambda found: found.verify() if verify else found.require())
 
     def download(checkpoint: StoredCheckpoint) -> None:
         checkpoint.require()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from llmtrain.checkpoint import local
+from llmtrain.checkpoint import local, save_load
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
