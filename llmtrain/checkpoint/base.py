@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 from llmtrain.checkpoint.format.index import Index
@@ -46,14 +47,6 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
-    def manifest(self) -> Manifest | None: ...
-
-    @property
-    @abstractmethod
-    def problem(self) -> CheckpointError | None: ...
-
-    @property
-    @abstractmethod
     def partial(self) -> bool: ...
 
     @property
@@ -61,8 +54,12 @@ class Checkpoint(ABC):
     def in_progress(self) -> bool: ...
 
     @abstractmethod
+    def _read(self) -> Manifest | CheckpointError:
+        """The manifest, or the reason why there is none that can be used."""
+
+    @abstractmethod
     def read_index(self) -> Index:
-        """Raises CheckpointError."""
+        """Read its index. Raises CheckpointError."""
 
     @abstractmethod
     def verify(self, progress: Progress = no_progress) -> None:
@@ -76,12 +73,23 @@ class Checkpoint(ABC):
     def delete(self) -> None:
         """Delete it; if this is interrupted, the remains are no checkpoint. Raises CheckpointError."""
 
+    @cached_property
+    def _found(self) -> Manifest | CheckpointError:
+        return self._read()
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self._found if isinstance(self._found, Manifest) else None
+
+    @property
+    def problem(self) -> CheckpointError | None:
+        return None if isinstance(self._found, Manifest) else self._found
+
     def require(self) -> Manifest:
         """Its manifest. Raises CheckpointError if it is not whole, FormatError if it is of another format."""
-        if self.manifest is None:
-            assert self.problem is not None
-            raise self.problem
-        return self.manifest
+        if isinstance(self._found, CheckpointError):
+            raise self._found
+        return self._found
 
     @property
     def health(self) -> str:

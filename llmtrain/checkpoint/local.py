@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from functools import cached_property
 from pathlib import Path
 
 from llmtrain.checkpoint.base import Checkpoint, Progress, no_progress
@@ -35,22 +34,13 @@ class LocalCheckpoint(Checkpoint):
         self.folder = folder
         self.name, self.address = folder.name, str(folder)
 
-    @cached_property
-    def _found(self) -> Manifest | CheckpointError:
+    def _read(self) -> Manifest | CheckpointError:
         if self.in_progress:
             return CheckpointError(f"{self.folder} is not a complete checkpoint")
         try:
             return manifests.read(self.folder)
         except CheckpointError as error:
             return error
-
-    @property
-    def manifest(self) -> Manifest | None:
-        return self._found if isinstance(self._found, Manifest) else None
-
-    @property
-    def problem(self) -> CheckpointError | None:
-        return None if isinstance(self._found, Manifest) else self._found
 
     @property
     def step(self) -> int:

@@ -34,9 +34,9 @@ class Loaded:
         what = "weights and optimizer state" if self.optimizer else "weights"
         lines = [f"starting from {self.folder}: {what} of {len(self.taken)} parameters"]
         if self.fresh:
-            lines.append(f"  left fresh, {len(self.fresh)} of the model: {_some(self.fresh)}")
+            lines.append(f"  left fresh, {len(self.fresh)} of the model: {_shortened(self.fresh)}")
         if self.skipped:
-            lines.append(f"  skipped, {len(self.skipped)} of the checkpoint: {_some(self.skipped)}")
+            lines.append(f"  skipped, {len(self.skipped)} of the checkpoint: {_shortened(self.skipped)}")
         return "\n".join(lines)
 
 
@@ -68,7 +68,9 @@ def load_part(
         }
         lacking = [name.removeprefix(_STATE) for name in moments if name not in index.tensors]
         if lacking:
-            raise CheckpointError(f"init_from: {folder} has no optimizer state {_some(lacking)}; use optimizer: false")
+            raise CheckpointError(
+                f"init_from: {folder} has no optimizer state {_shortened(lacking)}; use optimizer: false"
+            )
         load_state(folder, manifest, moments, verify=verify)
         for name, parameter in model.named_parameters():
             if _plain(name) not in taken:
@@ -107,7 +109,7 @@ def _choose(
             + "\n  ".join(wrong[:20])
         )
     if not taken:
-        raise CheckpointError(f"init_from: nothing in {folder} fits: {_some(wrong)}")
+        raise CheckpointError(f"init_from: nothing in {folder} fits: {_shortened(wrong)}")
     return taken
 
 
@@ -116,6 +118,6 @@ def _plain(name: str) -> str:
     return name.replace(_CHECKPOINT_PREFIX, "")
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

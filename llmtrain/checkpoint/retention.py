@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are retained. No torch here."""
+"""The rule by which checkpoints of a run are retained. No torch here."""
 
 from __future__ import annotations
 

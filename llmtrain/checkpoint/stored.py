@@ -39,7 +39,7 @@ class StoredCheckpoint(Checkpoint):
         self.store, self.prefix, self.sizes = store, prefix, sizes
         self.address = f"{store.url}/{prefix}".rstrip("/")
         self.name = self.address.rpartition("/")[2]
-        self._found = self._read()
+        _ = self.manifest  # read now, where the caller expects a StoreError
 
     def _read(self) -> Manifest | CheckpointError:
         try:
@@ -56,14 +56,6 @@ class StoredCheckpoint(Checkpoint):
         except CheckpointError as error:
             return error
         return manifest
-
-    @property
-    def manifest(self) -> Manifest | None:
-        return self._found if isinstance(self._found, Manifest) else None
-
-    @property
-    def problem(self) -> CheckpointError | None:
-        return None if isinstance(self._found, Manifest) else self._found
 
     @property
     def step(self) -> int:

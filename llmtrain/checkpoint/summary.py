@@ -25,7 +25,7 @@ from llmtrain.schema.differences import changes, text
 
 
 def summary(checkpoint: Checkpoint, config_file: str | None) -> Iterator[str]:
-    """config_file: a YAML to compare the checkpoint's config with, rather than with the defaults.
+    """Lines about a checkpoint. config_file: a YAML to compare its config with, rather than with the defaults.
 
     Raises CheckpointError for a damaged index, ConfigError for a YAML that is wrong.
     """

@@ -140,30 +140,30 @@ def run_rm(args: argparse.Namespace) -> int:
     from llmtrain.progress import format_bytes
 
     found = Repository(args.run).require_any()
-    doomed = _doomed(found, args)
+    selected = _selected(found, args)
     good = [item for item in found if item.manifest]
-    if good and all(item in doomed for item in good) and not args.force:
+    if good and all(item in selected for item in good) and not args.force:
         raise UserError(
             f"{good[-1].name} is the last good checkpoint of {args.run}; add --force to remove even that one (nothing was)"
         )
-    for item in doomed:
+    for item in selected:
         if not args.dry_run:
             item.delete()
         print(
             f"{'would remove' if args.dry_run else 'removed'} {item.address} ({format_bytes(item.nbytes)}, {item.health})"
         )
-    if not doomed:
+    if not selected:
         print("nothing to remove")
     return 0
 
 
-def _doomed(found: Sequence[Checkpoint], args: argparse.Namespace) -> list[Checkpoint]:
+def _selected(found: Sequence[Checkpoint], args: argparse.Namespace) -> list[Checkpoint]:
     if args.step is not None:
-        doomed = [item for item in found if item.step == args.step]
-        if not doomed:
+        selected = [item for item in found if item.step == args.step]
+        if not selected:
             steps = ", ".join(str(item.step) for item in found)
             raise UserError(f"{args.run} has no checkpoint of step {args.step}; there is {steps}")
-        return doomed
+        return selected
     if args.before is not None:
         return [item for item in found if item.step < args.before]
     if args.keep_last < 1:

@@ -28,7 +28,7 @@ def victim(root: Path, pipe: Connection) -> None:
     step = 0
     if found is not None:
         save_load.load(found.folder, model, optimizer)
-        step = found.manifest.step
+        step = found.step
     pipe.send((step, is_of(model, optimizer, step), warnings))
     while True:
         step += 1

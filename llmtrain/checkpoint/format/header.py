@@ -31,7 +31,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises HeaderError for what is no safetensors file, OSError for what cannot be read."""
+    """Read the header. Raises HeaderError for a file that is no safetensors file, OSError if it cannot be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= _MAX_HEADER_BYTES:

@@ -47,7 +47,7 @@ class Index:
     values: dict[str, Any]
 
     def files(self, names: Mapping[str, object] | None = None) -> list[str]:
-        """The files with these tensors, or with any."""
+        """Names of the files that hold these tensors; of all files by default."""
         chosen = self.tensors if names is None else [name for name in names if name in self.tensors]
         return sorted({piece.file for name in chosen for piece in self.tensors[name].pieces})
 
@@ -62,7 +62,7 @@ def write(folder: Path, index: Index) -> FileRecord:
 
 
 def read(folder: Path, manifest: Manifest) -> Index:
-    """Raises CheckpointError unless the index is the one that was written with this manifest."""
+    """Read the index. Raises CheckpointError unless it is the one that was written with this manifest."""
     if NAME not in manifest.files:
         raise CheckpointError(f"{folder} is incomplete: its manifest does not list {NAME}")
     try:

@@ -102,7 +102,7 @@ def read(folder: Path) -> Manifest:
 
 
 def parse(folder: Path | str, text: bytes) -> Manifest:
-    """The manifest that `text` is. folder: where it was read, for messages; its files are not looked at.
+    """Decode the manifest in `text`. folder: its place, for messages; the checkpoint's files are not examined.
 
     Raises CheckpointError if it is damaged, FormatError if it is of another format.
     """
@@ -198,7 +198,7 @@ def _read_text(folder: Path) -> bytes:
 
 
 def _decode_fields(folder: Path | str, text: bytes) -> dict[str, Any]:
-    """The manifest's JSON, its format known and its own checksum compared."""
+    """The manifest's JSON, after a check of its format number and its own checksum."""
     try:
         fields = json.loads(text)
     except ValueError as error:  # not RecursionError: 1000 nested brackets do not come from damage

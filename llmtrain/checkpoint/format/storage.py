@@ -82,7 +82,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 class ShardWriter(StorageWriter):
-    """Writes tensors into safetensors files and the rest into the index. `files`: on the coordinator, what was written.
+    """Writes tensors into safetensors files and the rest into the index. files: the written ones; on the coordinator only.
 
     The names of the files name no rank: the coordinator numbers them. threads: 1 asks the planner for one tensor after
     another, in the order of the plan.
@@ -94,7 +94,7 @@ class ShardWriter(StorageWriter):
         self.files: dict[str, FileRecord] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A writer serves once."""
+        """Nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The folder exists already."""
@@ -177,7 +177,7 @@ class ShardReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A reader serves once."""
+        """Nothing: a reader is used once."""
 
     def read_metadata(self) -> Metadata:
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._index.values}
@@ -228,7 +228,7 @@ class ShardReader(StorageReader):
 
 
 def _copy_box(source: TensorSource, piece: Piece, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
-    """target: the box `item` of a piece, copied some rows at a time: bounded memory, and one read where rows are whole."""
+    """Copy the box `item` of a piece to `target`, some rows at a time: bounded memory, and one read where rows are whole."""
     if not piece.sizes:
         value = torch.empty((), dtype=dtype)
         source.read_into(piece.key, 0, value)

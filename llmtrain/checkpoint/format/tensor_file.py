@@ -81,7 +81,7 @@ class TensorFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, piece: Tensor) -> None:
-        """piece: the next elements, in the memory of the CPU, of the dtype of the tensor they belong to."""
+        """Write the next elements. piece: in the memory of the CPU, of the dtype of the tensor they belong to."""
         self._missing -= piece.nbytes
         self._write(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -116,7 +116,7 @@ class TensorSource:
         self._handle = os.open(path, os.O_RDONLY)
 
     def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Raises UserError unless the file has this tensor, whole."""
+        """Raise UserError unless the file has this tensor, whole."""
         found = self._header.tensors.get(key)
         if found is None:
             raise UserError(f"{self._path.name} holds no tensor {key}")
@@ -129,7 +129,7 @@ class TensorSource:
             raise UserError(f"{self._path.name}: {key} is not of the dtype and shape that the index says")
 
     def read_into(self, key: str, first: int, wanted: Tensor) -> None:
-        """Fills `wanted` (contiguous, on the CPU) with the tensor's elements from `first` on. Raises EOFError at the end."""
+        """Fill `wanted` (contiguous, on the CPU) with the tensor's elements from `first` on. Raises EOFError at the end."""
         view = wanted.reshape(-1).view(torch.uint8).numpy().data
         at = self._header.data + self._header.tensors[key]["data_offsets"][0] + first * wanted.element_size()
         while view:

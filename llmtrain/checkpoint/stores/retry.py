@@ -24,12 +24,12 @@ class RetryPolicy:
     longest: float = 20.0
 
     def pauses(self) -> Iterator[float]:
-        """One for every attempt but the last."""
+        """A pause before every attempt but the first."""
         for n in range(self.attempts - 1):
             yield random.uniform(0, min(self.longest, self.first * 2**n))
 
     def call(self, action: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
-        """action(), again while what it raises is `transient`; then, or for anything else, what it raised."""
+        """Return action(); called again while its exceptions are `transient`. Raises its last exception, or one that is not."""
         for pause in self.pauses():
             try:
                 return action()

@@ -1,8 +1,8 @@
 """An S3-compatible object store, through boto3. Endpoint and credentials are StreamingDataset's: S3_ENDPOINT_URL, AWS_*,
 S3_CANNED_ACL.
 
-boto3's own upload_file begins a large file anew after every interruption, so parts are sent here: what the store
-has of a file is compared with the file, part by part, and only the rest is sent.
+boto3's own upload_file begins a large file anew after every interruption, so parts are sent here: the parts
+that the store has of a file are compared with the file, and only the others are sent.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class S3Store:
 
     def _put_parts(self, name: str, file: BinaryIO, size: int, digest: str, sent: Callable[[int], None]) -> None:
         part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
-        upload, there = self._begun(name, digest)
+        upload, there = self._open_upload(name, digest)
         hasher = xxhash.xxh3_128()
         parts = []
         for number, start in enumerate(range(0, size, part_bytes), 1):
@@ -126,8 +126,8 @@ class S3Store:
             MultipartUpload={"Parts": parts},
         )
 
-    def _begun(self, name: str, digest: str) -> tuple[str, dict[int, tuple[int, str]]]:
-        """A multipart upload of the object, begun earlier or now, and the parts it has: part number -> (bytes, tag)."""
+    def _open_upload(self, name: str, digest: str) -> tuple[str, dict[int, tuple[int, str]]]:
+        """A multipart upload of the object, started earlier or now, and the parts it has: part number -> (bytes, tag)."""
         best: tuple[str, dict[int, tuple[int, str]]] | None = None
         for upload in self._unfinished(self._prefix + name):
             if upload["Key"] != self._prefix + name:
