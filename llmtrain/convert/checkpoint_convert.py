@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.format import index as indexes
-from llmtrain.checkpoint.repository import Repository
-from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import FileRecord, Manifest, OldFormatError
 from llmtrain.checkpoint.format.storage import FILE_BYTES
 from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors

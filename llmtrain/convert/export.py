@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
