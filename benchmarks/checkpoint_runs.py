@@ -20,13 +20,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from benchmarks.checkpoint import rounded
 from benchmarks.device import device_name
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.newest import newest
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.collective import newest_checkpoint, verify_in_shares
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.storage import THREADS
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
-from llmtrain.checkpoint.storage import THREADS
-from llmtrain.checkpoint.store import About
 from llmtrain.distributed.world import gloo_group, initialize, world_from_environment
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -58,7 +58,7 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        return store.flat_state(self.model, self.optimizer)
+        return save_load.flat_state(self.model, self.optimizer)
 
 
 def measure(config: Config, folder: Path, *, saves: int, seconds: float, repeat: int) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def measure(config: Config, folder: Path, *, saves: int, seconds: float, repeat:
     ours, theirs = folder / "llmtrain", folder / "torch"
     training = Training(config, device)
     training.model.init_weights(config.seed)
-    about = About(1, 0, config.model_dump(mode="json"), {}, {})
+    run = RunState(1, 0, config.model_dump(mode="json"), {}, {})
     figures: dict[str, Any] = {
         "model": config.name,
         "ranks": dist.get_world_size(),
         "device": device_name(device),
     }
-    figures |= _printed(_in_background(training, ours, about, saves, seconds))
-    figures |= _printed(_synchronous(training, ours, theirs, about, repeat))
+    figures |= _printed(_in_background(training, ours, run, saves, seconds))
+    figures |= _printed(_synchronous(training, ours, theirs, run, repeat))
     shutil.rmtree(theirs, ignore_errors=True)
     del training
     gc.collect()
@@ -87,14 +87,20 @@ def measure(config: Config, folder: Path, *, saves: int, seconds: float, repeat:
     return figures | {"seconds_in_all": time.perf_counter() - began}
 
 
-def _in_background(training: Training, root: Path, about: About, saves: int, seconds: float) -> dict[str, Any]:
+def _in_background(training: Training, root: Path, run: RunState, saves: int, seconds: float) -> dict[str, Any]:
     alone = [timed(training.step) for _ in range(_WARM_UP + _ALONE)][_WARM_UP:]
     state = training.state
     nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     blocked, written, saving, beside = [], [], [], []
     with Saver(
-        root, training.model, training.optimizer, keep=Keep(1), background=True, group=gloo_group(), warn=_print_rank_0
+        root,
+        training.model,
+        training.optimizer,
+        retention=Retention(1),
+        background=True,
+        group=gloo_group(),
+        warn=_print_rank_0,
     ) as saver:
         prepared = timed(saver.prepare)
         first = time.perf_counter()
@@ -107,7 +113,7 @@ def _in_background(training: Training, root: Path, about: About, saves: int, sec
                 if training.device.type == "cuda":
                     torch.cuda.synchronize()  # what the step itself takes is not the save's
                 dist.barrier()
-                saver.save(about)
+                saver.save(run)
 
             began = time.perf_counter()
             saving.append(timed(save_and_step))
@@ -131,12 +137,12 @@ def _in_background(training: Training, root: Path, about: About, saves: int, sec
     }
 
 
-def _synchronous(training: Training, ours: Path, theirs: Path, about: About, repeat: int) -> dict[str, Any]:
+def _synchronous(training: Training, ours: Path, theirs: Path, run: RunState, repeat: int) -> dict[str, Any]:
     state = training.state
     nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
     def save() -> None:
-        store.write(ours, state, store.local_tensors(state), about, Keep(1))
+        save_load.write(ours, state, save_load.local_tensors(state), run, Retention(1))
 
     def save_by_torch() -> None:
         with warnings.catch_warnings():
@@ -166,13 +172,13 @@ def _resume(config: Config, device: torch.device, root: Path, start: float) -> d
         return results[0]
 
     _drop_cached_pages(root)
-    found = part("find", lambda: newest(root, verify=False, warn=_print_rank_0))
+    found = part("find", lambda: newest_checkpoint(root, verify=False, warn=_print_rank_0))
     assert found is not None
-    part("verify", lambda: store.verify_together(found.folder, found.manifest))
+    part("verify", lambda: verify_in_shares(found.folder, found.require()))
     _drop_cached_pages(root)  # a checkpoint larger than memory, or on a network, is read twice
     training = part("build", lambda: Training(config, device))
     load = {"manifest": found.manifest, "verify": False}
-    part("read", lambda: store.load(found.folder, training.model, training.optimizer, **load))
+    part("read", lambda: save_load.load(found.folder, training.model, training.optimizer, **load))
     part("first_step", training.step)
     return {"resume_seconds": sum(parts.values())} | {f"resume_{name}_seconds": took for name, took in parts.items()}
 

@@ -1,4 +1,4 @@
-"""Saving beside training: the step waits for a copy of the state; a thread writes it."""
+"""Saves beside training: the step waits for a copy of the state; a thread writes it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.save_load import RunState, SaveError
 from llmtrain.checkpoint.staging import Staging
-from llmtrain.checkpoint.store import About, SaveError
 
 _SECONDS_AFTER_A_FAILURE = 60.0
 
@@ -22,11 +22,11 @@ _SECONDS_AFTER_A_FAILURE = 60.0
 class Saver:
     """Writes one checkpoint at a time, in the background or not. Every rank has one and calls the same methods in order.
 
-    A save that fails in the background is told through `warn` by `poll`, or by the next `save`; training goes on, and
-    earlier checkpoints stay as they were. `finish` raises it: after it nothing follows. Use it as a context manager.
+    A save that fails in the background is reported through `warn` by `poll`, or by the next `save`; training goes on, and
+    earlier checkpoints stay as they were. `finish` raises it. Use it as a context manager.
 
-    group: of gloo, and of nobody else: the thread's messages must not come between those of the step. It is destroyed at
-    the end. warn: called on every rank. blocked_seconds: how long the last `save` held up the step.
+    group: a gloo group that nothing else uses: the thread's messages must not come between those of the step. It is
+    destroyed at the end. warn: called on every rank. blocked_seconds: duration of the last `save`, for which the step waited.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        keep: Keep,
+        retention: Retention,
         background: bool,
         group: dist.ProcessGroup,
         warn: Callable[[str], None],
     ):
-        self.root, self.model, self.optimizer, self.keep = root, model, optimizer, keep
+        self.root, self.model, self.optimizer, self.retention = root, model, optimizer, retention
         self.background, self.warn = background, warn
         self._group = group
         self.blocked_seconds = 0.0
@@ -50,33 +50,33 @@ class Saver:
         self._error: BaseException | None = None
 
     def prepare(self) -> None:
-        """Allocates the buffers of background saves. Call it once the optimizer has a state: after the first step."""
+        """Allocate the buffers of background saves. Call it once the optimizer has a state: after the first step."""
         if self.background:
-            self._staging.prepare(store.local_tensors(store.flat_state(self.model, self.optimizer)))
+            self._staging.prepare(save_load.local_tensors(save_load.flat_state(self.model, self.optimizer)))
 
-    def save(self, about: About) -> None:
-        """Saves the state as it is now. In the background: returns when it has been copied.
+    def save(self, run: RunState) -> None:
+        """Save the state as it is now. In the background: returns when it has been copied.
 
-        Waits for an unfinished save first, and says so. Never raises SaveError: see `poll` and `finish`.
+        Waits for an unfinished save first, with a warning. Never raises SaveError: see `poll` and `finish`.
         """
         began = time.perf_counter()
         if self._thread is not None and self.busy:
             self._thread.join()
             self.warn(
-                f"checkpoint: step {about.step} waited {time.perf_counter() - began:.1f} s for the save of step "
+                f"checkpoint: step {run.step} waited {time.perf_counter() - began:.1f} s for the save of step "
                 f"{self._step}, which was not finished; save less often or to a faster disk"
             )
         self.poll()
-        self._step = about.step
-        state = store.flat_state(self.model, self.optimizer)
-        tensors = store.local_tensors(state)
+        self._step = run.step
+        state = save_load.flat_state(self.model, self.optimizer)
+        tensors = save_load.local_tensors(state)
         if self.background:
             tensors = self._staging.copy(tensors)
 
         def work() -> None:
             try:
-                store.write(self.root, state, tensors, about, self.keep, self._group)
-            except BaseException as error:  # whatever it is, it must not be lost with the thread
+                save_load.write(self.root, state, tensors, run, self.retention, self._group)
+            except BaseException as error:  # of any kind: it must not be lost with the thread
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
@@ -87,22 +87,22 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
+        """True while a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
-        """Tells of a save that has failed; never waits."""
+        """Report a save that has failed; never waits."""
         if not self.busy:
             self._thread = None
         if self._thread is None and self._error is not None:
             error, self._error = self._error, None
             self.warn(
                 f"WARNING: the checkpoint of step {self._step} was not saved; training goes on, earlier checkpoints are "
-                f"as they were: {_told(error)}"
+                f"as they were: {_message(error)}"
             )
 
     def finish(self) -> None:
-        """Waits for the last save. Raises SaveError if it failed."""
+        """Wait for the last save. Raises SaveError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -110,13 +110,13 @@ class Saver:
             error, self._error = self._error, None
             if isinstance(error, SaveError):
                 raise error
-            raise SaveError(f"the checkpoint of step {self._step} was not saved: {_told(error)}") from error
+            raise SaveError(f"the checkpoint of step {self._step} was not saved: {_message(error)}") from error
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for an unfinished save: not without end when training failed, for a rank that is gone will not answer."""
+        """Wait for an unfinished save: with a time limit when training failed, since another rank may be gone."""
         if self._thread is not None:
             self._thread.join(_SECONDS_AFTER_A_FAILURE if kind else None)
             if self._thread.is_alive():
@@ -126,5 +126,5 @@ class Saver:
         dist.destroy_process_group(self._group)
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"

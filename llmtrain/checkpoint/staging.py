@@ -1,4 +1,4 @@
-"""Buffers in host memory that a state is copied into, so that training may go on while it is written."""
+"""Buffers in host memory for a copy of the state, so that training may go on while it is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 class Staging:
     """Buffers for the tensors of one state, allocated once and reused by every save.
 
-    For tensors on a GPU they are pinned (page-locked): the copy runs at the speed of the bus, and of no page faults.
+    For tensors on a GPU they are pinned (page-locked): the copy runs at the speed of the bus, without page faults.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Staging:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocates what `copy` will need; pinning memory takes seconds that a save should not."""
+        """Allocate the buffers of `copy`; pinning memory takes seconds that a save should not."""
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.checkpoint.inventory import Item
+    from llmtrain.checkpoint.base import Checkpoint
 
 _RUN = "a run's folder, a checkpoint, or either in a store: s3://bucket/prefix"
 
@@ -73,13 +74,13 @@ def add_checkpoint(commands) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.inventory import age, items
+    from llmtrain.checkpoint.repository import Repository
     from llmtrain.progress import format_bytes
 
     rows = [("CHECKPOINT", "STEP", "TOKENS", "SIZE", "AGE", "HEALTH")]
-    for item in items(args.run):
+    for item in Repository(args.run).require_any():
         tokens = f"{item.manifest.tokens:,}" if item.manifest else ""
-        rows.append((item.name, f"{item.step:,}", tokens, format_bytes(item.nbytes), age(item), item.health))
+        rows.append((item.name, f"{item.step:,}", tokens, format_bytes(item.nbytes), item.age, item.health))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for name, *numbers, health in rows:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
@@ -88,21 +89,20 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.inventory import one
-    from llmtrain.checkpoint.showing import summary
+    from llmtrain.checkpoint.repository import Repository
+    from llmtrain.checkpoint.summary import summary
 
-    item = one(args.checkpoint)
-    for line in summary(item, args.config):
+    for line in summary(Repository(args.checkpoint).find(), args.config):
         print(line)
     return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.inventory import items
-    from llmtrain.checkpoint.manifest import CheckpointError
+    from llmtrain.checkpoint.format.manifest import CheckpointError
+    from llmtrain.checkpoint.repository import Repository
     from llmtrain.progress import ByteBar, format_bytes
 
-    found = items(args.run)
+    found = Repository(args.run).require_any()
     wrong = 0
     with ByteBar(sys.stderr.isatty(), sum(item.manifest.nbytes for item in found if item.manifest), "verify") as bar:
         for item in found:
@@ -136,39 +136,39 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.inventory import items
+    from llmtrain.checkpoint.repository import Repository
     from llmtrain.progress import format_bytes
 
-    found = items(args.run)
-    doomed = _doomed(found, args)
-    good = [item for item in found if item.problem is None and not item.partial]
-    if good and all(item in doomed for item in good) and not args.force:
+    found = Repository(args.run).require_any()
+    selected = _selected(found, args)
+    good = [item for item in found if item.manifest]
+    if good and all(item in selected for item in good) and not args.force:
         raise UserError(
             f"{good[-1].name} is the last good checkpoint of {args.run}; add --force to remove even that one (nothing was)"
         )
-    for item in doomed:
+    for item in selected:
         if not args.dry_run:
             item.delete()
         print(
             f"{'would remove' if args.dry_run else 'removed'} {item.address} ({format_bytes(item.nbytes)}, {item.health})"
         )
-    if not doomed:
+    if not selected:
         print("nothing to remove")
     return 0
 
 
-def _doomed(found: list[Item], args: argparse.Namespace) -> list[Item]:
+def _selected(found: Sequence[Checkpoint], args: argparse.Namespace) -> list[Checkpoint]:
     if args.step is not None:
-        doomed = [item for item in found if item.step == args.step]
-        if not doomed:
+        selected = [item for item in found if item.step == args.step]
+        if not selected:
             steps = ", ".join(str(item.step) for item in found)
             raise UserError(f"{args.run} has no checkpoint of step {args.step}; there is {steps}")
-        return doomed
+        return selected
     if args.before is not None:
         return [item for item in found if item.step < args.before]
     if args.keep_last < 1:
         raise UserError(f"--keep-last {args.keep_last}: expected at least 1")
-    good = [item for item in found if item.problem is None and not item.partial]
+    good = [item for item in found if item.manifest]
     if not good:
         raise UserError(f"{args.run} has no good checkpoint to keep; name one with --step")
     # What is not good but newer is left: it may be looked at, or is being written.

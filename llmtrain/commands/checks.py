@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmtrain.checkpoint.initial import initial_problems
+from llmtrain.checkpoint.initial_weights import initial_problems
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.documents import check_documents

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import lookup, store
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.index import Index, Piece, TensorRecord
-from llmtrain.checkpoint.manifest import FileRecord, Manifest, OldFormatError
-from llmtrain.checkpoint.storage import FILE_BYTES
-from llmtrain.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
+from llmtrain.checkpoint.format.manifest import FileRecord, Manifest, OldFormatError
+from llmtrain.checkpoint.format.storage import FILE_BYTES
+from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
@@ -35,8 +36,6 @@ from llmtrain.progress import ByteBar, format_bytes
 _PIECE_ELEMENTS = 2**20
 _SMALL_FILES = 64 * 2**20
 _FP32 = torch.float32
-# Optimizer options of the machine rather than the run: see store.flat_state.
-_DROPPED = (".foreach", ".fused", ".capturable", ".differentiable")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def write(content: CheckpointContent, out: Path, *, shards: int | None, progress
 def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> str:
     size = 5 * 10**9
     if args.shards is not None:
-        folder, manifest = lookup.find(source)
+        folder, manifest = Repository(source).open()
         tensors = CheckpointTensors(folder, manifest)
         elements = sum(math.prod(tensors.shape(name) or ()) for name in tensors.names("model."))
         width = 4 if args.dtype in ("auto", "float32") else 2
@@ -136,9 +135,9 @@ def _open_ours(source: str) -> CheckpointContent:
         folder = _format_1_folder(source)
         manifest = manifests.read_format_1(folder)
         tensors = DcpTensors(folder)
-        values = {name: value for name, value in tensors.values("").items() if not name.endswith(_DROPPED)}
+        values = {name: value for name, value in tensors.values("").items() if not name.endswith(MACHINE_SETTINGS)}
     else:
-        folder, manifest = lookup.find(source)
+        folder, manifest = Repository(source).open()
         manifests.verify(folder, manifest)
         tensors = CheckpointTensors(folder, manifest)
         values = tensors.values
@@ -160,7 +159,7 @@ def _open_composer(path: Path, config_file: str | None) -> CheckpointContent:
         "config": {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}},
         "clock": {},
         "data": {},
-        "versions": store.versions("torch"),
+        "versions": versions("torch"),
     }
     return CheckpointContent(str(path), tensors, parts, {}, about, [])
 
@@ -169,15 +168,12 @@ def _is_format_1(source: str) -> bool:
     if is_remote(source):
         return False
     try:
-        lookup.find(source)
+        Repository(source).find()
     except OldFormatError:
         return True
     return False
 
 
 def _format_1_folder(source: str) -> Path:
-    path = Path(source).expanduser()
-    if (path / manifests.NAME).is_file():
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return next(folder for folder in reversed(manifests.folders(root)) if (folder / manifests.NAME).is_file())
+    newest_first = reversed(Repository(source).checkpoints())
+    return next(found.fetch() for found in newest_first if isinstance(found.problem, OldFormatError))

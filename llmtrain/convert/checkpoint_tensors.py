@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint.header import HeaderError
-from llmtrain.checkpoint.index import Piece, TensorRecord
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.tensor_file import DTYPES, TensorSource
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format.header import HeaderError
+from llmtrain.checkpoint.format.index import Piece, TensorRecord
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.tensor_file import DTYPES, TensorSource
 
 
 class CheckpointTensors:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.config.decode import decode
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.checkpoint.format.manifest import CheckpointError
 
 METADATA = ".metadata"
 # Classes in an index of torch 2.0 to 2.11: plain data that runs no code.

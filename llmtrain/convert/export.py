@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint import lookup
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
@@ -63,7 +63,7 @@ def export(
     and later for a damaged shard, or a weight that float16 cannot hold.
     """
     refuse_existing(out)
-    folder, manifest = lookup.find(checkpoint)
+    folder, manifest = Repository(checkpoint).open()
     config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
     family = family_for_model(config)
     weights = family.weights(config)

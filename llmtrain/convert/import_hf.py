@@ -15,9 +15,9 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.store import versions
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import Manifest
+from llmtrain.checkpoint.save_load import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer

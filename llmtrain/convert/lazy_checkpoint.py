@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from llmtrain.checkpoint.manifest import FileRecord
-from llmtrain.checkpoint.storage import ShardWriter
+from llmtrain.checkpoint.format.manifest import FileRecord
+from llmtrain.checkpoint.format.storage import ShardWriter
 
 PIECE_BYTES = 64 * 2**20
 """Size of the pieces in which a tensor is copied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmtrain.checkpoint.tensor_file import Entry
+from llmtrain.checkpoint.format.tensor_file import Entry
 
 
 def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:

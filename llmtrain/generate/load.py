@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmtrain.checkpoint import lookup, store
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
@@ -18,7 +19,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.specs import servable
 
 if TYPE_CHECKING:
-    from llmtrain.checkpoint.manifest import Manifest
+    from llmtrain.checkpoint.format.manifest import Manifest
 
 
 def load_model(
@@ -42,13 +43,13 @@ def load_model(
         folder = find_hf_folder(source)
         model, own = load_hf(folder, dtype=dtype), folder
     else:
-        folder, manifest = lookup.find(source)
+        folder, manifest = Repository(source).open()
         config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
         here = detect(device)
         with torch.device("meta"):
             model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
         model.to_empty(device=device)
-        store.load(folder, model)
+        save_load.load(folder, model)
         own = None if tokenizer else checkpoint_tokenizer_path(folder, manifest)
     if tokenizer is None:
         assert own is not None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.checkpoint.lookup import find
-from llmtrain.checkpoint.manifest import CheckpointError, Manifest, folders, latest
+from llmtrain.checkpoint.base import Checkpoint
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.local import folders
+from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.shards import ShardError, data_fingerprint
 from llmtrain.logs import log
@@ -15,22 +17,22 @@ from llmtrain.schema.differences import differences
 
 def check_resumption(config: Config) -> None:
     """Raise CheckpointError if `config.run_dir` holds a run that this config must not continue."""
-    found = latest(Path(config.run_dir) / "checkpoints", warn=lambda text: None)  # the run itself will warn
+    found = Repository(Path(config.run_dir) / "checkpoints").newest(silent)  # the run itself will warn
     if found:
-        require_same_run(config, *found)
+        require_same_run(config, found)
 
 
 def download_newest_checkpoint(config: Config, launch: str | None, progress: bool) -> str | None:
     """Download the newest checkpoint of `checkpoint.remote` if it is newer than the newest good one here. Every rank calls
-    this. launch: see fetch.bring_newest. Returns the save_id of the newest checkpoint here if its hashes were verified on
+    this. launch: see fetch.fetch_newest. Returns the save_id of the newest checkpoint here if its hashes were verified on
     the way. Raises CheckpointError."""
     if config.checkpoint.remote is None:
         return None
-    from llmtrain.checkpoint.remote.fetch import bring_newest
+    from llmtrain.checkpoint.fetch import fetch_newest
 
     root, verify = Path(config.run_dir) / "checkpoints", config.checkpoint.verify
-    return bring_newest(
-        config.checkpoint.remote, root, launch=launch, verify=verify, say=log.info, progress=progress
+    return fetch_newest(
+        config.checkpoint.remote, root, launch=launch, verify=verify, notify=log.info, progress=progress
     ).verified
 
 
@@ -40,22 +42,23 @@ def download_initial_weights(config: Config, fresh: bool) -> None:
     if config.init_from is None or not is_remote(config.init_from.path):
         return
     if fresh or not folders(Path(config.run_dir) / "checkpoints"):
-        find(config.init_from.path)
+        Repository(config.init_from.path).open()
 
 
 def refuse_used_remote(config: Config) -> None:
     """Raise CheckpointError if `checkpoint.remote` holds the checkpoints of another run than the one that starts anew."""
     if config.checkpoint.remote is not None:
-        from llmtrain.checkpoint.remote.fetch import refuse_used
+        from llmtrain.checkpoint.fetch import refuse_used
 
         refuse_used(config.checkpoint.remote)
 
 
-def require_same_run(config: Config, folder: Path, manifest: Manifest) -> None:
+def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError, with every difference, if a config means something else than the one that wrote a checkpoint.
 
     Settings that may differ are marked `free` in the schema. Data whose index is not on this machine yet is not compared.
     """
+    manifest = checkpoint.require()
     changed = differences(manifest.config, config)
     try:
         if manifest.data.get("fingerprint") != data_fingerprint(config.data):
@@ -64,7 +67,7 @@ def require_same_run(config: Config, folder: Path, manifest: Manifest) -> None:
         pass  # to be made or downloaded first; train() compares again after that
     if changed:
         raise CheckpointError(
-            f"{folder} was written by a run that means something else:\n"
+            f"{checkpoint.address} was written by a run that means something else:\n"
             + "\n".join(f"  {line}" for line in changed)
             + "\nRestore these settings to continue it, choose another name or run_dir, or start anew with --fresh"
         )

@@ -13,11 +13,11 @@ from composer import Trainer
 from composer.core import Callback, Evaluator, State
 from composer.utils import dist
 
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.initial import initial_checkpoint
-from llmtrain.checkpoint.newest import newest
-from llmtrain.checkpoint.partial import load_part
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.collective import newest_checkpoint
+from llmtrain.checkpoint.initial_weights import initial_checkpoint
+from llmtrain.checkpoint.partial_load import load_part
+from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
@@ -70,7 +70,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     torch.use_deterministic_algorithms(config.train.deterministic)
     checkpoint = config.checkpoint
     require_shared(folder, world)
-    resumed = newest(folder / "checkpoints", verify=checkpoint.verify, warn=run_log.warning, verified=verified)
+    resumed = newest_checkpoint(
+        folder / "checkpoints", verify=checkpoint.verify, warn=run_log.warning, verified=verified
+    )
 
     with torch.device("meta"):
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
@@ -83,8 +85,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     )
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
-        require_same_run(config, resumed.folder, resumed.manifest)
-        store.load(resumed.folder, model, optimizer, manifest=resumed.manifest, verify=False)  # `newest` did
+        require_same_run(config, resumed)
+        save_load.load(resumed.folder, model, optimizer, manifest=resumed.require(), verify=False)  # it was
     elif config.init_from:
         if not config.init_from.is_whole:
             model.init_weights(config.seed)  # for what is not loaded
@@ -103,18 +105,18 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         "steps_per_epoch": steps_per_epoch,
         "total_steps": total_steps,
     }
-    keep = Keep(checkpoint.keep_last, checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1))
+    retention = Retention(checkpoint.keep_last, checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1))
     saver = Saver(
         folder / "checkpoints",
         model,
         optimizer,
-        keep=keep,
+        retention=retention,
         background=checkpoint.background,
         group=gloo_group(),
         warn=run_log.warning,
     )
     preemption = Preemption(checkpoint.grace_seconds)
-    uploads = Uploads(checkpoint.remote, saver.root, keep, world, preemption)
+    uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     trainer = Trainer(
         model=ComposerHybridLM(model),
         run_name=config.name,
@@ -147,8 +149,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         progress_bar=False,
     )
     if resumed:
-        continue_from(trainer.state, resumed.manifest.clock, resumed.manifest.data)
-        run_log.info(f"resumed from {resumed.folder} (step {resumed.manifest.step} of {total_steps})")
+        continue_from(trainer.state, resumed.require().clock, resumed.require().data)
+        run_log.info(f"resumed from {resumed.folder} (step {resumed.step} of {total_steps})")
     with uploads, saver, preemption, contextlib.closing(trainer):
         if trainer.state.timestamp.batch.value < total_steps:
             trainer.fit()

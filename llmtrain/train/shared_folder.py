@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmtrain.checkpoint.manifest import CheckpointError
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.distributed.world import World
 
 _SECONDS = 30.0

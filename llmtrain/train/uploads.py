@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.checkpoint.remote.bucket import open_bucket
-from llmtrain.checkpoint.remote.uploader import Uploader
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.checkpoint.uploader import Uploader
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted
 from llmtrain.train.preemption import Preemption
@@ -19,9 +19,9 @@ class Uploads:
     end of the time limit. After the block call `finish`, once no other rank waits for this one.
     """
 
-    def __init__(self, address: str | None, root: Path, keep: Keep, world: World, preemption: Preemption):
+    def __init__(self, address: str | None, root: Path, retention: Retention, world: World, preemption: Preemption):
         self._preemption = preemption
-        self._uploader = Uploader(open_bucket(address), root, keep) if address and world.is_main else None
+        self._uploader = Uploader(open_store(address), root, retention) if address and world.is_main else None
 
     def finish(self) -> None:
         """Wait until everything is uploaded, or has failed once more, which is logged."""

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.distributed.launch import launch
 from llmtrain.errors import Preempted, RunError, UserError, exit_with
 from llmtrain.schema.config import Config
@@ -145,8 +145,8 @@ def _train(
 
 def _step(run_dir: Path) -> int:
     """Step of the newest complete checkpoint; 0 when there is none."""
-    found = manifests.latest(run_dir / "checkpoints", warn=print)
-    return found[1].step if found else 0
+    found = Repository(run_dir / "checkpoints").newest(warn=print)
+    return found.step if found else 0
 
 
 def _rank(args: argparse.Namespace) -> int:

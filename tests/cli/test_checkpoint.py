@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.remote.mounted import MountedBucket
-from llmtrain.checkpoint.remote.upload import upload
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.checkpoint.upload import upload
 from llmtrain.cli import main
 from tests.support.project import Project
 from tests.support.stores import flip, make_checkpoint
@@ -48,8 +49,8 @@ def place(request, tmp_path) -> str:
         make_checkpoint(root, step)
     if request.param == "folder":
         return str(root)
-    bucket = MountedBucket(tmp_path / "mounted")
-    for folder in manifests.folders(root):
+    bucket = MountedStore(tmp_path / "mounted")
+    for folder in local.folders(root):
         upload(bucket, folder)
     return bucket.url
 
@@ -152,7 +153,7 @@ def test_show_tells_what_a_checkpoint_is(finished, tmp_path, capsys):
     assert "  optimizer.lr: 0.003" in lines and "  model.blocks.m.d_state: 8" in lines
     assert not any(line.startswith("  model.blocks.m.expand") for line in lines)  # at its default
     assert "  model.blocks.s.type: shared_attention" in lines
-    bucket = MountedBucket(tmp_path / "mounted")
+    bucket = MountedStore(tmp_path / "mounted")
     upload(bucket, project.run_dir / "checkpoints" / "step-00000006")
     remote = checkpoint(capsys, "show", bucket.url)[1]
     assert remote[0].startswith(f"{bucket.url}/step-00000006: format 2, save {manifest.save_id}")

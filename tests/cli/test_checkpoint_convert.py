@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import lookup
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.remote.mounted import MountedBucket
-from llmtrain.checkpoint.remote.upload import upload
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.checkpoint.upload import upload
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
@@ -46,7 +46,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_another_number_of_files(finished, tmp_path, capsys, count):
     run, out = finished[0].run_dir, tmp_path / "out"
     text = convert(capsys, "checkpoint", "convert", run, out, "--to", "llmtrain", "--shards", count)
-    folder, before = lookup.find(run)
+    folder, before = Repository(run).open()
     after = manifests.read(out)
     files = len(list(out.glob("*.safetensors")))
     assert abs(files - count) <= 1 and f"in {files} file(s), with its optimizer" in text
@@ -81,7 +81,7 @@ def test_a_checkpoint_in_a_store_serves_as_one_here(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     source = publish(tmp_path / "source", "mpt")
     convert(capsys, "import", source, tmp_path / "step-00000000")
-    bucket = MountedBucket(tmp_path / "mounted")
+    bucket = MountedStore(tmp_path / "mounted")
     upload(bucket, tmp_path / "step-00000000")
     convert(capsys, "checkpoint", "convert", bucket.url, tmp_path / "ours", "--to", "llmtrain")
     assert same(read(tmp_path / "step-00000000"), read(tmp_path / "ours"))
@@ -91,7 +91,7 @@ def test_a_checkpoint_in_a_store_serves_as_one_here(tmp_path, capsys, monkeypatc
 
 def save_format_1(config: Config, folder: Path) -> dict[str, Any]:
     """A job: a checkpoint as llmtrain wrote it in format 1, of a model that has taken a step; what it holds."""
-    from tests.distributed.test_store import build
+    from tests.distributed.test_save_load import build
 
     model, optimizer = build(config)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -107,11 +107,11 @@ def save_format_1(config: Config, folder: Path) -> dict[str, Any]:
 
 def load(config: Config, folder: Path) -> dict[str, Any]:
     """A job: what a fresh model and optimizer hold after loading."""
-    from llmtrain.checkpoint import store
-    from tests.distributed.test_store import build
+    from llmtrain.checkpoint import save_load
+    from tests.distributed.test_save_load import build
 
     model, optimizer = build(config, seed=2)
-    store.load(folder, model, optimizer)
+    save_load.load(folder, model, optimizer)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     return whole(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}

@@ -20,8 +20,8 @@ from transformers import (
     GenerationConfig,
 )
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import store
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
@@ -165,7 +165,7 @@ def _save(shards: Path, root: Path) -> None:
     optimizer.step()
     model.init_weights(1)  # the step has rounded differently on two ranks
     written = config.model_dump(mode="json")
-    store.save(root, model, optimizer, step=3, tokens=0, config=written, clock={}, data={}, keep_last=None)
+    save_load.save(root, model, optimizer, step=3, tokens=0, config=written, clock={}, data={}, keep_last=None)
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifests.read(folder).config["model"])))
     parallelize(model, tiny_config(folder, folder).train, world_from_environment(), torch.device("cpu"))
-    store.load(folder, model)
+    save_load.load(folder, model)
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from tests.support import checkpoints

@@ -13,7 +13,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.generate.load import load_model
 from llmtrain.schema.config import Config
@@ -126,7 +126,7 @@ def test_another_model_is_refused_setting_by_setting(finished, project, capsys, 
 
 
 def test_learned_positions_must_have_the_length(tmp_path, shards, finished):
-    from llmtrain.checkpoint.initial import initial_problems
+    from llmtrain.checkpoint.initial_weights import initial_problems
 
     changes = {"init_from": str(finished[0].run_dir), "model.max_seq_len": 64, "model.positions": "learned"}
     config = tiny_config(shards, tmp_path / "run", changes)

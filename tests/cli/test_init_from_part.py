@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from llmtrain.checkpoint import lookup
-from llmtrain.checkpoint.partial import load_part
+from llmtrain.checkpoint.partial_load import load_part
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.distributed.world import world_from_environment
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -37,7 +37,7 @@ def start(config: Config) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
         parameter.data.fill_(7)
     optimizer = build_optimizer(model, config.optimizer)
     assert config.init_from is not None
-    loaded = load_part(*lookup.find(config.init_from.path), model, optimizer, config.init_from, verify=True)
+    loaded = load_part(*Repository(config.init_from.path).open(), model, optimizer, config.init_from, verify=True)
     parameters = dict(model.named_parameters())
     states = {
         name: {key: whole(value) for key, value in optimizer.state[parameter].items()}

@@ -10,11 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from llmtrain.checkpoint.initial import initial_checkpoint
-from llmtrain.checkpoint.remote.catalogue import stored
-from llmtrain.checkpoint.remote.download import verify
-from llmtrain.checkpoint.remote.mounted import MountedBucket
-from llmtrain.checkpoint.remote.upload import upload
+from llmtrain.checkpoint.initial_weights import initial_checkpoint
+from llmtrain.checkpoint.stored import list_stored
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.checkpoint.upload import upload
 from llmtrain.cli import main
 from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.scorer import HybridScorer
@@ -52,17 +51,17 @@ def test_a_run_comes_back_from_its_store(ranks, s3, project):
         assert status == 0, text
         assert "uploaded step-00000006 to s3://checkpoints/tiny/step-00000006" in text
         assert proxy.faults > 0
-        found = stored(s3.bucket("tiny"))
+        found = list_stored(s3.bucket("tiny"))
         assert [checkpoint.step for checkpoint in found] == [4, 6]
         for checkpoint in found:
-            verify(checkpoint)
+            checkpoint.verify()
 
         shutil.rmtree(project.run_dir)
         [(status, text)] = ranks(1).run(command, proxy.url, *train, "train.duration=8 steps")
         assert status == 0, text
         assert text.count("downloading s3://checkpoints/tiny/step-00000006") == 1
         assert "(step 6 of 8)" in text and "step 8/8" in text
-        assert [checkpoint.step for checkpoint in stored(s3.bucket("tiny"))] == [6, 8]
+        assert [checkpoint.step for checkpoint in list_stored(s3.bucket("tiny"))] == [6, 8]
 
         [(status, text)] = ranks(1).run(command, proxy.url, *train, "--fresh")
         assert status == 2 and "llmtrain checkpoint rm s3://checkpoints/tiny --before 9 --force" in text
@@ -71,7 +70,7 @@ def test_a_run_comes_back_from_its_store(ranks, s3, project):
 
 def test_weights_to_start_from_may_be_in_a_store(finished, project, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    bucket = MountedBucket(tmp_path / "mounted")
+    bucket = MountedStore(tmp_path / "mounted")
     upload(bucket, finished[0].run_dir / "checkpoints" / "step-00000006")
     file = str(project.folder / "run.yaml")
     project.write({"init_from": bucket.url})
@@ -105,7 +104,7 @@ def command_with(variables: dict[str, str], job, *arguments: str) -> tuple[int, 
 
 def test_a_model_in_a_store_can_be_evaluated(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    bucket = MountedBucket(tmp_path / "mounted")
+    bucket = MountedStore(tmp_path / "mounted")
     upload(bucket, finished[0].run_dir / "checkpoints" / "step-00000006")
     found = find_model(bucket.url)
     assert found.is_checkpoint and found.native and found.folder.is_relative_to(tmp_path / "cache")

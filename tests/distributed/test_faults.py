@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import rotation, store
-from llmtrain.checkpoint.index import Index
-from llmtrain.checkpoint.manifest import CheckpointError, FileRecord
-from llmtrain.checkpoint.newest import newest
+from llmtrain.checkpoint import local, save_load
+from llmtrain.checkpoint.collective import newest_checkpoint
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.index import Index
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.retention import Retention
 from llmtrain.schema.config import Config
 from tests.support.checkpoints import edit_manifest, flip_bit
 from tests.support.ranks import RankFailed
@@ -58,7 +60,7 @@ def find(root: Path, verify: bool) -> tuple[str | None, list[str]]:
     """A job: (the step that a run would continue from, or what it refuses with; what it warns of)."""
     warnings: list[str] = []
     try:
-        found = newest(root, verify=verify, warn=warnings.append)
+        found = newest_checkpoint(root, verify=verify, warn=warnings.append)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}", warnings
     return found and found.folder.name, warnings
@@ -68,7 +70,7 @@ def load(config: Config, folder: Path, verify: bool) -> str | None:
     """A job: what loading is refused with."""
     model, optimizer = build(config)
     try:
-        store.load(folder, model, optimizer, verify=verify)
+        save_load.load(folder, model, optimizer, verify=verify)
     except CheckpointError as error:
         return str(error)
     return None
@@ -127,12 +129,12 @@ def test_without_the_hashes_a_flipped_bit_would_pass(ranks, config, root):
 
 
 def test_when_nothing_is_good_the_run_does_not_start_anew(ranks, root):
-    for folder in manifests.folders(root):
+    for folder in local.folders(root):
         flip_bit(shard(folder, 1), -9)
     refused, warnings = agreed(ranks(2).run(find, root, True))
     assert "no checkpoint of this run can be used" in refused and "--fresh" in refused
     assert len(warnings) == 3
-    assert len(manifests.folders(root)) == 3
+    assert len(local.folders(root)) == 3
 
 
 def test_where_there_is_none_there_is_none(ranks, tmp_path):
@@ -227,7 +229,7 @@ def load_exactly(config: Config, folder: Path) -> tuple[bool, list[object]]:
     expected = state_of(*build(config))
     model, optimizer = build(config, seed=2)
     assert not same(state_of(model, optimizer), expected)
-    store.load(folder, model, optimizer)
+    save_load.load(folder, model, optimizer)
     return same(state_of(model, optimizer), expected), [group["fused"] for group in optimizer.param_groups]
 
 
@@ -243,13 +245,13 @@ def test_metadata_of_another_vendor_round_trips(ranks, config, root, vendor, siz
     manifests.write(folder, replace(before, versions=vendor, files=before.files | {"index.json": record}))
     for exact, fused in ranks(size).run(load_exactly, config, folder):
         assert exact and fused == [True, True]
-    rotation.prune(root, rotation.Keep(last=1))
+    Repository(root).prune(Retention(last=1))
     assert manifests.read(folder).versions == vendor
 
 
 def load_another_model(config: Config, folder: Path) -> None:
     model, optimizer = build(config)
-    store.load(folder, model, optimizer)
+    save_load.load(folder, model, optimizer)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import random
 import time
 from pathlib import Path
 
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.format import manifest as manifests
 from tests.support.saving import victim
 
 KILLS = 20
@@ -40,7 +41,7 @@ def test_kill_9_at_twenty_random_moments_loses_nothing_that_was_saved(tmp_path: 
             except EOFError:
                 break
         interrupted |= {path.suffix for path in tmp_path.iterdir()} - {""}
-        for folder in manifests.folders(tmp_path):  # half a checkpoint never looks whole
+        for folder in local.folders(tmp_path):  # half a checkpoint never looks whole
             manifests.verify(folder, manifests.read(folder))
     assert saved >= KILLS
     assert ".partial" in interrupted, "no kill came in the middle of a save"

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import local, save_load
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.tensor_file import TensorFile
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.save_load import RunState, SaveError
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.staging import Staging
-from llmtrain.checkpoint.store import About, SaveError
-from llmtrain.checkpoint.tensor_file import TensorFile
 from llmtrain.distributed.world import gloo_group
 from llmtrain.schema.config import Config
 from tests.support.sharded import build, same, state_of
@@ -33,8 +33,8 @@ def config(shards, tmp_path) -> Config:
     return tiny_config(shards, tmp_path / "run")
 
 
-def about(step: int) -> About:
-    return About(step, tokens=8 * step, config={}, clock={}, data={})
+def about(step: int) -> RunState:
+    return RunState(step, tokens=8 * step, config={}, clock={}, data={})
 
 
 class Session:
@@ -47,7 +47,7 @@ class Session:
             root,
             self.model,
             self.optimizer,
-            keep=Keep(),
+            retention=Retention(),
             background=background,
             group=gloo_group(),
             warn=self.warnings.append,
@@ -64,7 +64,7 @@ class Session:
         return state_of(self.model, self.optimizer)
 
     def reload(self, folder: Path) -> None:
-        store.load(folder, self.model, self.optimizer)
+        save_load.load(folder, self.model, self.optimizer)
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(ranks, config, tmp_path,
         assert found["after"] == []
         assert f"could not write {root}/step-00000004.partial (rank {failing_rank}: " in found["raised"]
     assert [path.name for path in sorted(root.iterdir())] == ["step-00000001", "step-00000003"]  # and no half of one
-    for folder in manifests.folders(root):
+    for folder in local.folders(root):
         manifests.verify(folder, manifests.read(folder))
 
 
@@ -196,7 +196,7 @@ def lose_a_rank(config: Config, root: Path, answers: int) -> list[str]:
         left -= 1
         gather(*arguments, **options)
 
-    with session.saver as saver, patch.object(store.dist, "all_gather_object", breaking):
+    with session.saver as saver, patch.object(save_load.dist, "all_gather_object", breaking):
         saver.save(about(1))
         saver._thread.join()  # pyright: ignore[reportOptionalMemberAccess]
         saver.poll()
@@ -206,12 +206,12 @@ def lose_a_rank(config: Config, root: Path, answers: int) -> list[str]:
 def test_a_rank_lost_in_the_middle_of_a_save_is_reported(ranks, config, tmp_path):
     [[warning]] = ranks(1).run(lose_a_rank, config, tmp_path, 1)
     assert warning.startswith("WARNING: the checkpoint of step 1 was not saved") and "closed by peer" in warning
-    assert manifests.folders(tmp_path) == []
+    assert local.folders(tmp_path) == []
 
 
 def test_a_rank_lost_after_it_leaves_a_checkpoint_and_no_false_warning(ranks, config, tmp_path):
     assert ranks(1).run(lose_a_rank, config, tmp_path, 2) == [[]]
-    [folder] = manifests.folders(tmp_path)
+    [folder] = local.folders(tmp_path)
     manifests.verify(folder, manifests.read(folder))
 
 
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint(ranks, config, small_disk):
     for warnings in ranks(2).run(save_until_full, config, small_disk / "root", small_disk / "ballast"):
         [warning] = warnings
         assert "the checkpoint of step 2 was not saved" in warning and "No space left on device" in warning
-    folders = manifests.folders(small_disk / "root")
-    assert [manifests.step_of(folder) for folder in folders] == [1, 3]
+    folders = local.folders(small_disk / "root")
+    assert [local.step_of(folder) for folder in folders] == [1, 3]
     for folder in folders:
         manifests.verify(folder, manifests.read(folder))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmtrain.checkpoint.remote.catalogue import stored
-from llmtrain.checkpoint.remote.mounted import MountedBucket
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.stored import list_stored
+from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted
 from llmtrain.train.uploads import Uploads
@@ -29,7 +29,7 @@ class Limit:
 
 def uploads(address: str | None, root: Path) -> Uploads:
     limit: Any = Limit(0.3)
-    return Uploads(address, root, Keep(), ALONE, limit)
+    return Uploads(address, root, Retention(), ALONE, limit)
 
 
 def test_nothing_is_done_without_a_store(tmp_path):
@@ -44,7 +44,7 @@ def test_the_end_of_a_run_waits_for_its_uploads(tmp_path, capfd):
     with uploads(str(tmp_path / "there"), tmp_path / "here") as made:
         make_checkpoint(tmp_path / "here", 2)
     made.finish()
-    assert [found.step for found in stored(MountedBucket(tmp_path / "there")) if found.manifest] == [1, 2]
+    assert [found.step for found in list_stored(MountedStore(tmp_path / "there")) if found.manifest] == [1, 2]
     assert "uploaded step-00000002" in capfd.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_the_end_of_a_run_waits_for_its_uploads(tmp_path, capfd):
 )
 def test_a_run_that_ends_early_waits_no_longer_than_it_may(tmp_path, monkeypatch, capfd, error, at_least):
     release = threading.Event()
-    monkeypatch.setattr(MountedBucket, "put", lambda *arguments: release.wait(60))
+    monkeypatch.setattr(MountedStore, "put", lambda *arguments: release.wait(60))
     make_checkpoint(tmp_path / "here", 1)
     began = time.monotonic()
     with pytest.raises(type(error)), uploads(str(tmp_path / "there"), tmp_path / "here"):

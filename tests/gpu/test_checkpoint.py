@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.rotation import Keep
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
-from llmtrain.checkpoint.store import About
 from llmtrain.distributed.world import gloo_group, initialize
 from tests.support.runs import read_tensors
 
@@ -23,13 +23,13 @@ def test_weights_that_change_at_once_do_not_change_what_is_saved(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.randn(5, 2000, device=device)).sum().backward()
     optimizer.step()
-    state = store.local_tensors(store.flat_state(model, optimizer))
+    state = save_load.local_tensors(save_load.flat_state(model, optimizer))
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     saver = Saver(
         tmp_path,
         model,
         optimizer,
-        keep=Keep(),
+        retention=Retention(),
         background=True,
         group=gloo_group(),
         warn=lambda text: pytest.fail(text),
@@ -38,7 +38,7 @@ def test_weights_that_change_at_once_do_not_change_what_is_saved(tmp_path):
         saver.prepare()
         assert all(b.is_pinned() for n, b in saver._staging._buffers.items() if state[n].is_cuda and b.numel())
         for step in (1, 2):  # the second through the same buffers
-            saver.save(About(step, 0, {}, {}, {}))
+            saver.save(RunState(step, 0, {}, {}, {}))
             with torch.no_grad():
                 for tensor in state.values():
                     tensor.add_(1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.lazy_checkpoint import LazyTensor
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError

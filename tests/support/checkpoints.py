@@ -21,8 +21,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.models.config import ModelConfig

@@ -14,8 +14,8 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.schema.config import Config
 from llmtrain.train import run

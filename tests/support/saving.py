@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llmtrain.checkpoint import store
-from llmtrain.checkpoint.newest import newest
+from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.distributed.world import free_port, initialize, rank_environment
 
 
@@ -24,17 +24,17 @@ def victim(root: Path, pipe: Connection) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     fill(model, optimizer, 0)
     warnings: list[str] = []
-    found = newest(root, verify=True, warn=warnings.append)
+    found = newest_checkpoint(root, verify=True, warn=warnings.append)
     step = 0
     if found is not None:
-        store.load(found.folder, model, optimizer)
-        step = found.manifest.step
+        save_load.load(found.folder, model, optimizer)
+        step = found.step
     pipe.send((step, is_of(model, optimizer, step), warnings))
     while True:
         step += 1
         fill(model, optimizer, step)
         for _ in range(2):
-            store.save(
+            save_load.save(
                 root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=2, keep_every=50
             )
             pipe.send(step)

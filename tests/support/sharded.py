@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.checkpoint import store
+from llmtrain.checkpoint import save_load
 from llmtrain.distributed.world import world_from_environment
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -37,7 +37,9 @@ def state_of(model: HybridLM, optimizer: torch.optim.Optimizer) -> list[torch.Te
 def write(
     root: Path, model: HybridLM, optimizer: torch.optim.Optimizer, step: int, keep_last: int | None = None
 ) -> Path:
-    return store.save(root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=keep_last)
+    return save_load.save(
+        root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=keep_last
+    )
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

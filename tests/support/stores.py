@@ -12,19 +12,20 @@ from unittest.mock import patch
 import boto3
 from moto.server import ThreadedMotoServer
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.remote.retry import Patience
-from llmtrain.checkpoint.remote.s3 import S3Bucket
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import Manifest
+from llmtrain.checkpoint.stores.retry import RetryPolicy
+from llmtrain.checkpoint.stores.s3 import S3Store
 
 BUCKET = "checkpoints"
-QUICK = Patience(attempts=12, first=0.002, longest=0.02)
+QUICK = RetryPolicy(attempts=12, first=0.002, longest=0.02)
 """A request in three fails: twelve in a row, once in 500,000."""
 
 
 def make_checkpoint(root: Path, step: int, files: int = 5, nbytes: int = 20_000, **changes: object) -> Path:
     """A complete checkpoint of random files; every save has other bytes."""
-    folder = root / manifests.folder_name(step)
+    folder = root / local.folder_name(step)
     folder.mkdir(parents=True)
     for i in range(files):
         (folder / f"shard-{i}.bin").write_bytes(random.randbytes(nbytes + i))
@@ -57,10 +58,10 @@ class S3:
         self.port = port
         self.client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")
 
-    def bucket(self, prefix: str, url: str | None = None, part_bytes: int = 2**20) -> S3Bucket:
+    def bucket(self, prefix: str, url: str | None = None, part_bytes: int = 2**20) -> S3Store:
         """Through `url` (a proxy's), or straight."""
         with patch.dict("os.environ", S3_ENDPOINT_URL=url or f"http://127.0.0.1:{self.port}"):
-            return S3Bucket(BUCKET, prefix, QUICK, part_bytes)
+            return S3Store(BUCKET, prefix, QUICK, part_bytes)
 
     def names(self, prefix: str) -> list[str]:
         found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix + "/").get("Contents", [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmtrain.checkpoint import lookup
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
@@ -44,7 +44,7 @@ def find_model(source: str, backend: Backend = "auto") -> FoundModel:
 
     path = Path(source).expanduser()
     is_checkpoint = is_remote(source) or (path.exists() and not (path / "config.json").is_file())
-    folder = lookup.find(source)[0] if is_checkpoint else Path(find_hf_folder(source))
+    folder = Repository(source).open()[0] if is_checkpoint else Path(find_hf_folder(source))
     if is_checkpoint and backend == "transformers":
         raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
     native = backend != "transformers"
@@ -62,7 +62,7 @@ def window_of(found: FoundModel) -> int:
     Raises EvalError when the config has no such key.
     """
     if found.is_checkpoint:
-        return lookup.find(found.folder)[1].config["model"]["max_seq_len"]
+        return Repository(found.folder).open()[1].config["model"]["max_seq_len"]
     if found.native:
         from llmtrain.models.config import ModelConfig
         from llmtrain.models.hf.family import family_of_hf_config
@@ -82,7 +82,7 @@ def find_tokenizer(found: FoundModel, tokenizer: str | None = None) -> TextToken
         return load_tokenizer(found.folder)
     from llmtrain.generate.load import checkpoint_tokenizer_path
 
-    folder, manifest = lookup.find(found.folder)
+    folder, manifest = Repository(found.folder).open()
     if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
         raise EvalError(f"{folder} was imported without a tokenizer; import it from a folder that has one")
     return load_tokenizer(checkpoint_tokenizer_path(folder, manifest))

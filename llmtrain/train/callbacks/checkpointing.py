@@ -8,9 +8,9 @@ from typing import Any
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from llmtrain.checkpoint.manifest import folder_name
+from llmtrain.checkpoint.local import folder_name
+from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
-from llmtrain.checkpoint.store import About
 from llmtrain.errors import Preempted
 from llmtrain.train.preemption import Preemption
 
@@ -57,7 +57,7 @@ class Checkpointing(Callback):
     def save(self, state: State) -> None:
         clock = state.timestamp.state_dict()
         self.saver.save(
-            About(
+            RunState(
                 step=state.timestamp.batch.value,
                 tokens=state.timestamp.token.value,
                 config=self.config,

@@ -12,16 +12,18 @@ import pytest
 import torch
 import xxhash
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint.manifest import CheckpointError, FileRecord, Manifest, NewerFormatError, OldFormatError
-from llmtrain.checkpoint.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest, NewerFormatError, OldFormatError
+from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint.repository import Repository
 from tests.support import checkpoints
 
 SAVE, OTHER_SAVE = "0000-a", "0000-b"
 
 
 def make(root: Path, step: int, save_id: str = SAVE) -> Path:
-    folder = root / manifests.folder_name(step)
+    folder = root / local.folder_name(step)
     folder.mkdir(parents=True)
     (folder / "notes.bin").write_bytes(bytes(range(256)) * 40)
     with TensorFile(folder / "tensors.safetensors", [Entry("a", torch.float32, (100,))], {"save_id": save_id}) as shard:
@@ -101,8 +103,8 @@ def test_what_is_not_whole_is_refused_and_the_one_before_is_found(tmp_path, kind
     with pytest.raises(CheckpointError, match=message) as error:
         manifests.read(broken)
     warnings: list[str] = []
-    found = manifests.latest(tmp_path, warnings.append)
-    assert found is not None and found[0] == before and found[1].step == 5
+    found = Repository(tmp_path).newest(warnings.append)
+    assert found is not None and found.address == str(before) and found.step == 5
     assert warnings == [f"{error.value}; trying the one before"]
     assert str(broken) in warnings[0]
 
@@ -111,7 +113,7 @@ def test_a_checkpoint_of_a_later_llmtrain_is_not_passed_over_for_an_older_one(tm
     make(tmp_path, 5)
     rewrite(make(tmp_path, 10), format=99)
     with pytest.raises(NewerFormatError, match=r"written in format 99; this llmtrain reads up to 2. Update llmtrain"):
-        manifests.latest(tmp_path, pytest.fail)
+        Repository(tmp_path).newest(pytest.fail)
 
 
 def test_a_checkpoint_of_the_first_format_is_recognised_and_not_passed_over(tmp_path):
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_the_first_format_is_recognised_and_not_passed_over(tmp_
     fields = {"step": 10, "tokens": 8, "config": {}, "clock": {}, "data": {}, "versions": {}, "format": 1}
     (old / "manifest.json").write_text(json.dumps(fields | {"files": {"__0_0.distcp": 5}}))
     with pytest.raises(OldFormatError, match="in format 1 by an earlier llmtrain; `llmtrain checkpoint convert"):
-        manifests.latest(tmp_path, pytest.fail)
+        Repository(tmp_path).newest(pytest.fail)
     assert manifests.read_format_1(old).step == 10
     (old / "__0_0.distcp").write_bytes(b"1234")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 4 bytes, not 5"):
@@ -156,9 +158,9 @@ def test_latest_goes_by_step_and_ignores_half_written_folders(tmp_path):
     for suffix in (".partial", ".deleted"):
         make(tmp_path, 200).rename(tmp_path / f"step-00000200{suffix}")
     (tmp_path / "step-00000300").write_text("a file")
-    found = manifests.latest(tmp_path, pytest.fail)
-    assert found is not None and found[1].step == 100
+    found = Repository(tmp_path).newest(pytest.fail)
+    assert found is not None and found.step == 100
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    assert manifests.latest(tmp_path / "nowhere", pytest.fail) is None
+    assert Repository(tmp_path / "nowhere").newest(pytest.fail) is None

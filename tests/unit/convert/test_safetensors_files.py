@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llmtrain.checkpoint.manifest import hash_file
-from llmtrain.checkpoint.tensor_file import DTYPES, Entry, TensorFile
+from llmtrain.checkpoint.format.manifest import hash_file
+from llmtrain.checkpoint.format.tensor_file import DTYPES, Entry, TensorFile
 from llmtrain.commands.convert import parse_size
 from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
 

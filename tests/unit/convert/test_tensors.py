@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from llmtrain.checkpoint import manifest as manifests
-from llmtrain.checkpoint import storage
-from llmtrain.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from llmtrain.checkpoint.storage import ShardWriter, StatePlanner
-from llmtrain.checkpoint.store import load_state
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format import storage
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.format.storage import ShardWriter, StatePlanner
+from llmtrain.checkpoint.save_load import load_state
 from llmtrain.convert import lazy_checkpoint
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters

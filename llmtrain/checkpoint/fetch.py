@@ -1,0 +1,89 @@
+"""The newest checkpoint of a run, downloaded from its store before the ranks start. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.repository import Repository, usable
+from llmtrain.checkpoint.stored import LOCK, StoredCheckpoint, list_stored
+from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.progress import ByteBar
+
+_ASKED = ".remote-asked"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """folder: what this call downloaded. verified: save_id of the newest checkpoint here, if its hashes were compared."""
+
+    folder: Path | None = None
+    verified: str | None = None
+
+
+def fetch_newest(
+    address: str, root: Path, *, launch: str | None, verify: bool, notify: Callable[[str], None], progress: bool = False
+) -> Fetched:
+    """Make sure that the newest complete checkpoint of local folder and store is in the local folder `root`.
+
+    Every rank of a run calls this before the process group exists: one of them asks the store and downloads, the others
+    wait for it at a lock. launch: a name that the ranks of this start have in common; None for a single process.
+    verify: look for the newest local one by its hashes, so that one that was damaged here is fetched again.
+    A checkpoint that turns out damaged in the store is named, and the one before it is tried.
+    Raises StoreError when the store cannot be asked: going on from an older checkpoint, or from nothing, would make a
+    second run of it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / LOCK):
+        asked = root / _ASKED
+        if launch is not None and asked.is_file():
+            last, _, verified = asked.read_text().partition("\n")
+            if last == launch:
+                return Fetched(verified=verified or None)
+        found = _fetch(address, root, verify, notify, progress)
+        if launch is not None:
+            asked.write_text(f"{launch}\n{found.verified or ''}")
+        return found
+
+
+def _fetch(address: str, root: Path, verify: bool, notify: Callable[[str], None], progress: bool) -> Fetched:
+    def warn(text: str) -> None:
+        notify(f"WARNING: {text}")
+
+    try:
+        there = list_stored(open_store(address))
+    except StoreError as error:
+        raise StoreError(
+            f"checkpoint.remote cannot be asked for a newer checkpoint: {error}. "
+            "Try again when it can, or go on without it: checkpoint.remote=null"
+        ) from None
+    here = Repository(root).newest(warn, lambda found: found.verify() if verify else found.require())
+
+    def download(checkpoint: StoredCheckpoint) -> None:
+        checkpoint.require()
+        reason = f"{root} has step {here.step}" if here else f"{root} has none that is good"
+        notify(f"downloading {checkpoint.address} ({checkpoint.nbytes / 1e6:,.1f} MB): {reason}")
+        with ByteBar(progress, checkpoint.nbytes, title="download") as bar:
+            folders.append(checkpoint.download(root, bar.advance))
+
+    folders: list[Path] = []
+    newer = [checkpoint for checkpoint in there if here is None or checkpoint.step > here.step]
+    for checkpoint in usable(reversed(newer), warn, download):
+        return Fetched(folders[-1], checkpoint.require().save_id)
+    return Fetched(verified=here.require().save_id if here and verify else None)
+
+
+def refuse_used(address: str) -> None:
+    """Raise CheckpointError if a store holds checkpoints where a new run would upload its own: the next start would resume
+    from them."""
+    if found := list_stored(open_store(address)):
+        raise CheckpointError(
+            f"--fresh: checkpoint.remote ({address}) holds {len(found)} checkpoint(s) of an earlier run, up to step "
+            f"{found[-1].step}; name another place, or delete them: "
+            f"llmtrain checkpoint rm {address} --before {found[-1].step + 1} --force"
+        )

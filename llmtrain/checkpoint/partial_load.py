@@ -1,0 +1,123 @@
+"""Load all of a checkpoint's parameters or some into a new run, with or without their optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format.index import Index
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.save_load import flat_state, load_state
+from llmtrain.schema.init_from import InitialWeights
+
+_SHOWN = 8
+_STATE = "optimizer.state."
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Names of the parameters of the model that were loaded (taken) or not (fresh), and of the checkpoint's that were skipped."""
+
+    folder: Path
+    taken: list[str]
+    fresh: list[str]
+    skipped: list[str]
+    optimizer: bool
+
+    def summary(self) -> str:
+        what = "weights and optimizer state" if self.optimizer else "weights"
+        lines = [f"starting from {self.folder}: {what} of {len(self.taken)} parameters"]
+        if self.fresh:
+            lines.append(f"  left fresh, {len(self.fresh)} of the model: {_shortened(self.fresh)}")
+        if self.skipped:
+            lines.append(f"  skipped, {len(self.skipped)} of the checkpoint: {_shortened(self.skipped)}")
+        return "\n".join(lines)
+
+
+def load_part(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wanted: InitialWeights,
+    *,
+    verify: bool,
+) -> Loaded:
+    """Load what is wanted into a model with fresh weights and an optimizer without state. Called by every rank.
+
+    Raises CheckpointError, with every parameter that is missing or of another shape where `strict`, for a pattern that
+    matches no parameter, and for an optimizer state that is not there.
+    """
+    index = indexes.read(folder, manifest)
+    shapes = {name.removeprefix("model."): tuple(value.shape) for name, value in flat_state(model, None).items()}
+    taken = _choose(folder, shapes, index, wanted)
+    weights = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in taken}
+    load_state(folder, manifest, weights, verify=verify)
+    if wanted.optimizer:
+        # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.
+        moments = {
+            name: value
+            for name, value in flat_state(model, optimizer).items()
+            if name.startswith(_STATE) and name.removeprefix(_STATE).rpartition(".")[0] in taken
+        }
+        lacking = [name.removeprefix(_STATE) for name in moments if name not in index.tensors]
+        if lacking:
+            raise CheckpointError(
+                f"init_from: {folder} has no optimizer state {_shortened(lacking)}; use optimizer: false"
+            )
+        load_state(folder, manifest, moments, verify=verify)
+        for name, parameter in model.named_parameters():
+            if _plain(name) not in taken:
+                del optimizer.state[parameter]
+    known = {name.removeprefix("model.") for name in index.tensors if name.startswith("model.")}
+    return Loaded(
+        folder,
+        list(taken),
+        fresh=[name for name in shapes if name not in taken],
+        skipped=sorted(known - taken.keys()),
+        optimizer=wanted.optimizer,
+    )
+
+
+def _choose(
+    folder: Path, shapes: dict[str, tuple[int, ...]], index: Index, wanted: InitialWeights
+) -> dict[str, tuple[int, ...]]:
+    """The parameters to take, with their shapes."""
+    for pattern in wanted.parameters:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            raise CheckpointError(f"init_from.parameters: {pattern} matches no parameter of the model")
+    taken, wrong = {}, []
+    for name, shape in shapes.items():
+        if not any(fnmatchcase(name, pattern) for pattern in wanted.parameters):
+            continue
+        found = index.tensors.get(f"model.{name}")
+        if found is None:
+            wrong.append(f"{name} is missing")
+        elif tuple(found.shape) != shape:
+            wrong.append(f"{name} has shape {found.shape}, not {list(shape)}")
+        else:
+            taken[name] = shape
+    if wrong and wanted.strict:
+        raise CheckpointError(
+            f"init_from: {folder} does not hold what was asked for (strict: false leaves it fresh):\n  "
+            + "\n  ".join(wrong[:20])
+        )
+    if not taken:
+        raise CheckpointError(f"init_from: nothing in {folder} fits: {_shortened(wrong)}")
+    return taken
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the wrapper of activation checkpointing."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
+
+
+def _shortened(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

@@ -1,0 +1,213 @@
+"""Save and load a sharded model and its optimizer, by parameter name, through torch's distributed checkpoint.
+
+A save goes to `step-N.partial`: files are hashed while they are written, flushed, and listed in the manifest, which
+comes last; only then the folder takes its name. A folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from llmtrain.checkpoint.collective import first_failure, on_every_rank, verify_in_shares
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.index import Index
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
+from llmtrain.checkpoint.local import PARTIAL, clear, folder_name, replace
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.retention import Retention
+from llmtrain.errors import RunError
+
+# Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+# Settings of how this machine computes the step: a checkpoint of a GPU must not ask a CPU for a fused kernel.
+MACHINE_SETTINGS = (".foreach", ".fused", ".capturable", ".differentiable")
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; earlier ones stay as they were."""
+
+    status = RunError.status
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of the run that the manifest holds beside the tensors: see Manifest."""
+
+    step: int
+    tokens: int
+    config: dict[str, Any]
+    clock: dict[str, Any]
+    data: dict[str, Any]
+
+
+def save(
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    tokens: int,
+    config: dict[str, Any],
+    clock: dict[str, Any],
+    data: dict[str, Any],
+    keep_last: int | None,
+    keep_every: int | None = None,
+) -> Path:
+    """Save one checkpoint under `root` and delete those beyond `keep_last`. Called by every rank; see `write`."""
+    state = flat_state(model, optimizer)
+    run = RunState(step, tokens, config, clock, data)
+    return write(root, state, local_tensors(state), run, Retention(keep_last, keep_every))
+
+
+def write(
+    root: Path,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    run: RunState,
+    retention: Retention,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write one checkpoint, of the state as it is sharded, with `tensors` as this rank's data. Called by every rank.
+
+    group: coordinates the ranks; a group of its own when this runs beside training.
+    Returns the folder. Raises SaveError, on every rank, when any rank could not write (a full disk, say).
+    """
+    final = root / folder_name(run.step)
+    partial = final.with_name(final.name + PARTIAL)
+    main = dist.get_rank(group) == 0
+    save_id = _common_id(group)
+    writer = ShardWriter(partial, save_id)
+    published = False
+
+    def publish() -> None:
+        nonlocal published
+        written = Manifest(
+            save_id=save_id,
+            step=run.step,
+            tokens=run.tokens,
+            config=run.config,
+            clock=run.clock,
+            data=run.data,
+            versions=versions("torch", "mosaicml", "mosaicml-streaming"),
+            files=dict(sorted(writer.files.items())),
+        )
+        manifests.write(partial, written)
+        replace(partial, final)
+        published = True
+        Repository(root).prune(retention)
+
+    try:
+        on_every_rank(lambda: clear(partial, make=True) if main else None, f"cannot create {partial}", group, SaveError)
+        on_every_rank(
+            lambda: dcp.save(dict(state), storage_writer=writer, planner=StatePlanner(tensors), process_group=group),
+            f"could not write {partial}",
+            group,
+            SaveError,
+        )
+        on_every_rank(lambda: publish() if main else None, f"could not complete {final}", group, SaveError)
+    except SaveError:
+        if main:  # a full disk stays full while half a checkpoint lies on it
+            with contextlib.suppress(OSError):
+                clear(partial)
+        raise
+    except (
+        RuntimeError
+    ):  # of the group: a rank is gone, and training will fail for it; a published checkpoint is complete
+        if not published:
+            raise
+    return final
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    manifest: Manifest | None = None,
+    verify: bool = True,
+) -> None:
+    """Load parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank.
+
+    verify: compare the hashes of the files that are read, each rank those of a share of them.
+    Raises CheckpointError, on every rank, for a file that is missing or damaged, and tensors that do not fit.
+    """
+    manifest = manifest or manifests.read(folder)
+    full = _full_state(model, optimizer)
+    state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
+    load_state(folder, manifest, state, verify=verify)
+    set_model_state_dict(model, _part(state, "model."))
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, _part(full | state, "optimizer."), options=_BY_NAME)
+
+
+def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verify: bool) -> None:
+    """Load into a flat state dict: its tensors in place. Called by every rank; raises CheckpointError on all."""
+    found: list[Index] = []
+    on_every_rank(lambda: found.append(indexes.read(folder, manifest)))
+    [index] = found
+    if verify:
+        verify_in_shares(folder, manifest, index.files(state))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
+        try:
+            dcp.load(state, storage_reader=ShardReader(folder, index), planner=ValuePlanner())
+        except CheckpointException as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {first_failure(error)[1]}") from error
+
+
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded."""
+    full = _full_state(model, optimizer)
+    return {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
+
+
+def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    if optimizer is not None:
+        found = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        state |= {f"optimizer.{name}": value for name, value in found.items()}
+    return state
+
+
+def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of every tensor of a state, not copied."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Versions of libraries, without the part after `+`, which is the vendor that torch was built for."""
+    return {name: version(name).partition("+")[0] for name in names}
+
+
+def _common_id(group: dist.ProcessGroup | None) -> str:
+    ids = [str(uuid.uuid4())]
+    dist.broadcast_object_list(ids, group_src=0, group=group)
+    return ids[0]
+
+
+def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -1,0 +1,263 @@
+"""An S3-compatible object store, through boto3. Endpoint and credentials are StreamingDataset's: S3_ENDPOINT_URL, AWS_*,
+S3_CANNED_ACL.
+
+boto3's own upload_file begins a large file anew after every interruption, so parts are sent here: the parts
+that the store has of a file are compared with the file, and only the others are sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import xxhash
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    ResponseStreamingError,
+)
+from urllib3.exceptions import HTTPError as Urllib3Error
+
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.checkpoint.stores.retry import RetryPolicy
+
+PART_BYTES = 16 * 2**20
+"""Size of a part of a multipart upload: a lost connection costs as much, and a sending thread holds it in memory."""
+_MAX_PARTS = 10_000
+"""S3's limit (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
+_READ_BYTES = 2**20
+_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+CONNECTIONS = 8
+"""Files that are sent or received at a time."""
+_DIGEST = "xxh3-128"
+"""The key of a file's hash in the object's metadata."""
+_TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
+_ABSENT_CODES = {"404", "NoSuchKey", "NotFound"}
+
+
+class S3Store:
+    """Objects of a bucket under a prefix; see ObjectStore."""
+
+    def __init__(self, bucket: str, prefix: str, retry: RetryPolicy | None = None, part_bytes: int = PART_BYTES):
+        self.url = f"s3://{bucket}/{prefix}"
+        self._bucket, self._prefix = bucket, prefix + "/"
+        self._retry = retry or RetryPolicy()
+        self._part_bytes = part_bytes
+        self._client = _client()
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        more: dict[str, Any] = {}
+        while True:
+            page = self._request("list_objects_v2", "", Prefix=self._prefix + prefix, **more)
+            found |= {item["Key"].removeprefix(self._prefix): item["Size"] for item in page.get("Contents", [])}
+            if not page.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def read(self, name: str) -> bytes:
+        def get() -> bytes:
+            answer = self._client.get_object(Bucket=self._bucket, **self._key(name))
+            content = answer["Body"].read()
+            expected = answer["Metadata"].get(_DIGEST)
+            if expected and xxhash.xxh3_128_hexdigest(content) != expected:
+                raise CheckpointError(f"{self.url}/{name} is damaged: it is not what was uploaded")
+            return content
+
+        return self._try(get, name)
+
+    def holds(self, name: str, size: int, digest: str) -> bool:
+        try:
+            found = self._request("head_object", name, **self._key(name))
+        except FileNotFoundError:
+            return False
+        return found["ContentLength"] == size and found["Metadata"].get(_DIGEST) == digest
+
+    def put(self, name: str, file: BinaryIO, size: int, digest: str, sent: Callable[[int], None]) -> None:
+        for _ in range(2):
+            if size > self._part_bytes:
+                self._put_parts(name, file, size, digest, sent)
+            else:
+                content = os.pread(file.fileno(), size + 1, 0)
+                self._refuse_damage(file, xxhash.xxh3_128_hexdigest(content), digest)
+                self._request("put_object", name, **self._key(name), **_body(content), **_created(digest))
+                sent(len(content))
+            if self.holds(name, size, digest):
+                return
+            # What an earlier attempt had begun may have been another file of this name, and bears that file's hash.
+            self.delete(name)
+            self.abandon(name)
+        raise StoreError(f"{self.url}/{name} did not arrive as it was sent")
+
+    def _put_parts(self, name: str, file: BinaryIO, size: int, digest: str, sent: Callable[[int], None]) -> None:
+        part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
+        upload, there = self._open_upload(name, digest)
+        hasher = xxhash.xxh3_128()
+        parts = []
+        for number, start in enumerate(range(0, size, part_bytes), 1):
+            content = os.pread(file.fileno(), min(part_bytes, size - start), start)
+            hasher.update(content)
+            # The store's tag of a part is its MD5, except under SSE-KMS, where every part is then sent again.
+            tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+            if there.get(number) != (len(content), tag):
+                where = {**self._key(name), "UploadId": upload, "PartNumber": number}
+                tag = self._request("upload_part", name, **where, **_body(content))["ETag"]
+                sent(len(content))
+            parts.append({"PartNumber": number, "ETag": tag})
+        if hasher.hexdigest() != digest:
+            self._request("abort_multipart_upload", name, **self._key(name), UploadId=upload)
+        self._refuse_damage(file, hasher.hexdigest(), digest)
+        # A completion that arrived, but whose answer was lost, gives NoSuchUpload the second time: put() compares the object.
+        self._request(
+            "complete_multipart_upload",
+            name,
+            harmless="NoSuchUpload",
+            **self._key(name),
+            UploadId=upload,
+            MultipartUpload={"Parts": parts},
+        )
+
+    def _open_upload(self, name: str, digest: str) -> tuple[str, dict[int, tuple[int, str]]]:
+        """A multipart upload of the object, started earlier or now, and the parts it has: part number -> (bytes, tag)."""
+        best: tuple[str, dict[int, tuple[int, str]]] | None = None
+        for upload in self._unfinished(self._prefix + name):
+            if upload["Key"] != self._prefix + name:
+                continue
+            parts = self._parts(name, upload["UploadId"])
+            if parts and (best is None or len(parts) > len(best[1])):
+                best = upload["UploadId"], parts
+        if best is not None:
+            return best
+        begun = self._request("create_multipart_upload", name, **self._key(name), **_created(digest))
+        return begun["UploadId"], {}
+
+    def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            page = self._request("list_multipart_uploads", "", Prefix=prefix, **more)
+            yield from page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _parts(self, name: str, upload: str) -> dict[int, tuple[int, str]]:
+        found: dict[int, tuple[int, str]] = {}
+        more: dict[str, Any] = {}
+        while True:
+            page = self._request("list_parts", name, **self._key(name), UploadId=upload, **more)
+            found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in page.get("Parts", [])}
+            if not page.get("IsTruncated"):
+                return found
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def stream(self, name: str, size: int) -> Iterator[bytes]:
+        at, pauses = 0, self._retry.pauses()
+        while at < size:
+            opened = self._request("get_object", name, **self._key(name), **({"Range": f"bytes={at}-"} if at else {}))
+            before = at
+            try:
+                for chunk in opened["Body"].iter_chunks(_READ_BYTES):
+                    at += len(chunk)
+                    yield chunk
+                break
+            except (BotoCoreError, Urllib3Error, OSError) as error:
+                if at > before:  # it goes on, if slowly
+                    pauses = self._retry.pauses()
+                pause = next(pauses, None)
+                if pause is None:
+                    raise self._failed(name, error) from error
+            time.sleep(pause)
+        if at != size:
+            raise StoreError(f"{self.url}/{name} is damaged: it has {at:,} bytes, not {size:,}")
+
+    def delete(self, name: str) -> None:
+        self._request("delete_object", name, **self._key(name))
+
+    def abandon(self, prefix: str) -> None:
+        for upload in list(self._unfinished(self._prefix + prefix)):
+            where = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+            self._request("abort_multipart_upload", prefix, harmless="NoSuchUpload", **where)
+
+    def _refuse_damage(self, file: BinaryIO, found: str, digest: str) -> None:
+        if found != digest:
+            raise CheckpointError(f"{file.name} is damaged on this disk (its hash is not the manifest's): not uploaded")
+
+    def _key(self, name: str) -> dict[str, str]:
+        return {"Key": self._prefix + name}
+
+    def _request(self, operation: str, name: str, *, harmless: str = "", **arguments: Any) -> dict[str, Any]:
+        """Send one request, again where it may help. harmless: an error code of the store that is no error here."""
+        request = getattr(self._client, operation)
+
+        def send() -> dict[str, Any]:
+            try:
+                return request(Bucket=self._bucket, **arguments)
+            except ClientError as error:
+                if error.response["Error"]["Code"] == harmless:
+                    return {}
+                raise
+
+        return self._try(send, name)
+
+    def _try(self, action: Callable[[], Any], name: str) -> Any:
+        try:
+            return self._retry.call(action, _transient)
+        except ClientError as error:
+            if name and error.response["Error"]["Code"] in _ABSENT_CODES:
+                raise FileNotFoundError(f"{self.url}/{name}") from error
+            raise self._failed(name, error) from error
+        except (BotoCoreError, Urllib3Error, OSError) as error:
+            raise self._failed(name, error) from error
+
+    def _failed(self, name: str, error: Exception) -> StoreError:
+        where = f"{self.url}/{name}" if name else self.url
+        hint = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if isinstance(error, NoCredentialsError) else ""
+        tried = f" ({self._retry.attempts} attempts)" if _transient(error) else ""
+        return StoreError(f"{where}: {error}{hint}{tried}")
+
+
+def _client() -> Any:
+    from boto3.session import Session
+    from botocore.config import Config
+
+    return Session().client(
+        "s3",
+        endpoint_url=os.environ.get("S3_ENDPOINT_URL"),
+        config=Config(
+            connect_timeout=_CONNECT_SECONDS,
+            read_timeout=_READ_SECONDS,
+            max_pool_connections=2 * CONNECTIONS,
+            retries={"total_max_attempts": 1},  # RetryPolicy does it
+            # Bodies carry Content-MD5, which every compatible store checks; the newer checksums some refuse.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+
+
+def _body(content: bytes) -> dict[str, Any]:
+    checksum = base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+    return {"Body": content, "ContentMD5": checksum}
+
+
+def _created(digest: str) -> dict[str, Any]:
+    acl = os.environ.get("S3_CANNED_ACL")
+    return {"Metadata": {_DIGEST: digest}, **({"ACL": acl} if acl else {})}
+
+
+def _transient(error: Exception) -> bool:
+    """True if the same request may succeed in a moment."""
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or status == 429 or error.response["Error"]["Code"] in _TRANSIENT_CODES
+    kinds = (ConnectionError, HTTPClientError, IncompleteReadError, ResponseStreamingError, Urllib3Error, OSError)
+    return isinstance(error, kinds)

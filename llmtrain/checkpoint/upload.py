@@ -1,0 +1,132 @@
+"""Copy of a checkpoint from a disk to a store: the files first, the manifest last, so that it appears only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from llmtrain.checkpoint.base import Progress, no_progress
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.local import folder_name
+from llmtrain.checkpoint.stores.base import ObjectStore
+
+_THREADS = 8
+
+
+class GoneError(CheckpointError):
+    """The run has deleted the checkpoint before its upload began."""
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """The result of an upload. sent: bytes over the wire, without those that the store had already."""
+
+    url: str
+    nbytes: int
+    sent: int
+    seconds: float
+
+
+def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress) -> Uploaded:
+    """Copy a complete checkpoint into the store, under its step. Files that the store has already are not sent again.
+
+    The files are held open from the start: the run may delete the checkpoint meanwhile.
+    progress: counts the pieces that are sent.
+    Raises GoneError; StoreError when the store fails, CheckpointError when the checkpoint is not whole. The store then
+    has what it had before, or, if that was another save of this step, nothing under this name.
+    """
+    began = time.monotonic()
+    counter = _Counter(progress)
+    with contextlib.ExitStack() as stack:
+        text, manifest, files = _open(folder, stack)
+        prefix = f"{folder_name(manifest.step)}/"
+        own = files.pop(manifests.NAME)
+        digest = xxhash.xxh3_128_hexdigest(text)
+        if missing := manifest.files.keys() - files.keys():
+            raise CheckpointError(f"{folder} is incomplete: {min(missing)} is missing")
+        if not store.holds(prefix + manifests.NAME, len(text), digest):
+            store.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
+            send(store, prefix, files, manifest.files, counter.add)
+            store.put(prefix + manifests.NAME, own, len(text), digest, counter.add)
+        for name in store.sizes(prefix):  # files that only an earlier save of this step had
+            if name.removeprefix(prefix) not in {manifests.NAME, *manifest.files}:
+                store.delete(name)
+        store.abandon(prefix)
+    return Uploaded(f"{store.url}/{prefix[:-1]}", manifest.nbytes, counter.total, time.monotonic() - began)
+
+
+def send(
+    store: ObjectStore,
+    prefix: str,
+    files: Mapping[str, BinaryIO],
+    records: Mapping[str, FileRecord],
+    progress: Progress,
+) -> None:
+    """Send files, several at a time; those that the store has with this size and hash are skipped."""
+    failed = threading.Event()
+
+    def send_one(name: str) -> None:
+        size, digest = records[name]["bytes"], records[name]["xxh3_128"]
+        if not failed.is_set() and not store.holds(prefix + name, size, digest):
+            store.put(prefix + name, files[name], size, digest, progress)
+
+    with ThreadPoolExecutor(_THREADS, "upload") as pool:
+        futures = [pool.submit(send_one, name) for name in files]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            failed.set()
+
+
+def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[bytes, Manifest, dict[str, BinaryIO]]:
+    """The manifest's text, the manifest, and every file of it that is here (itself among them), open.
+
+    All through one handle of the folder: whatever is renamed meanwhile, they are of one save.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        raise GoneError(f"{folder} was deleted before it was uploaded") from None
+    stack.callback(os.close, handle)
+
+    def open_file(name: str) -> BinaryIO:
+        return stack.enter_context(open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=handle)))
+
+    try:
+        own = open_file(manifests.NAME)
+    except OSError:
+        raise GoneError(f"{folder} was deleted before it was uploaded") from None
+    text = own.read()
+    manifest = manifests.parse(folder, text)
+    files = {manifests.NAME: own}
+    for name in manifest.files:
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = open_file(name)
+    if not folder.is_dir():  # its files may be some of those it had
+        raise GoneError(f"{folder} was deleted before it was uploaded")
+    return text, manifest, files
+
+
+class _Counter:
+    """Sum of the bytes that the threads report."""
+
+    def __init__(self, progress: Progress):
+        self.total = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.total += size
+            self._progress(size)

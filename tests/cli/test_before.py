@@ -1,0 +1,73 @@
+"""Runs that an earlier llmtrain saved mean the same today: they continue, generate, score and export as they did then."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.cli import main
+from tests.support import before
+
+_ARCHIVE = Path(__file__).parents[1] / "data" / "before" / "runs.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The project folder of the archive, unpacked."""
+    folder = tmp_path_factory.mktemp("before")
+    with tarfile.open(_ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, Any]:
+    return json.loads((folder / "expected.json").read_text())
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> before.Command:
+    """A command of llmtrain, run in this process."""
+
+    def run(folder: Path, *arguments: str) -> str:
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        assert main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def assert_same_numbers(found: dict[str, float], expected: dict[str, Any], *path: str) -> None:
+    """To the bit where torch and processor are those of the archive; else within the rounding of fp32 sums."""
+    numbers = expected
+    for name in path:
+        numbers = numbers[name]
+    assert found == (numbers if before.machine() == expected["machine"] else pytest.approx(numbers, rel=1e-5))
+
+
+@pytest.mark.parametrize("name", before.RANKS)
+def test_a_run_of_before_is_whole_and_its_yaml_is_valid(folder, name, command):
+    assert "step-00000004: good" in command(folder, "checkpoint", "verify", name)
+    assert "OK" in command(folder, "check", f"{name}.yaml")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", before.RANKS)
+def test_a_run_of_before_continues_with_the_same_losses(folder, expected, name, ranks):
+    assert_same_numbers(before.continued(folder, name, ranks), expected, name, f"losses on {ranks}")
+
+
+@pytest.mark.parametrize("name", before.RANKS)
+def test_a_checkpoint_of_before_generates_and_scores_the_same(folder, expected, name, command):
+    assert before.generated(folder, name, command) == expected[name]["generated"]
+    assert_same_numbers(before.scored(folder, name, command), expected, name, "scored")
+
+
+@pytest.mark.parametrize("name", before.RANKS)
+def test_a_checkpoint_of_before_exports_the_same_bytes(folder, expected, name, command):
+    assert before.exported(folder, name, command) == expected[name]["exported"]

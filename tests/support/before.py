@@ -1,0 +1,222 @@
+"""The runs of tests/data/before/runs.tar.xz: trained, continued, read, scored and exported by the llmtrain of commit c4da82d.
+
+As a program it makes the archive anew, with the llmtrain that PYTHONPATH names (only its commands are used):
+
+    PYTHONPATH=OLD_CHECKOUT python tests/support/before.py tests/data/before/runs.tar.xz
+
+The archive holds a project folder: shards, a tokenizer, two tasks, and for each of two models NAME.yaml and NAME/, a run
+stopped at step 4 of 8 on 1 rank (zamba) or 2 (mpt); expected.json holds what that llmtrain makes of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 8
+RANKS = {"zamba": 1, "mpt": 2}
+"""Ranks that trained the first half."""
+_SAVED = 4
+_WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
+_SHARED: dict[str, Any] = {
+    "seed": 3,
+    "data": {
+        "seq_len": 32,
+        "num_workers": 0,
+        "train": {"streams": {"text": {"local": "shards", "split": "train"}}},
+        "validation": {"streams": {"text": {"local": "shards", "split": "validation"}}},
+    },
+    "train": {"duration": f"{STEPS} steps", "global_batch_size": 8, "microbatch_size": 4, "compile": "off"},
+    "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
+    "schedule": {"type": "cosine", "warmup": "2 steps"},
+    "eval": {"interval": f"{STEPS} steps", "max_samples": 8},
+    "checkpoint": {"interval": f"{_SAVED} steps", "keep_last": None},
+    "logging": {"tensorboard": False, "progress_bar": False},
+}
+_MODELS: dict[str, dict[str, Any]] = {
+    "zamba": {
+        "vocab_size": 300,
+        "d_model": 32,
+        "max_seq_len": 32,
+        "blocks": {
+            "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
+            "s": {
+                "type": "shared_attention",
+                "n_heads": 2,
+                "n_shared": 1,
+                "position": {"type": "rotary"},
+                "attn_adapter_rank": 4,
+                "mlp": {"type": "geglu", "d_ff": 48},
+                "adapter_rank": 4,
+            },
+        },
+        "layers": "m (s+m m)*2",
+    },
+    "mpt": {
+        "vocab_size": 300,
+        "d_model": 32,
+        "max_seq_len": 32,
+        "norm": {"type": "layernorm"},
+        "blocks": {
+            "attn": {
+                "type": "attention",
+                "n_heads": 2,
+                "position": {"type": "alibi"},
+                "mlp": {"type": "gelu", "d_ff": 128},
+            }
+        },
+        "layers": "attn*2",
+    },
+}
+
+
+def llmtrain(folder: Path, *arguments: str) -> str:
+    """Standard output of a command run in a folder, on one thread."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "llmtrain.cli", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def losses(run: Path) -> dict[str, float]:
+    """{step: loss} of a run's metrics.jsonl; at the last step of validation too, as "validation"."""
+    found = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss/train/total" in record:
+            found[str(record["step"])] = record["loss/train/total"]
+        if "metrics/validation/cross_entropy" in record:
+            found["validation"] = record["metrics/validation/cross_entropy"]
+    return found
+
+
+def continued(folder: Path, name: str, ranks: int) -> dict[str, float]:
+    """Losses of steps 5 to 8 of a copy of the run, continued on so many ranks."""
+    run_dir = f"{name}-on-{ranks}"
+    shutil.copytree(folder / name, folder / run_dir)
+    llmtrain(folder, "train", f"{name}.yaml", f"run_dir={run_dir}", "--nproc", str(ranks))
+    found = losses(folder / run_dir)
+    return {step: loss for step, loss in found.items() if step == "validation" or int(step) > _SAVED}
+
+
+Command = Callable[..., str]
+"""Run a command of llmtrain in the project folder given first; its standard output."""
+
+
+def generated(folder: Path, name: str, command: Command = llmtrain) -> list[str]:
+    """Greedy completions of prompts.txt, plain and with a penalty that keeps them from repeating one token."""
+    options = ("--file", "prompts.txt", "--temperature", "0", "--max-new-tokens", "24")
+    lines = [command(folder, "generate", name, *options, *more) for more in ((), ("--repetition-penalty", "1.5"))]
+    return [json.loads(line)["completion"] for line in "".join(lines).splitlines()]
+
+
+def scored(folder: Path, name: str, command: Command = llmtrain) -> dict[str, float]:
+    """{task shots: value} of the tasks of eval.yaml."""
+    command(folder, "eval", "eval.yaml", f"model={name}", "--out", f"{name}-results")
+    content = json.loads((folder / f"{name}-results" / "results.json").read_text())
+    return {f"{one['task']} {one['shots']}": one["value"] for one in content["results"]}
+
+
+def exported(folder: Path, name: str, command: Command = llmtrain) -> dict[str, str]:
+    """sha256 of every file of the export."""
+    command(folder, "export", name, f"{name}-hf")
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((folder / f"{name}-hf").iterdir())
+    }
+
+
+def machine() -> dict[str, str]:
+    """Where floating-point results are the same to the bit: one torch on one kind of processor."""
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "torch": torch.__version__,
+        "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
+    }
+
+
+def make(folder: Path) -> None:
+    """Fill a folder with the project, the runs of step 4 and expected.json."""
+    rng = random.Random(0)
+    words = lambda count: " ".join(rng.choice(_WORDS) for _ in range(count))  # noqa: E731
+    (folder / "text").mkdir()
+    for i in range(40):
+        (folder / "text" / f"{i:02}.txt").write_text(words(55))
+    options = ["--vocab-size", "300", "--seq-len", "32", "--validation-fraction", "0.2", "--workers", "1"]
+    llmtrain(folder, "prepare", "text", "--out", "shards", *options)
+    shutil.rmtree(folder / "text")
+    choices = [
+        {"query": words(8), "choices": [words(2) for _ in range(4)], "gold": rng.randrange(4)} for _ in range(12)
+    ]
+    cloze = [{"context": words(8), "continuation": words(1)} for _ in range(12)]
+    texts = [{"text": words(60)} for _ in range(3)]
+    tasks = {
+        "choice": ("multiple_choice", choices),
+        "cloze": ("language_modeling", cloze),
+        "text": ("perplexity", texts),
+    }
+    for name, (kind, records) in tasks.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.yaml").write_text(
+            json.dumps({"name": name, "type": kind, "source": {"path": f"{name}.jsonl"}})
+        )
+    names = [f"{name}.yaml" for name in tasks]
+    (folder / "eval.yaml").write_text(json.dumps({"name": "before", "tasks": names, "cache": None}))
+    (folder / "prompts.txt").write_text("the quick brown\nseven wizards\na\n")
+    expected: dict[str, Any] = {"machine": machine()}
+    for name, ranks in RANKS.items():
+        (folder / f"{name}.yaml").write_text(
+            json.dumps({"name": name, "run_dir": name, "model": _MODELS[name]} | _SHARED)
+        )
+        llmtrain(folder, "train", f"{name}.yaml", "--nproc", str(ranks))
+        whole = losses(folder / name)
+        shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:08d}")
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / name / "metrics.jsonl").write_text("".join(x for x in lines if json.loads(x)["step"] <= _SAVED))
+        expected[name] = {f"losses on {n}": continued(folder, name, n) for n in (1, 2)}
+        same = {step: whole[step] for step in expected[name][f"losses on {ranks}"]}
+        assert expected[name][f"losses on {ranks}"] == same, "resumed and uninterrupted differ"
+        expected[name] |= {
+            "generated": generated(folder, name),
+            "scored": scored(folder, name),
+            "exported": exported(folder, name),
+        }
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1))
+
+
+def main(out: str) -> None:
+    """Write the archive."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make(folder)
+        kept = ["shards", "prompts.txt", "eval.yaml", "expected.json", *RANKS, *(f"{name}.yaml" for name in RANKS)]
+        kept += [f"{task}{suffix}" for task in ("choice", "cloze", "text") for suffix in (".yaml", ".jsonl")]
+        pack(folder, kept, out)
+
+
+def pack(folder: Path, names: list[str], out: str) -> None:
+    """Write files and folders of `folder`, without pictures and decompressed shards, as an archive."""
+    with tarfile.open(out, "w:xz", preset=9) as archive:
+        for name in names:
+            archive.add(
+                folder / name, name, filter=lambda entry: None if entry.name.endswith((".png", ".mds")) else entry
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,118 @@
+"""Folders that are replaced, deleted and found again after a kill at any moment between two system calls."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from llmtrain.checkpoint import local
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.repository import Repository
+from llmtrain.checkpoint.retention import Retention
+from tests.unit.checkpoint.test_manifest import make, rewrite
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing runs after it."""
+
+
+def killed_at(moment: int, action: Callable[[], object]) -> bool:
+    """Runs an action up to its `moment`-th change of the disk; whether it got that far. rmtree stops half way."""
+    left = [moment]
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    def renaming(self, target):
+        count()
+        return rename(self, target)
+
+    def deleting(folder, *args, **kwargs):
+        count()
+        next(iter(sorted(Path(folder).iterdir()))).unlink()
+        count()
+        rmtree(folder, *args, **kwargs)
+
+    with patch.object(Path, "rename", renaming), patch("shutil.rmtree", deleting):
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_kill_while_a_step_is_saved_again_loses_neither_it_nor_one_before(tmp_path, moment):
+    root = tmp_path / "checkpoints"
+    make(root, 4)
+    make(root, 5, "old")
+    partial = make(tmp_path / "elsewhere", 5, "new").rename(root / "step-00000005.partial")
+    final = root / "step-00000005"
+    interrupted = killed_at(moment, lambda: local.replace(partial, final))
+    assert interrupted == (moment < 5)
+    found = Repository(root).newest(pytest.fail)  # before anything is tidied up
+    assert found is not None and found.step == 5
+    assert found.require().save_id == ("old" if moment < 2 else "new")
+    local.recover(root)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000004", "step-00000005"]
+    again = manifests.read(final)
+    manifests.verify(final, again)
+    assert again.save_id == found.require().save_id
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_kill_while_old_checkpoints_are_deleted_leaves_no_half_of_one(tmp_path, moment):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    killed_at(moment, lambda: Repository(tmp_path).prune(Retention(last=1)))
+    for folder in local.folders(tmp_path):
+        manifests.verify(folder, manifests.read(folder))
+    assert (tmp_path / "step-00000003").is_dir()
+    local.recover(tmp_path)
+    Repository(tmp_path).prune(Retention(last=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def steps_after(root: Path, retention: Retention) -> list[int]:
+    Repository(root).prune(retention)
+    return [local.step_of(folder) for folder in local.folders(root)]
+
+
+def test_the_last_stay_and_the_first_of_every_so_many_steps(tmp_path):
+    for step in (4, 8, 12, 16, 20, 24, 28):
+        make(tmp_path, step)
+    assert steps_after(tmp_path, Retention()) == [4, 8, 12, 16, 20, 24, 28]
+    assert steps_after(tmp_path, Retention(last=2, every=10)) == [12, 20, 24, 28]
+    assert steps_after(tmp_path, Retention(last=2, every=10)) == [12, 20, 24, 28]  # and they stay
+    assert steps_after(tmp_path, Retention(last=1)) == [28]
+
+
+def test_damaged_checkpoints_do_not_push_out_the_last_good_one(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        make(tmp_path, step)
+    for step in (1, 4, 5):
+        (tmp_path / local.folder_name(step) / "notes.bin").unlink()
+    assert steps_after(tmp_path, Retention(last=1)) == [3, 4, 5]
+    for step in (4, 5):
+        (tmp_path / local.folder_name(step) / "manifest.json").unlink()
+    assert steps_after(tmp_path, Retention(last=1)) == [3, 4, 5]
+
+
+def test_where_nothing_is_good_nothing_is_deleted(tmp_path):
+    for step in (1, 2):
+        (make(tmp_path, step) / "notes.bin").unlink()
+    assert steps_after(tmp_path, Retention(last=1)) == [1, 2]
+
+
+def test_a_checkpoint_of_another_format_is_not_judged(tmp_path):
+    rewrite(make(tmp_path, 1), format=99)
+    for step in (2, 3):
+        make(tmp_path, step)
+    assert steps_after(tmp_path, Retention(last=1)) == [1, 3]
