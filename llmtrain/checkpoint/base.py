@@ -86,7 +86,7 @@ class Checkpoint(ABC):
         return None if isinstance(self._found, Manifest) else self._found
 
     def require(self) -> Manifest:
-        """Its manifest. Raises CheckpointError if it is not whole, FormatError if it is of another format."""
+        """The manifest. Raises CheckpointError if it is not whole, FormatError if it is of another format."""
         if isinstance(self._found, CheckpointError):
             raise self._found
         return self._found

@@ -29,7 +29,7 @@ def silent(text: str) -> None:
 def usable(
     candidates: Iterable[AnyCheckpoint], warn: Warn, check: Callable[[AnyCheckpoint], object] = Checkpoint.require
 ) -> Iterator[AnyCheckpoint]:
-    """Those of `candidates`, newest first, that pass `check`; damaged ones are passed over with a warning, and those in
+    """Members of `candidates`, newest first, that pass `check`; damaged ones are passed over with a warning, and those in
     progress without one.
 
     check: raises CheckpointError for a checkpoint that is damaged.

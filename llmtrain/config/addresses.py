@@ -11,7 +11,7 @@ def is_remote(address: str) -> bool:
 
 
 def address_problem(address: str) -> str | None:
-    """What is wrong with an address of a store, as a sentence fragment; None if nothing is."""
+    """Fault of a store's address, as a sentence fragment; None for a good one."""
     scheme, separator, rest = address.partition("://")
     if not separator and re.match(r"(s3|gs|file):", address):
         return "must have two slashes behind the colon: s3://bucket/prefix"

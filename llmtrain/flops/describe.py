@@ -34,7 +34,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a run costs at an assumed MFU (LLM Foundry's convention). Rates are per second."""
+    """Time of a run at an assumed MFU (LLM Foundry's convention). Rates are per second."""
 
     gpu: str
     peak_flops: float

@@ -138,7 +138,7 @@ def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 class ProgressLogger(LoggerDestination):
-    """On a terminal, a bar with loss, tokens/s, MFU and time left; elsewhere, a plain line now and then."""
+    """Progress of a run: on a terminal, a bar with loss, tokens/s, MFU and time left; elsewhere, a plain line now and then."""
 
     def __init__(self, total_steps: int, bar: bool, seconds_between_lines: float = 10.0):
         self.total = total_steps

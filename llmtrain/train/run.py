@@ -1,4 +1,4 @@
-"""From a config to a trained model; read it from top to bottom."""
+"""A config becomes a trained model; read from top to bottom."""
 
 from __future__ import annotations
 

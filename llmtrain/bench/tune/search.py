@@ -54,7 +54,7 @@ def measure(
 
 
 def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: int | None, variant: str | None) -> Row:
-    """With its provenance."""
+    """Row of the winner, with its provenance."""
     scale = {"tflops": 1e12, "gbps": 1e9}[winner.unit]
     measured = {
         "device": where.device_name,
