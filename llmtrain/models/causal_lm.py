@@ -49,6 +49,11 @@ class CausalLM(nn.Module):
         """A cache for `batch` rows of up to `capacity` tokens."""
         return Cache(self.hybrid, batch, capacity)
 
+    def replays(self) -> bool:
+        """Whether a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""
+        with torch.no_grad():
+            return any(layer.replayed for layer in self.empty_cache(1, 1).layers)
+
     def fill(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> None:
         """Reads tokens on into the cache and computes nothing else. padding: as Cache.read's."""
         self(input_ids, cache.read(input_ids.shape[1], padding), lambda hidden, head: None)

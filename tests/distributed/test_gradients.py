@@ -52,7 +52,7 @@ class Observer(LoggerDestination):
         self.look_inside = look_inside
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        model: Any = state.model.model.hybrid
+        model = hybrid_of(state)
         self.step.weights = {clean(name): whole(p) for name, p in model.named_parameters()}
         for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
@@ -74,9 +74,14 @@ class Observer(LoggerDestination):
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        model: Any = state.model.model.hybrid
+        model = hybrid_of(state)
         self.step.gradients = {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         self.step.loss = state.total_loss_dict["loss/train/total"]
+
+
+def hybrid_of(state: State) -> HybridLM:
+    composer_model: Any = state.model
+    return composer_model.model.hybrid
 
 
 def whole(tensor: Any) -> torch.Tensor:

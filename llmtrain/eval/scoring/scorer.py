@@ -76,6 +76,7 @@ class HybridScorer:
         packed: bool | None = None,
         end_ids: Collection[int] = (),
     ):
+        share = share and not model.replays()
         self.model, self.tokenizer, self.share, self.end_ids = model, tokenizer, share, end_ids
         self.window = max_length or model.config.max_seq_len
         self.device = model.device
