@@ -46,14 +46,14 @@ def test_decoding_in_fp32_equals_the_full_forward(model):
 def test_a_recorded_graph_changes_nothing(model, monkeypatch):
     options = Sampling(seed=3, top_p=0.9, repetition_penalty=1.2)
     recorded = rows(model, options)
-    init = decoding.Step.__init__
+    init = decoding.DecodeStep.__init__
 
     def unrecorded(self, *args):
         init(self, *args)
         assert self.record
         self.record = False
 
-    monkeypatch.setattr(decoding.Step, "__init__", unrecorded)
+    monkeypatch.setattr(decoding.DecodeStep, "__init__", unrecorded)
     assert rows(model, options) == recorded
 
 
@@ -65,7 +65,7 @@ def test_bf16_stays_close(name):
     exact = build(name, platform.detect())
     ids = torch.randint(VOCAB, (2, 140), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
     cache = model.empty_cache(2, 140)
-    step = decoding.Step(model, cache, 40)
+    step = decoding.DecodeStep(model, cache, 40)
     with torch.no_grad():
         expected = exact.logits(ids)
         logits = [model.next_logits(ids[:, :100], cache)]
