@@ -35,7 +35,7 @@ class GatedConvBlock(BlockSection):
 class GatedConvConfig(ModelConfig):
     """A model whose blocks are attention or gated convolutions."""
 
-    blocks: dict[str, Annotated[AttentionBlock | GatedConvBlock, Field(discriminator="type")]]  # type: ignore[assignment]
+    blocks: dict[str, Annotated[AttentionBlock | GatedConvBlock, Field(discriminator="type")]]
 
 
 class GatedConv(Mixer):
