@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -65,10 +64,9 @@ def test_a_prefix_read_once_goes_on_several_ways():
 
 def test_requests_are_scored_without_shared_prefixes():
     model, requests = gated_conv.build(), KINDS["all"]()
-    scorer: Any = HybridScorer(model, tokenizer())
+    scorer = HybridScorer(model, tokenizer())
     assert not scorer.share and not scorer.packed
-    score = getattr(scorer, "score", None) or scorer.loglikelihood
-    assert_same_scores(score(requests), score_one_by_one(model.logits, requests))
+    assert_same_scores(scorer.loglikelihood(requests), score_one_by_one(model.logits, requests))
     assert "no form for packed requests" in (model.hybrid.prefix_refusal() or "")
 
 
