@@ -28,6 +28,7 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.distributed.world import gloo_group, initialize, world_from_environment
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
@@ -44,14 +45,15 @@ class Training:
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
         with torch.device("meta"):
-            self.model = HybridLM(config.model, config.train.loss, dtype=compute_dtype(config.train.precision))
-        parallelize(self.model, config.train, world_from_environment(), device)
+            self.model = HybridLM(config.model, dtype=compute_dtype(config.train.precision))
+        self.causal_lm = CausalLM(self.model, config.train.loss)
+        parallelize(self.causal_lm, config.train, world_from_environment(), device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
 
     def step(self) -> None:
         shape = (self.config.train.microbatch_size, self.config.data.seq_len)
         ids = torch.randint(self.config.model.vocab_size, shape, device=self.device)
-        self.model(ids, ids.roll(-1, 1)).loss.backward()
+        self.causal_lm.loss(ids, ids.roll(-1, 1)).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -15,7 +15,7 @@ import torch
 from benchmarks.device import device_name
 from llmtrain.generate.decoding import DecodeStep, decode
 from llmtrain.generate.sampling import Sampling
-from llmtrain.models.cache import Cache
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
@@ -28,7 +28,7 @@ Request = Callable[[list[list[int]], int], list[list[int]]]
 def run(config: Config, args: argparse.Namespace) -> None:
     """Print the figures of one model. args: those of benchmarks/decoding.py."""
     model = build(config.model)
-    device = model.embed.weight.device
+    device = model.device
     print(
         f"{config.name}, {sum(p.numel() for p in model.parameters()):,} parameters, {device_name(device)}", flush=True
     )
@@ -51,32 +51,32 @@ def run(config: Config, args: argparse.Namespace) -> None:
         )
 
 
-def build(config: ModelConfig) -> HybridLM:
+def build(config: ModelConfig) -> CausalLM:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device("meta"):
         model = HybridLM(config, dtype=dtype)
     model.to_empty(device=device)
     model.init_weights(0)
-    return model.cast(dtype).eval()
+    return CausalLM(model.cast(dtype)).eval()
 
 
-def build_peer(model: HybridLM) -> torch.nn.Module:
+def build_peer(model: CausalLM) -> torch.nn.Module:
     """The model of transformers with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = family_for_model(model.config)
     published = family.write_config(model.config)
     config = AutoConfig.for_model(**{"model_type": family.model_type} | published)
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.hybrid.named_parameters())
     weights = {
         name: tensor
         for weight in family.weights(model.config)
         for name, tensor in weight.split(parameters[weight.ours].detach()).items()
     }
-    device = model.embed.weight.device
+    device = model.device
     with device:
-        peer = AutoModelForCausalLM.from_config(config, dtype=model.embed.weight.dtype)
+        peer = AutoModelForCausalLM.from_config(config, dtype=model.hybrid.embed.weight.dtype)
     own = peer.state_dict()
     absent = weights.keys() - own.keys()
     assert not absent, f"transformers has no {sorted(absent)[:3]}"
@@ -131,7 +131,7 @@ def measure(request: Request, prompts: list[list[int]], new: int, repeats: int) 
     return Speed(len(prompts) * new, new, whole, seconds(1), group=None if size == len(prompts) else size)
 
 
-def llmtrain_request(model: HybridLM) -> Request:
+def llmtrain_request(model: CausalLM) -> Request:
     def request(prompts: list[list[int]], new: int) -> list[list[int]]:
         steps = list(decode(model, prompts, Sampling(temperature=0), max_new_tokens=new))
         return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
@@ -156,13 +156,13 @@ def transformers_request(peer) -> Request:
     return request
 
 
-def curve(name: str, model: HybridLM, png: str, steps: int = 32) -> None:
+def curve(name: str, model: CausalLM, png: str, steps: int = 32) -> None:
     """Measure and draw the time of one more token over the number of tokens in the cache."""
-    on_gpu = model.embed.weight.is_cuda
+    on_gpu = model.device.type == "cuda"
     lengths = [2**n for n in range(10, 18 if on_gpu else 15)]
     times = []
     for length in lengths:
-        cache = Cache(model, 1, length + steps + 8)
+        cache = model.empty_cache(1, length + steps + 8)
         cache.advance(length)
         step = DecodeStep(model, cache, steps)
         tokens = torch.zeros(1, dtype=torch.int64, device=cache.next.device)
@@ -174,7 +174,7 @@ def curve(name: str, model: HybridLM, png: str, steps: int = 32) -> None:
                 step(tokens)
             times.append(1000 * (clock() - began) / steps)
         print(f"{name}: {length:7,} tokens before, {times[-1]:.3f} ms per token", flush=True)
-    device = device_name(model.embed.weight.device)
+    device = device_name(model.device)
     draw({"name": name, "device": device, "tokens": lengths, "ms": times}, Path(png))
 
 

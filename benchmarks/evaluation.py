@@ -122,7 +122,7 @@ def main() -> None:
         device = scorer.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         count = sum(parameter.numel() for parameter in scorer.model.parameters())
-        print(f"{config.name}, {count:,} parameters, {scorer.model.embed.weight.dtype}, {name}", flush=True)
+        print(f"{config.name}, {count:,} parameters, {scorer.model.hybrid.embed.weight.dtype}, {name}", flush=True)
         packages = [one for one in OPTIONAL if importlib.util.find_spec(one)]
         print(f"optional packages that the harness may use: {', '.join(packages) or 'none'}", flush=True)
 

@@ -57,10 +57,13 @@ def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tens
     """The loss of one batch, and the gradient of every parameter in fp32, summed over microbatches."""
     import torch
 
+    from llmtrain.models.causal_lm import CausalLM
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _without_weights(config).to_empty(device=device)
     model.init_weights(config.seed)
     model.cast(torch.bfloat16).cast(dtype)
+    causal_lm = CausalLM(model, config.train.loss)
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
     g = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), generator=g).to(device)
@@ -68,7 +71,7 @@ def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tens
     labels[:, -1] = -100
     total, found = 0.0, {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for at in range(0, per_step, size):
-        loss = model(ids[at : at + size], labels[at : at + size]).loss * size / per_step
+        loss = causal_lm.loss(ids[at : at + size], labels[at : at + size]).loss * size / per_step
         loss.backward()
         total += float(loss.detach())
         for name, p in model.named_parameters():
@@ -84,7 +87,7 @@ def _without_weights(config: Config) -> HybridLM:
     from llmtrain.models.hybrid import HybridLM
 
     with torch.device("meta"):
-        return HybridLM(config.model, config.train.loss)
+        return HybridLM(config.model)
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:

@@ -65,6 +65,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     """Seconds of every step after the warmup. fullgraph: compile layers without graph breaks. losses: list to append to."""
     import torch
 
+    from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.optim import LearningRate, build_optimizer
     from llmtrain.train.parallel import compile_layers
@@ -73,7 +74,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(config.seed)
     with torch.device("meta"):
-        model, weights = (HybridLM(config.model, config.train.loss) for _ in range(2))
+        model, weights = (HybridLM(config.model) for _ in range(2))
     weights.to_empty(device=device)
     weights.init_weights(config.seed)
     model.to_empty(device=device)
@@ -81,6 +82,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
         compile_layers(model, fullgraph)
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
+    causal_lm = CausalLM(model, config.train.loss)
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]
@@ -101,7 +103,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
             torch._foreach_zero_(gradients)
         total = torch.zeros((), device=device)
         for at in range(0, per_step, size):
-            loss = model(ids[at : at + size], labels[at : at + size]).loss
+            loss = causal_lm.loss(ids[at : at + size], labels[at : at + size]).loss
             (loss * size / per_step).backward()
             total += loss.detach() * size / per_step
             reached = [
@@ -128,7 +130,7 @@ def mfu(config: Config, tokens_per_second: float) -> float:
     from llmtrain.train.callbacks.throughput import token_cost
 
     with torch.device("meta"):
-        model = HybridLM(config.model, config.train.loss)
+        model = HybridLM(config.model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cost = token_cost(model, config.train, config.data.seq_len, device)
     return tokens_per_second * cost.foundry / cost.peak if cost.peak else float("nan")

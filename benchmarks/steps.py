@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.overhead import mfu, plain_loop
 from llmtrain.errors import exit_with
-from llmtrain.models.config import Mamba2Block
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -76,9 +75,7 @@ def with_kernels(file: str, overrides: list[str], name: str) -> Config:
     """The config with these kernels in each block and norm. Raises ConfigError."""
     backends = KERNELS[name]
     blocks = load_config(file, overrides).model.blocks
-    kinds = {
-        label: backends["mamba2" if isinstance(block, Mamba2Block) else "attention"] for label, block in blocks.items()
-    }
+    kinds = {label: backends["mamba2" if block.type == "mamba2" else "attention"] for label, block in blocks.items()}
     norms = ["model.norm", *(f"model.blocks.{label}.norm" for label, block in blocks.items() if block.norm)]
     chosen = [f"{norm}.backend={backends['norm']}" for norm in norms]
     chosen += [f"model.blocks.{label}.backend={kind}" for label, kind in kinds.items()]

@@ -1,4 +1,4 @@
-"""FLOP counts: what modules say they cost (cost.py), summed, and the two conventions that turn them into MFU."""
+"""FLOP counts: the sum over modules (models/costs.py), and the two conventions that turn them into MFU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.flops import Flops
+from llmtrain.models.costs import Flops
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -81,7 +81,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     """
     grad_accum = config.grad_accum(world_size)
     with torch.device("meta"):
-        model = HybridLM(_on_reference_backends(config.model), config.train.loss, cpu())
+        model = HybridLM(_on_reference_backends(config.model), cpu())
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
     memory = estimate_memory(config, parameter_sizes(model), world_size)
@@ -172,7 +172,7 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
 
 def _on_reference_backends(model: ModelConfig) -> ModelConfig:
     """A backend changes no count, but one made for a GPU could not be built on this machine."""
-    return model.with_backends("reference", lambda name, block: "reference")
+    return model.with_backends("reference", lambda block: "reference")
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:

@@ -9,26 +9,24 @@ model (all of them, or train.sharding.shard_size), b = bytes of the computation'
                  work and the next)
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + 4) * the largest group during its reduction
     optimizer    8 P / S: AdamW's two moments in fp32
-    activations  what autograd keeps of one microbatch, counted per layer below, as compiled blocks with
-                 fused attention keep it; with checkpointing, what is kept plus one layer's worth in full
+    activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
+                 with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights
 
 The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
-of FlashAttention and without dropout masks. Mamba-2 keeps in_proj's output, the convolution's, y and the gated norm's
-output, and in fp32 per chunk the state and C B^T; the reference backend run without torch.compile keeps several
-chunk-by-chunk squares per head more. With `backend: triton` the inside of a mixer is one operator
-(kernels/mamba_mixer/triton.py): states and C B^T are computed again rather than kept, and of the norm there is one fp32
-number per group more.
+of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
+chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
+output and those of the operators that its backends declare (saved_ops in kernels/registry.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import assert_never
 
 from llmtrain.errors import UserError
-from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, MLPConfig, ModelConfig, SharedAttentionBlock
+from llmtrain.models.costs import SavedBytes
+from llmtrain.models.sections.block import BlockSection
 from llmtrain.schema.config import Config
 
 GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leaves shard_size to the machine
@@ -56,17 +54,6 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Bytes that one layer keeps per token: without checkpointing, and with the selective kind."""
-
-    everything: float
-    selective: float
-
-    def __add__(self, other: Saved) -> Saved:
-        return Saved(self.everything + other.everything, self.selective + other.selective)
 
 
 def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> Memory:
@@ -98,12 +85,15 @@ def shard_ranks(config: Config, world_size: int) -> int:
 def _activations(config: Config, width: int) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
+
+    def saved_by(block: BlockSection) -> SavedBytes:
+        mixer = block.saved_bytes(model.d_model, width)
+        return mixer + block.mlp.saved_bytes(model.d_model, width) if block.mlp else mixer
+
     per_layer = []
     for layer in model.layer_list():
-        saved = _saved_by(model.blocks[layer.block], model, width)
-        if layer.shared is not None:
-            saved += _saved_by(model.blocks[layer.shared], model, width)
-        per_layer.append(saved)
+        saved = saved_by(model.blocks[layer.block])
+        per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
     kept = 0.0
     for index, saved in enumerate(per_layer):
         if checkpointing.type == "none" or (checkpointing.k is not None and index % checkpointing.k):
@@ -123,38 +113,3 @@ def _loss(config: Config, width: int) -> int:
         return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient
     chunk = min(tokens, config.train.loss.chunk_tokens)
     return chunk * vocab * 2 * width + tokens * d_model * width + 4 * vocab * d_model
-
-
-def _saved_by(block: Block, model: ModelConfig, width: int) -> Saved:
-    """Selective checkpointing keeps attention's output and every second matrix product's: wqkv's, not wo's; the
-    MLP's first, not its last; in_proj's, not out_proj's."""
-    d_model = model.d_model
-    if isinstance(block, Mamba2Block):
-        d_inner, d_bc = block.expand * d_model, block.n_groups * block.d_state
-        n_heads = d_inner // block.head_dim
-        in_proj = 2 * d_inner + 2 * d_bc + n_heads
-        elements = 2 * d_model + in_proj + (d_inner + 2 * d_bc) + 2 * d_inner
-        if block.backend == "triton":
-            wide = block.n_groups
-        else:
-            wide = d_inner * block.d_state / block.chunk_size + block.n_groups * block.chunk_size
-        saved = Saved(width * elements + 4 * wide, width * in_proj)
-    elif isinstance(block, AttentionBlock | SharedAttentionBlock):
-        shared = isinstance(block, SharedAttentionBlock)
-        d_in = 2 * d_model if shared else d_model
-        head_dim = block.head_dim or d_in // block.n_heads
-        q, kv = block.n_heads * head_dim, 2 * block.kv_heads * head_dim
-        log_sums = 4 * block.n_heads
-        # Input and output of the norm, q, k, v, and attention's output.
-        saved = Saved(width * (2 * d_in + q + kv + q) + log_sums, width * (q + kv + q) + log_sums)
-        if shared:
-            saved += Saved(width * d_model, 0)  # the input of the linear layer behind the block
-    else:
-        assert_never(block)
-    return saved + _saved_by_mlp(block.mlp, d_model, width) if block.mlp else saved
-
-
-def _saved_by_mlp(mlp: MLPConfig, d_model: int, width: int) -> Saved:
-    up = mlp.d_ff if mlp.type == "gelu" else 2 * mlp.d_ff
-    # Input and output of the norm, the first projection's output, and the second's input.
-    return Saved(width * (2 * d_model + up + mlp.d_ff), width * up)

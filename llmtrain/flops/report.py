@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from typing import assert_never
 
 from rich.console import Console
 from rich.table import Table
 
 from llmtrain.flops.describe import Description, Speed
-from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, SharedAttentionBlock
 from llmtrain.schema.config import Config
 
 GIB = 2**30
@@ -21,7 +19,8 @@ def print_description(description: Description, config: Config, console: Console
     d, model = description, config.model
     console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
     for name, block in model.blocks.items():
-        console.print(f"  {name} = {_in_words(block, model.d_model)}")
+        mlp = f"; {block.mlp.type} MLP {block.mlp.d_ff}" if block.mlp else ""
+        console.print(f"  {name} = {block.describe(model.d_model)}{mlp}")
     width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
     console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
     console.print(f"  {_export(d)}\n", soft_wrap=True)
@@ -134,20 +133,3 @@ def _table(title: str, *columns: str) -> Table:
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     table.show_header = any(columns)  # a row of blanks says nothing
     return table
-
-
-def _in_words(block: Block, d_model: int) -> str:
-    """One line for a block: its mixer, then its MLP."""
-    if isinstance(block, Mamba2Block):
-        heads = block.expand * d_model // block.head_dim
-        text = f"mamba2: {heads} heads x {block.head_dim}, d_state {block.d_state}, groups {block.n_groups}"
-    elif isinstance(block, AttentionBlock | SharedAttentionBlock):
-        shared = isinstance(block, SharedAttentionBlock)
-        head_dim = block.head_dim or (2 if shared else 1) * d_model // block.n_heads
-        kv = "" if block.kv_heads == block.n_heads else f" ({block.kv_heads} key/value heads)"
-        text = f"{block.type}: {block.n_heads} heads x {head_dim}{kv}"
-        if block.position.type != "none":
-            text += f", {block.position.type}"
-    else:
-        assert_never(block)
-    return text + (f"; {block.mlp.type} MLP {block.mlp.d_ff}" if block.mlp else "")

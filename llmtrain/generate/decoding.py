@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from llmtrain.errors import UserError
 from llmtrain.generate.sampling import Sampler, Sampling
 from llmtrain.models.cache import Cache
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 PREFILL_TOKENS = 32_768
 """About the number of prompt tokens per forward pass in prefill, which bounds the memory of activations."""
 
 
 def decode(
-    model: HybridLM,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     options: Sampling = Sampling(),  # noqa: B008 (frozen)
     *,
@@ -36,7 +36,7 @@ def decode(
         raise UserError("a prompt has no tokens; give it at least the end-of-document token")
     longest = max(map(len, prompts))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # blocks compiled for training take no cache
-        cache = Cache(model, len(prompts), longest + max_new_tokens - 1)
+        cache = model.empty_cache(len(prompts), longest + max_new_tokens - 1)
         device = cache.next.device
         sampler = Sampler(
             options,
@@ -59,7 +59,7 @@ def decode(
             tokens = sampler(step(tokens), draw)
 
 
-def prefill(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+def prefill(model: CausalLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Fill the cache from the prompts. Returns the logits after every prompt, [batch, vocab_size]."""
     device = cache.next.device
     longest = max(map(len, prompts))
@@ -71,7 +71,7 @@ def prefill(model: HybridLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> 
     for start in range(0, len(prompts), size):
         part = slice(start, start + size)
         rows = cache.rows(part)
-        logits.append(model(ids[part], cache=rows, padding=None if shift is None else shift[part]))
+        logits.append(model.next_logits(ids[part], rows, None if shift is None else shift[part]))
     cache.advance(longest)
     return torch.cat(logits)
 
@@ -83,10 +83,10 @@ class DecodeStep:
     whose launches would take longer than their execution.
     """
 
-    def __init__(self, model: HybridLM, cache: Cache, steps: int):
+    def __init__(self, model: CausalLM, cache: Cache, steps: int):
         self.model, self.cache = model, cache
         # Collectives of a sharded model are not captured.
-        self.record = model.embed.weight.is_cuda and not isinstance(model, FSDPModule) and steps > 4
+        self.record = model.device.type == "cuda" and not isinstance(model, FSDPModule) and steps > 4
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
@@ -106,4 +106,4 @@ class DecodeStep:
         return self.logits
 
     def _forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids, cache=self.cache)
+        return self.model.next_logits(ids, self.cache)

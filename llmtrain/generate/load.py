@@ -14,9 +14,10 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
+from llmtrain.models.backends import servable
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.specs import servable
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.format.manifest import Manifest
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def load_model(
     source: str, dtype: torch.dtype | None = None, tokenizer: TextTokenizer | None = None
-) -> tuple[HybridLM, TextTokenizer]:
+) -> tuple[CausalLM, TextTokenizer]:
     """Load a model and its tokenizer on this process's GPU, or else its CPU.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a
@@ -54,7 +55,7 @@ def load_model(
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
-    return model.cast(dtype).to(device).eval(), tokenizer
+    return CausalLM(model.cast(dtype)).to(device).eval(), tokenizer
 
 
 def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 _CONTEXT = 6
 """Prompt tokens decoded along with the first new ones: some tokenizers write a word differently at the start of a text."""
@@ -76,7 +76,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def complete(
-    model: HybridLM,
+    model: CausalLM,
     tokenizer: TextTokenizer,
     prompts: Sequence[str],
     options: Sampling = Sampling(),  # noqa: B008 (frozen)

@@ -44,11 +44,14 @@ class Backend:
     module: imported only when the backend is built.
     refusal: (spec, platform) -> why it cannot serve and what to change, or None. platform=None asks only for
         reasons that hold on every machine.
+    saved_ops: names of its operators whose outputs selective checkpointing keeps, since they are costly to compute and
+        cheap to keep. As str() of a torch operator, without importing torch.
     """
 
     name: str
     module: str
     refusal: Callable[[Spec, Platform | None], str | None]
+    saved_ops: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:
@@ -60,15 +63,26 @@ class Backend:
 
 
 _SDPA = "llmtrain.kernels.attention.sdpa"
+
+
+def _sdpa_op(kernel: str) -> tuple[str, ...]:
+    return (f"aten._scaled_dot_product_{kernel}.default",)
+
+
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "attention": (
         Backend("reference", "llmtrain.kernels.attention.reference", attention.refuse_reference),
-        Backend("sdpa:flash", _SDPA, attention.refuse_sdpa_flash),
-        Backend("sdpa:cudnn", _SDPA, attention.refuse_sdpa_cudnn),
-        Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient),
-        Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu),
-        Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex),
-        Backend("triton", "llmtrain.kernels.attention.triton", attention.refuse_triton_sequence),
+        Backend("sdpa:flash", _SDPA, attention.refuse_sdpa_flash, _sdpa_op("flash_attention")),
+        Backend("sdpa:cudnn", _SDPA, attention.refuse_sdpa_cudnn, _sdpa_op("cudnn_attention")),
+        Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient, _sdpa_op("efficient_attention")),
+        Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu, _sdpa_op("flash_attention_for_cpu")),
+        Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex, ("flex_attention",)),
+        Backend(
+            "triton",
+            "llmtrain.kernels.attention.triton",
+            attention.refuse_triton_sequence,
+            ("llmtrain.attention_forward.default",),
+        ),
         # Third-party packages: in no preference, so `auto` does not take them.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
@@ -180,6 +194,11 @@ def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platfo
         if named and refusal(operation, wanted, spec, platform) is None:
             return resolve(operation, wanted, spec, platform)
     return resolve(operation, "auto", spec, platform)
+
+
+def saved_ops(operation: Operation, name: str) -> set[str]:
+    """Operators that selective checkpointing keeps of any backend that `name` may mean (see Backend.saved_ops)."""
+    return {op for backend in _candidates(operation, name) for op in backend.saved_ops}
 
 
 def _candidates(operation: Operation, name: str) -> list[Backend]:

@@ -1,10 +1,10 @@
-"""HybridLM: embedding -> blocks -> norm -> head."""
+"""HybridLM: embedding -> blocks -> norm. The head and what follows it: models/causal_lm.py."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,13 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
-from llmtrain.models.blocks import Block, BlockContext, ContextCache
-from llmtrain.models.cache import Cache
-from llmtrain.models.config import LossConfig, ModelConfig, SharedAttentionBlock
-from llmtrain.models.flops import Flops
+from llmtrain.models.block import Block
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
+from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
-from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
-from llmtrain.models.mixers.mamba2 import SSMParameters
+from llmtrain.models.mixers.base import fp32_parameters
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 
 
@@ -37,22 +36,24 @@ class HybridLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
         platform: Platform | None = None,
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ):
         super().__init__()
-        self.config, self.documents = config, documents
         platform = platform or detect()
         dtype = dtype or (torch.float32 if platform.vendor == "cpu" else torch.bfloat16)
+        self.config, self.platform, self.dtype, self.documents = config, platform, dtype, documents
 
         self.embed = Embedding(config.vocab_size, config.d_model)
         self.positions = LearnedPositions(config.max_seq_len, config.d_model) if config.positions == "learned" else None
-        shared = {
-            name: [SharedAttention(block, config, platform, dtype, documents) for _ in range(block.n_shared)]
+        shared: dict[str, list[SharedAttention]] = {
+            name: [
+                block.load_implementation()(block, config, platform, dtype, documents)
+                for _ in range(block.shared_copies)
+            ]
             for name, block in config.blocks.items()
-            if isinstance(block, SharedAttentionBlock)
+            if block.shared_copies
         }
         self.shared = nn.ModuleDict({name: nn.ModuleList(copies) for name, copies in shared.items()})
         self.blocks = nn.ModuleList()
@@ -63,88 +64,57 @@ class HybridLM(nn.Module):
             self.blocks.append(Block(block, config, platform, dtype, shared_input, documents))
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
-        self.loss = build_loss(loss, config.logit_softcap, platform)
         self._contexts = ContextCache()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        cache: Cache | None = None,
-        padding: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        tree: PrefixTree | None = None,
-        scored: Tensor | None = None,
-    ) -> Tensor | LossOutput | TokenScores:
-        """input_ids: [batch, T]; labels: [batch, T], already shifted, -100 where there is none.
+    def forward(self, input_ids: Tensor, context: Context) -> Tensor:
+        """Hidden states after the final norm, [batch, T, d_model], or of the n tokens of context.only, [batch, n, d_model].
 
-        Without a cache: logits [batch, T, vocab_size], or with labels the loss, averaged over them.
-        document_ids: [batch, T], integers that never fall: tokens see those of their own document only. Without a cache.
-        cache: the tokens are read on from what it holds, into it. Then: the logits after the last, [batch, vocab_size],
-            or with labels the score of each. padding: [batch], tokens at the left of each row to pass over (first call only).
-        tree: the tokens [1, T] are texts that begin alike (see `no_trees`). Then: the scores of `labels` [n], each of which
-            follows a token that `scored` [n] says.
-
-        Raises UserError for a sequence longer than the learned positions or the cache.
+        input_ids: [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
         """
-        assert document_ids is None or (self.documents and cache is None)
-        if cache is not None:
-            x = self._read(input_ids, cache, padding)
-            if labels is None:
-                return self.logits(x[:, -1])
-            return score_tokens(x, self.head_weight, labels, self.config.logit_softcap)
-        if tree is not None:
-            assert scored is not None and labels is not None
-            x = self._read_tree(input_ids, tree, scored)
-            return score_hidden(x[0], self.head_weight, labels, self.config.logit_softcap)
-        seq_len = input_ids.shape[1]
         x = self.embed(input_ids)
         if self.positions is not None:
-            if seq_len > self.config.max_seq_len:
-                raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
-            x = x + self.positions(seq_len if document_ids is None else _places(document_ids))
-        x = F.dropout(x, self.config.dropout, self.training)
-        x = self._layers(x, self._contexts(self.blocks, seq_len, x.device, document_ids))
-        return self.logits(x) if labels is None else self.loss(x, self.head_weight, labels)
-
-    def _read(self, input_ids: Tensor, cache: Cache, padding: Tensor | None) -> Tensor:
-        span = cache.begin(input_ids.shape[1], padding)
-        x = self.embed(input_ids)
-        if self.positions is not None:
-            x = x + self.positions(span.positions.clamp(min=0))
-        x = self._layers(x, cache.contexts(span))
-        cache.advance(input_ids.shape[1])
-        return x
-
-    def _read_tree(self, input_ids: Tensor, tree: PrefixTree, scored: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        if self.positions is not None:
-            x = x + self.positions(tree.positions)
-        contexts = [
-            BlockContext(
-                block.mixer.tree_context(tree),
-                block.shared_input and block.shared_input.shared.mixer.tree_context(tree),
-            )
-            for block in cast("Iterable[Any]", self.blocks)
-        ]
-        return self._layers(x, contexts, scored)
-
-    def no_trees(self) -> str | None:
-        """Why it cannot read packed texts that begin alike (`tree`), or None."""
-        mixers = [block.mixer for block in cast("Iterable[Any]", self.blocks)]
-        mixers += [shared.mixer for shared in self.shared_uses()]
-        return next((reason for mixer in mixers if (reason := mixer.no_trees())), None)
-
-    def _layers(self, x: Tensor, contexts: list[BlockContext], only: Tensor | None = None) -> Tensor:
-        """only: [n], the tokens that matter after the last layer."""
-        embedding, last = x, len(contexts) - 1
-        for layer, (block, context) in enumerate(zip(self.blocks, contexts, strict=True)):
-            x = block(x, embedding, context, only if layer == last else None)
+            assert context.positions is not None
+            x = x + self.positions(context.positions)
+        x = embedding = F.dropout(x, self.config.dropout, self.training)
+        last = len(self.blocks) - 1
+        for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
+            x = block(x, embedding, block_context, context.only if layer == last else None)
         return self.norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x: [..., d_model], after the final norm -> [..., vocab_size]."""
-        return soft_cap(F.linear(x, self.head_weight), self.config.logit_softcap)
+    def context(self, seq_len: int, device: torch.device, document_ids: Tensor | None = None) -> Context:
+        """The context of whole sequences, as in training and validation.
+
+        document_ids: [batch, T], integers that never fall: tokens see those of their own document only.
+        Raises UserError for sequences longer than the learned positions.
+        """
+        assert document_ids is None or self.documents
+        if self.positions is not None and seq_len > self.config.max_seq_len:
+            raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
+        positions = None
+        if self.positions is not None:
+            positions = seq_len if document_ids is None else _places(document_ids)
+        return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids), positions)
+
+    def prefix_refusal(self) -> str | None:
+        """Reason why the model cannot read packed requests that share a prefix (`prefix_context`), or None."""
+        mixers = [mixer for pair in self.layer_mixers() for mixer in pair if mixer is not None]
+        return next((reason for mixer in mixers if (reason := mixer.prefix_refusal())), None)
+
+    def prefix_context(self, tree: PrefixTree, only: Tensor) -> Context:
+        """The context of packed requests [1, T] that share prefixes. only: [n], the tokens whose hidden states are wanted."""
+        blocks = [
+            BlockContext(mixer.prefix_context(tree), shared and shared.prefix_context(tree))
+            for mixer, shared in self.layer_mixers()
+        ]
+        return Context(blocks, tree.positions, only)
+
+    def layer_mixers(self) -> list[LayerMixers]:
+        """Every layer's mixer, and that of the shared block which feeds the layer, in order."""
+        return [(block.mixer, block.shared_mixer) for block in self._layers()]
+
+    def _layers(self) -> Iterator[Block]:
+        # A checkpoint wrapper passes attributes on.
+        return iter(cast("Iterable[Block]", self.blocks))
 
     @property
     def head_weight(self) -> Tensor:
@@ -158,24 +128,27 @@ class HybridLM(nn.Module):
         init_weights(self, InitScale(init.std, init.std * depth**-0.5), seed)
 
     def cast(self, dtype: torch.dtype) -> HybridLM:
-        """All parameters to `dtype`, for inference, except those of the recurrences: these keep fp32 (see SSMParameters)."""
-        for module in self.modules():
-            if not isinstance(module, SSMParameters):
-                for parameter in module.parameters(recurse=False):
-                    parameter.data = parameter.data.to(dtype)
+        """All parameters to `dtype`, for inference, except those that mixers keep in fp32."""
+        kept = {id(parameter) for parameter in fp32_parameters(self).values()}
+        for parameter in self.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.to(dtype)
         return self
 
     def shared_uses(self) -> list[SharedAttention]:
         """The shared block of each use, in order."""
-        blocks = cast("Iterable[Any]", self.blocks)
-        return [block.shared_input.shared for block in blocks if block.shared_input is not None]
+        return [block.shared_input.shared for block in self._layers() if block.shared_input is not None]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
         head = Flops(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
-        return sum((block.flops(seq_len, causal) for block in cast("Iterable[Any]", self.blocks)), head)
+        return sum((block.flops(seq_len, causal) for block in self._layers()), head)
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """The part of `flops` that the mixers' saved operators spare selective checkpointing."""
+        return sum((block.saved_flops(seq_len, causal) for block in self._layers()), Flops())
 
 
 def _places(document_ids: Tensor) -> Tensor:
-    """Of every token, its place in its document, from 0. [batch, T] -> like it."""
+    """Each token's place in its document, from 0. [batch, T] -> like it."""
     return torch.arange(document_ids.shape[1], device=document_ids.device) - documents_of(document_ids).starts

@@ -1,7 +1,7 @@
 """The small parts of blocks: linear, norm, MLP, low-rank adapter, rotary positions.
 
-Constructors allocate and never initialise, so a model builds on the meta device; `init_rules` says what the
-parameters start as. Norms compute in fp32 whatever their input's dtype, and return that dtype.
+Constructors allocate and never initialise, so a model builds on the meta device; `init_rules` gives the
+parameters' initial distributions. Norms compute in fp32 whatever their input's dtype, and return that dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
-from llmtrain.models.flops import Flops
+from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, constant, normal
-from llmtrain.models.specs import norm_spec
+from llmtrain.models.sections.mlp import MLPConfig
+from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.positions import LinearScaling, Llama3Scaling, RotaryPosition
 
 
 class Linear(nn.Linear):
@@ -78,7 +79,7 @@ class Norm(nn.Module):
         self, dim: int, config: NormConfig, platform: Platform | None = None, dtype: torch.dtype = torch.bfloat16
     ):
         super().__init__()
-        spec = norm_spec(config, dim, str(dtype).removeprefix("torch."))
+        spec = config.spec(dim, str(dtype).removeprefix("torch."))
         self.plain = self.kernel = ReferenceNorm(spec)
         if platform is not None:
             self.kernel = registry.resolve("norm", config.backend, spec, platform).build(spec, platform)
@@ -89,11 +90,11 @@ class Norm(nn.Module):
         return {"weight": constant(1.0)} | ({} if self.bias is None else {"bias": constant(0.0)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_sum(x, None)[1]
+        return self.add_and_norm(x, None)[1]
 
-    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta (None: x), and its norm."""
-        # Ours was measured in training steps. Scoring and generation are not compiled, and short of time in Python.
+        # Our kernel was measured in training steps. Scoring and generation are not compiled, and bound by Python's overhead.
         kernel = self.kernel if torch.is_grad_enabled() else self.plain
         return kernel(x, delta, self.weight, self.bias)
 

@@ -50,7 +50,7 @@ class TokenScores:
 def score_tokens(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
 ) -> TokenScores:
-    """Logits exist for labelled tokens alone, a chunk of them at a time. Shapes as in PlainLoss."""
+    """The label's log-likelihood at each token; logits exist for labelled ones alone, a chunk at a time. Shapes as PlainLoss."""
     at = labels != IGNORE
     found = score_hidden(hidden[at], weight, labels[at], softcap, chunk_tokens)
     zeros = torch.zeros(labels.shape, dtype=found.log_likelihood.dtype, device=hidden.device)
@@ -63,7 +63,7 @@ def score_tokens(
 def score_hidden(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
 ) -> TokenScores:
-    """hidden: [n, d_model]; labels: [n], of every one of them -> scores [n]."""
+    """The same where every token has a label. hidden: [n, d_model]; labels: [n] -> scores [n]."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     parts = [(torch.zeros(0, dtype=wide, device=hidden.device), torch.ones(0, dtype=torch.bool, device=hidden.device))]
     for x, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
@@ -72,6 +72,11 @@ def score_hidden(
         likelihood = -F.cross_entropy(logits, label, reduction="none")
         parts.append((likelihood, logits.argmax(dim=-1) == label))
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """hidden: [..., d_model], after the final norm; weight: [vocab_size, d_model] -> [..., vocab_size]."""
+    return soft_cap(F.linear(hidden, weight), softcap)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -88,7 +93,7 @@ def build_loss(config: LossConfig, softcap: float | None, platform: Platform) ->
 
 
 class PlainLoss:
-    """The readable form, and the reference of the other."""
+    """The readable form, and the reference of ChunkedLoss."""
 
     def __init__(self, config: LossConfig, softcap: float | None):
         self.config, self.softcap = config, softcap

@@ -13,7 +13,7 @@ from llmtrain.config.interpolation import resolve
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
-from llmtrain.models.specs import backend_problems
+from llmtrain.models.backends import backend_problems
 from llmtrain.schema.config import Config
 
 

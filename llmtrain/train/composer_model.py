@@ -1,4 +1,4 @@
-"""The one adapter between a HybridLM and Composer."""
+"""The one adapter between a CausalLM and Composer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer.models import ComposerModel
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 
 Batch = Mapping[str, torch.Tensor]
@@ -22,17 +22,17 @@ Batch = Mapping[str, torch.Tensor]
 class ComposerHybridLM(ComposerModel):
     """Gives Composer the loss it minimises and the sums its validation needs."""
 
-    def __init__(self, model: HybridLM):
+    def __init__(self, model: CausalLM):
         super().__init__()
         self.model = model
 
     def forward(self, batch: Batch) -> LossOutput:
-        return self.model(batch["input_ids"], batch["labels"], document_ids=batch.get("document_ids"))
+        return self.model.loss(batch["input_ids"], batch["labels"], batch.get("document_ids"))
 
     def loss(self, outputs: LossOutput, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """`total` is differentiated. Composer weights it by the microbatch's share of the global batch's labelled tokens."""
         losses = {"total": outputs.loss, "cross_entropy": outputs.ce}
-        if self.model.loss.config.z_loss:
+        if self.model.loss_function.config.z_loss:
             losses["z"] = outputs.z
         return losses
 
@@ -80,7 +80,7 @@ class BitsPerByte(NatsPerToken):
 
 
 def data_spec(loader: DataLoader) -> DataSpec:
-    """How Composer splits our batches and counts what is in them."""
+    """Wrapper by which Composer splits our batches and counts samples and tokens."""
     return DataSpec(
         loader,
         split_batch=_split,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 import torch
 from torch import nn
 
+from llmtrain.models.mixers.base import no_decay_parameters
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import OptimizerConfig, ScheduleConfig
 
-# Scales, offsets and time constants: decay would pull them towards a value that means something else than "small".
-_NO_DECAY_NAMES = ("A_log", "D", "dt_bias")
 
-
-def decays(name: str, parameter: torch.Tensor, decay_embeddings: bool = True) -> bool:
-    """Whether weight decay applies: matrices and convolution kernels yes; norms, biases, A_log, D and dt_bias no."""
-    if parameter.ndim < 2 or name.rsplit(".", 1)[-1] in _NO_DECAY_NAMES:
+def decays(name: str, parameter: torch.Tensor, exempt: Container[str], decay_embeddings: bool = True) -> bool:
+    """Whether weight decay applies: matrices and convolution kernels yes; norms, biases and what mixers exempt no."""
+    if parameter.ndim < 2 or name in exempt:
         return False
     return decay_embeddings or not name.startswith(("embed.", "positions."))
 
@@ -24,8 +23,9 @@ def decays(name: str, parameter: torch.Tensor, decay_embeddings: bool = True) ->
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over two groups, in one fused kernel each (on CPUs too: one operator instead of a dozen per DTensor)."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    exempt = no_decay_parameters(model)
     for name, parameter in model.named_parameters():
-        groups[decays(name, parameter, config.decay_embeddings)].append(parameter)
+        groups[decays(name, parameter, exempt, config.decay_embeddings)].append(parameter)
     return torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +14,23 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.mixers.base import mixers_of
 from llmtrain.schema.training import ActivationCheckpointing, Sharding, TrainConfig
 from llmtrain.train.precision import fp32_modules, mixed_precision_policy
 
 
-def parallelize(model: HybridLM, config: TrainConfig, world: World, device: torch.device) -> None:
-    """Prepares a HybridLM on the meta device for training on this rank; weights are allocated, not yet set.
+def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> None:
+    """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set.
 
     The order matters. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
     compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
     break; memory comes last, so that a rank only ever holds its own shard.
     """
-    checkpoint_activations(model, config.activation_checkpointing)
+    checkpoint_activations(model.hybrid, config.activation_checkpointing)
     if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
-        compile_layers(model)
+        compile_layers(model.hybrid)
     shard(model, data_mesh(config.sharding, world, device), config)
     model.to_empty(device=device)
 
@@ -37,34 +40,27 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
         return
     every = config.k if config.type == "every_k" else 1
     assert every is not None
+    # By name: a backend's own operator exists only once the backend was imported.
+    saved_ops = _COLLECTIVES.union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
         options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
         if config.type == "selective":
-            options["context_fn"] = _selective_contexts
+            options["context_fn"] = partial(_selective_contexts, saved_ops)
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
-# Costly to compute, cheap to keep: attention, and (below) every second matrix product. By name, since our own operator
-# exists only where a model takes it.
-_SAVED_OPS = {
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "flex_attention",
-    "llmtrain.attention_forward.default",
-    # A reduce-scatter or all-gather would be repeated by recomputation.
-    "_c10d_functional.reduce_scatter_tensor.default",
-}
+# A reduce-scatter or all-gather would be repeated by recomputation.
+_COLLECTIVES = {"_c10d_functional.reduce_scatter_tensor.default"}
 
 
-def _selective_contexts():
+def _selective_contexts(saved_ops: set[str]):
+    """Keeps the outputs of these operators and of every second matrix product."""
     seen = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
-        keep = str(op) in _SAVED_OPS
+        keep = str(op) in saved_ops
         if op is torch.ops.aten.mm.default:
             phase = "recompute" if ctx.is_recompute else "forward"
             seen[phase] += 1
@@ -98,25 +94,25 @@ def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMes
     return init_device_mesh(device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: HybridLM, mesh: DeviceMesh, config: TrainConfig) -> None:
+def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     """FSDP2: one group per layer, and one for what is used throughout (embedding, shared blocks, norm, head)."""
     policy = mixed_precision_policy(config.precision)
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
     if config.precision != "fp32":
         _shard_fp32(model, mesh)
-    for block in model.blocks:
+    for block in model.hybrid.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _shard_fp32(model: HybridLM, mesh: DeviceMesh) -> None:
+def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
     """Gives the parameters that must not be cast one group of their own, gathered once per forward.
 
     Their modules are read, never called (a hook inside a compiled layer would break its graph), so the
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
-    modules = fp32_modules(model)
+    modules = fp32_modules(model.hybrid)
     if not modules:
         return
     group = fully_shard(modules, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)

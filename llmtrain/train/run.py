@@ -24,6 +24,7 @@ from llmtrain.data.streaming import TokenDataset, build_train_loader, build_vali
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
 from llmtrain.logs import run_log
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -51,7 +52,7 @@ class Outcome:
     folder: Path
     step: int
     tokens: int
-    model: HybridLM
+    model: CausalLM
     validation_loss: float | None
     bits_per_byte: float | None
     uploads: Uploads
@@ -76,9 +77,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
 
     with torch.device("meta"):
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
-        model = HybridLM(config.model, config.train.loss, dtype=dtype, documents=documents)
+        model = HybridLM(config.model, dtype=dtype, documents=documents)
+    causal_lm = CausalLM(model, config.train.loss)
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    parallelize(model, config.train, world, device)
+    parallelize(causal_lm, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
     loader = build_train_loader(
         config.data, global_batch_size=config.train.global_batch_size, vocab_size=config.model.vocab_size
@@ -118,7 +120,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     trainer = Trainer(
-        model=ComposerHybridLM(model),
+        model=ComposerHybridLM(causal_lm),
         run_name=config.name,
         seed=config.seed,
         # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
@@ -133,10 +135,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         callbacks=[
             StepRNG(config.seed),
             Schedule(LearningRate(config, total_steps, steps_per_epoch)),
-            GradientSync(model, config.train.sharding.sync_every_microbatch),
+            GradientSync(causal_lm, config.train.sharding.sync_every_microbatch),
             Stability(config.train),
             Throughput(cost),
-            *in_context(config, model, world, length),  # after Throughput, which does not count it
+            *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
             Checkpointing(
                 saver,
                 preemption,
@@ -161,14 +163,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         folder,
         clock.batch.value,
         clock.token.value,
-        model,
+        causal_lm,
         validation_loss=final_metric(trainer.state, "cross_entropy"),
         bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
         uploads=uploads,
     )
 
 
-def in_context(config: Config, model: HybridLM, world: World, length: dict[str, Any]) -> list[Callback]:
+def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:
     """The callback of eval.icl, if there is one. length: the run's, as arguments of Duration.steps."""
     icl = config.eval.icl
     if icl is None:

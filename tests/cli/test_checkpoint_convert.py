@@ -189,6 +189,7 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     from composer import Trainer
     from composer.utils import FSDP2Config
 
+    from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.composer_model import ComposerHybridLM
 
@@ -198,7 +199,7 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     optimizer = torch.optim.AdamW(model.parameters())
     sharding: Any = {"fsdp": FSDP2Config(state_dict_type="sharded")} if sharded else None
     trainer = Trainer(
-        model=ComposerHybridLM(model), optimizers=optimizer, parallelism_config=sharding, progress_bar=False
+        model=ComposerHybridLM(CausalLM(model)), optimizers=optimizer, parallelism_config=sharding, progress_bar=False
     )
     trainer.save_checkpoint(str(out / "ep0-ba0-rank{rank}.pt"))
     trainer.close()

@@ -25,6 +25,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
@@ -43,10 +44,9 @@ def from_pretrained(folder: Path) -> Any:
     return model[0].eval()
 
 
-def assert_same_logits(ours: HybridLM, theirs: Any, ids: list[int]) -> None:
+def assert_same_logits(ours: CausalLM, theirs: Any, ids: list[int]) -> None:
     with torch.no_grad():
-        found = ours(torch.tensor([ids], device=ours.embed.weight.device))
-        assert isinstance(found, torch.Tensor)
+        found = ours.logits(torch.tensor([ids], device=ours.device))
         torch.testing.assert_close(found.cpu(), theirs(torch.tensor([ids])).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -158,10 +158,11 @@ def _save(shards: Path, root: Path) -> None:
     config = tiny_config(shards, root / "run")
     with torch.device("meta"):
         model = HybridLM(config.model)
-    parallelize(model, config.train, world_from_environment(), torch.device("cpu"))
+    causal_lm = CausalLM(model)
+    parallelize(causal_lm, config.train, world_from_environment(), torch.device("cpu"))
     model.init_weights(1)
     optimizer = build_optimizer(model, config.optimizer)
-    model(torch.arange(32)[None], torch.arange(32)[None]).loss.backward()
+    causal_lm.loss(torch.arange(32)[None], torch.arange(32)[None]).loss.backward()
     optimizer.step()
     model.init_weights(1)  # the step has rounded differently on two ranks
     written = config.model_dump(mode="json")
@@ -189,7 +190,7 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
 
     with torch.device("meta"):
         model = HybridLM(ModelConfig.model_validate_json(json.dumps(manifests.read(folder).config["model"])))
-    parallelize(model, tiny_config(folder, folder).train, world_from_environment(), torch.device("cpu"))
+    parallelize(CausalLM(model), tiny_config(folder, folder).train, world_from_environment(), torch.device("cpu"))
     save_load.load(folder, model)
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
 

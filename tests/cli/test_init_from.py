@@ -53,7 +53,7 @@ def loss_of(weights: Path, batches: list[dict[str, torch.Tensor]]) -> float:
     model, _ = load_model(str(weights), torch.float32)
     with torch.no_grad():
         batch = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        return float(model(**{name: tensor.to(model.embed.weight.device) for name, tensor in batch.items()}).loss)
+        return float(model.loss(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.distributed.world import world_from_environment
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
@@ -32,7 +33,7 @@ def start(config: Config) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
     """A job: parameters that were all 7 before, optimizer states, and what was said."""
     with torch.device("meta"):
         model = HybridLM(config.model)
-    parallelize(model, config.train, world_from_environment(), torch.device("cpu"))
+    parallelize(CausalLM(model), config.train, world_from_environment(), torch.device("cpu"))
     for parameter in model.parameters():
         parameter.data.fill_(7)
     optimizer = build_optimizer(model, config.optimizer)

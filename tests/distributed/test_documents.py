@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmtrain.data.batches import IGNORED
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from tests.distributed.test_gradients import ONE_STEP, Step, assert_same_step, one_step
@@ -24,7 +25,8 @@ DENSE_ATTENTION = {
 
 def documents_apart(config: Config, batch: dict[str, torch.Tensor]) -> Step:
     """The same weights, one document of the batch at a time, weighted by tokens."""
-    model = HybridLM(config.model, config.train.loss)
+    model = HybridLM(config.model)
+    causal_lm = CausalLM(model, config.train.loss)
     model.init_weights(config.seed)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses, tokens = [], 0
@@ -32,7 +34,7 @@ def documents_apart(config: Config, batch: dict[str, torch.Tensor]) -> Step:
         ends = ((row == EOD).nonzero()[:, 0] + 1).tolist()
         for document in row.tensor_split(ends):
             if len(document) > 1:
-                out = model(document[None, :-1], document[None, 1:])
+                out = causal_lm.loss(document[None, :-1], document[None, 1:])
                 losses.append(out.loss * out.n_tokens)
                 tokens += int(out.n_tokens)
     assert tokens == int((batch["labels"] != IGNORED).sum()) < batch["labels"][:, :-1].numel()

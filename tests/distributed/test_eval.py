@@ -16,6 +16,7 @@ from llmtrain.eval.scoring.data_parallel import DataParallel, partition, run_req
 from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.generate.load import load_model
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import Sharding, TrainConfig
 from llmtrain.train.callbacks.evaluation import evaluating
@@ -75,16 +76,16 @@ def prompts() -> list[GenerateUntilRequest]:
     return [GenerateUntilRequest(i, text(3, 12), (), 3 + 2 * i) for i in range(5)]
 
 
-def sharded(settings: dict[str, Any], strategy: str) -> HybridLM:
+def sharded(settings: dict[str, Any], strategy: str) -> CausalLM:
     from llmtrain.models.config import ModelConfig
 
     device = initialize()
     with torch.device("meta"):
-        model = HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32)
+        model = CausalLM(HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32))
     config = TrainConfig.model_validate_json('{"duration": "1 steps", "global_batch_size": 6, "microbatch_size": 1}')
     config = config.model_copy(update={"sharding": Sharding(strategy=strategy), "compile": "off"})  # type: ignore[arg-type]
     parallelize(model, config, world_from_environment(), device)
-    model.init_weights(3)
+    model.hybrid.init_weights(3)
     return model.train()
 
 
@@ -114,8 +115,8 @@ def broken(*args: Any, **options: Any) -> Any:
 def alone(settings: dict[str, Any], given: list[Any]) -> list[Any]:
     from llmtrain.models.config import ModelConfig
 
-    model = HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32)
-    model.init_weights(3)
+    model = CausalLM(HybridLM(ModelConfig.model_validate(settings), dtype=torch.float32))
+    model.hybrid.init_weights(3)
     scorer = HybridScorer(model.eval(), checkpoints.tokenizer())
     return list(
         scorer.generate_until(given) if isinstance(given[0], GenerateUntilRequest) else scorer.loglikelihood(given)

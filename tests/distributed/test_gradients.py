@@ -18,6 +18,7 @@ from composer.utils import dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.data import batches, streaming
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train import run
@@ -51,7 +52,7 @@ class Observer(LoggerDestination):
         self.look_inside = look_inside
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        model: Any = state.model.model
+        model = hybrid_of(state)
         self.step.weights = {clean(name): whole(p) for name, p in model.named_parameters()}
         for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
@@ -73,9 +74,14 @@ class Observer(LoggerDestination):
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        model: Any = state.model.model
+        model = hybrid_of(state)
         self.step.gradients = {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         self.step.loss = state.total_loss_dict["loss/train/total"]
+
+
+def hybrid_of(state: State) -> HybridLM:
+    composer_model: Any = state.model
+    return composer_model.model.hybrid
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -111,10 +117,10 @@ def one_step(config: Config, compiled_by: str | None = None, labels: str = "all"
 
 def plain_step(config: Config, batch: dict[str, torch.Tensor]) -> Step:
     """Expected gradients: the same weights, one batch, neither sharding nor accumulation."""
-    model = HybridLM(config.model, config.train.loss)
+    model = HybridLM(config.model)
     model.init_weights(config.seed)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    output = model(batch["input_ids"], batch["labels"])
+    output = CausalLM(model, config.train.loss).loss(batch["input_ids"], batch["labels"])
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Step(gradients, weights, batch, output.loss.item())
@@ -207,12 +213,12 @@ class OpCounter(TorchDispatchMode):
 
 def executed_operators(config: Config) -> Counter[str]:
     """Counts of each operator in one forward and backward pass."""
-    model = HybridLM(config.model, config.train.loss)
+    model = HybridLM(config.model)
     checkpoint_activations(model, config.train.activation_checkpointing)
     model.init_weights(config.seed)
     tokens = torch.arange(64).reshape(2, 32)
     with OpCounter() as counter:
-        model(tokens, tokens).loss.backward()
+        CausalLM(model, config.train.loss).loss(tokens, tokens).loss.backward()
     return counter.executed
 
 

@@ -24,7 +24,7 @@ from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.staging import Staging
 from llmtrain.distributed.world import gloo_group
 from llmtrain.schema.config import Config
-from tests.support.sharded import build, same, state_of
+from tests.support.sharded import build_causal_lm, same, state_of
 from tests.support.tiny import tiny_config
 
 
@@ -41,7 +41,8 @@ class Session:
     """A model, its optimizer, and a Saver whose warnings are kept."""
 
     def __init__(self, config: Config, root: Path, background: bool = True):
-        self.model, self.optimizer = build(config)
+        self.causal_lm, self.optimizer = build_causal_lm(config)
+        self.model = self.causal_lm.hybrid
         self.warnings: list[str] = []
         self.saver = Saver(
             root,
@@ -55,7 +56,7 @@ class Session:
 
     def train(self) -> None:
         tokens = torch.arange(64).reshape(2, 32)
-        self.model(tokens, tokens).loss.backward()
+        self.causal_lm.loss(tokens, tokens).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -8,6 +8,7 @@ from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import ChunkedLoss, PlainLoss
@@ -153,17 +154,14 @@ def test_a_hybrid_trains_compiled_in_bf16():
     torch._dynamo.reset()
     model = HybridLM(config).cuda()
     model.init_weights(0)
-    model.to(torch.bfloat16)
-    for module in model.modules():
-        if hasattr(module, "ssm"):
-            module.ssm.float()
+    model.cast(torch.bfloat16)
     for block in model.blocks:
         block.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids = (torch.arange(T, device="cuda") * torch.arange(1, 5, device="cuda")[:, None]) % 256
     losses = []
     for _ in range(30):
-        out = model(ids[:, :-1], ids[:, 1:])
+        out = CausalLM(model).loss(ids[:, :-1], ids[:, 1:])
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -188,6 +186,6 @@ def test_a_hybrid_keeps_packed_documents_apart():
     ids = documents(torch.device("cuda"))[:1]
     tokens = torch.randint(0, 256, (1, T), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     with torch.no_grad():
-        apart = torch.cat([plain(document) for document in tokens.split(DOCUMENTS, 1)], 1)
-        assert (packing(tokens, document_ids=ids) - apart).norm() < 0.05 * apart.norm()
-        assert (packing(tokens) - apart).norm() > 0.2 * apart.norm()
+        apart = torch.cat([CausalLM(plain).logits(document) for document in tokens.split(DOCUMENTS, 1)], 1)
+        assert (CausalLM(packing).logits(tokens, ids) - apart).norm() < 0.05 * apart.norm()
+        assert (CausalLM(packing).logits(tokens) - apart).norm() > 0.2 * apart.norm()

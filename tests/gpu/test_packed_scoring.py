@@ -22,7 +22,7 @@ pytestmark = [
 def test_scores_in_fp32(name):
     model = build(name, platform.detect())
     requests = KINDS["all"]()
-    expected = score_one_by_one(lambda ids: model(ids.cuda()).cpu(), requests)
+    expected = score_one_by_one(lambda ids: model.logits(ids.cuda()).cpu(), requests)
     for tokens in (None, 300):
         made = HybridScorer(model, tokenizer(), max_batch_tokens=tokens)
         assert_same_scores(made.loglikelihood(requests), expected, tolerance=1e-4)

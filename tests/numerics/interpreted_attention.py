@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.kernels import registry
 from llmtrain.kernels.attention import triton as kernels
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
+from llmtrain.models.costs import Flops
+from llmtrain.models.mixers.base import Mixer
 from llmtrain.schema.training import ActivationCheckpointing
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support import attention
@@ -182,13 +185,23 @@ def test_selective_checkpointing_keeps_the_output(monkeypatch):
     forward = kernels.Call.forward
     monkeypatch.setattr(kernels.Call, "forward", lambda call: ran.append(1) or forward(call))
 
-    class Attention(torch.nn.Module):
+    class Attention(Mixer):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
         def forward(self, q, k, v):
             return 2 * kernels.attend(q, k, v, 0.2)[0]
 
+        def flops(self, seq_len, causal=False):
+            return Flops()
+
+        def saved_ops(self):
+            return registry.saved_ops("attention", "triton")
+
     found = {}
     for kind in ("none", "full", "selective"):
-        model: Any = SimpleNamespace(blocks=[Attention()], config=SimpleNamespace(dropout=0.0))
+        model: Any = torch.nn.Module()
+        model.blocks, model.config = torch.nn.ModuleList([Attention()]), SimpleNamespace(dropout=0.0)
         checkpoint_activations(model, ActivationCheckpointing(type=kind))
         leaves = attention.inputs(Case(), 1, 20, torch.float32)
         ran.clear()

@@ -27,7 +27,7 @@ def test_a_packed_batch_equals_its_documents_apart(name, layers, monkeypatch):
     batch = packed_batch()
     expected = apart(build(name, platform.cpu(), backend="reference", layers=layers), batch)
     ours: Any = build(name, GPU, device="cpu", backend="triton", layers=layers, documents=True)
-    assert all(block.mixer.backend.name == "triton" for block in ours.blocks)
+    assert all(block.mixer.backend.name == "triton" for block in ours.hybrid.blocks)
     norms = {name: module for name, module in ours.named_modules() if isinstance(module, Norm)}
     residual = [norm for name, norm in norms.items() if not name.endswith(("q_norm", "k_norm"))]
     assert residual and all(isinstance(norm.kernel, TritonNorm) == (norm in residual) for norm in norms.values())

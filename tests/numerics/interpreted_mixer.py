@@ -22,6 +22,7 @@ from llmtrain.kernels.mamba_mixer.triton import (
 )
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from tests.support import mamba_parts as around
@@ -190,7 +191,7 @@ def test_a_model_runs_it_between_its_projections(groups, first):
             for layer in model.blocks:
                 layer.compile(fullgraph=True, backend="aot_eager")
         ids = torch.arange(40).view(2, 20)
-        out = model(ids[:, :-1], ids[:, 1:])
+        out = CausalLM(model).loss(ids[:, :-1], ids[:, 1:])
         out.loss.backward()
         found.append([out.loss.detach(), *(p.grad for p in model.parameters())])
     around.assert_agrees(found[0], [t.double() for t in found[1]])

@@ -9,13 +9,12 @@ from torch import Tensor
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampler, Sampling
 from llmtrain.kernels import platform
-from llmtrain.models.cache import Cache
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 from tests.support.models import MODELS, VOCAB, build
 
 
 @pytest.fixture(params=MODELS, scope="module")
-def model(request) -> HybridLM:
+def model(request) -> CausalLM:
     return build(request.param, platform.cpu())
 
 
@@ -23,11 +22,9 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def full(model: HybridLM, ids: list[int]) -> Tensor:
+def full(model: CausalLM, ids: list[int]) -> Tensor:
     with torch.no_grad():
-        logits = model(torch.tensor([ids]))
-    assert isinstance(logits, Tensor)
-    return logits[0]
+        return model.logits(torch.tensor([ids]))[0]
 
 
 @pytest.mark.parametrize("options", [Sampling(temperature=0), Sampling(seed=7, top_p=0.99, repetition_penalty=1.3)])
@@ -42,21 +39,21 @@ def test_decoding_equals_the_full_forward_over_256_tokens(model, options):
 
 def test_logits_agree_token_by_token(model):
     ids = text(60)
-    cache = Cache(model, 1, 60)
+    cache = model.empty_cache(1, 60)
     with torch.no_grad():
-        steps = [model(torch.tensor([ids[:21]]), cache=cache)]
-        steps += [model(torch.tensor([[token]]), cache=cache) for token in ids[21:]]
+        steps = [model.next_logits(torch.tensor([ids[:21]]), cache)]
+        steps += [model.next_logits(torch.tensor([[token]]), cache) for token in ids[21:]]
     torch.testing.assert_close(torch.cat(steps), full(model, ids)[20:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 40), (17, 18, 33), (16, 32)])
 def test_reading_in_pieces_of_any_length(model, cuts):
     """A prefix read once, and continued by more than one token."""
-    ids, cache, start = text(50), Cache(model, 1, 50), 0
+    ids, cache, start = text(50), model.empty_cache(1, 50), 0
     expected = full(model, ids)
     for end in (*cuts, 50):
         with torch.no_grad():
-            logits = model(torch.tensor([ids[start:end]]), cache=cache)
+            logits = model.next_logits(torch.tensor([ids[start:end]]), cache)
         torch.testing.assert_close(logits[0], expected[end - 1], atol=2e-5, rtol=1e-4)
         start = end
 
@@ -64,13 +61,13 @@ def test_reading_in_pieces_of_any_length(model, cuts):
 def test_a_prefix_read_once_goes_on_several_ways(model):
     """Labelled tokens are scored as the full forward scores them; rows may end apart, padded on the right."""
     prefix, ways = text(20), [text(9, seed=1), text(14, seed=2)]
-    cache = Cache(model, 1, 20)
+    cache = model.empty_cache(1, 20)
     with torch.no_grad():
-        model(torch.tensor([prefix]), cache=cache)
+        model.fill(torch.tensor([prefix]), cache)
         ids = torch.tensor([[*way, *[0] * (14 - len(way))] for way in ways])
         labels = ids.roll(-1, dims=1)
         labels[0, 8:] = labels[1, 13:] = -100
-        scores = model(ids, labels, cache=cache.take(torch.tensor([0, 0]), 40))
+        scores = model.scores(ids, labels, cache.take(torch.tensor([0, 0]), 40))
     for row, way in enumerate(ways):
         logits = full(model, prefix + way)[20:-1]
         expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(way[1:])[:, None])[:, 0]
@@ -108,11 +105,11 @@ def test_rows_end_apart(model):
 
 
 def test_what_does_not_fit_is_refused(model):
-    cache = Cache(model, 1, 8)
+    cache = model.empty_cache(1, 8)
     with torch.no_grad(), pytest.raises(ValueError, match=r"the cache holds 8 tokens; 0 \+ 9 do not fit"):
-        model(torch.tensor([text(9)]), cache=cache)
-    if model.positions is not None:
+        model.next_logits(torch.tensor([text(9)]), cache)
+    if model.hybrid.positions is not None:
         with pytest.raises(ValueError, match=r"learned positions for model\.max_seq_len = 300"):
-            Cache(model, 1, 301)
+            model.empty_cache(1, 301)
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         next(decode(model, [text(3), []], max_new_tokens=4))

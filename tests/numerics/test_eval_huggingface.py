@@ -160,7 +160,7 @@ def test_generated_text_is_that_of_one_token_after_another(name):
         forward, made = logits_of(peer), HuggingFaceScorer(peer, tokenizer, max_length=60)
     else:
         model = build(name, platform.cpu())
-        forward, made = model, HybridScorer(model, tokenizer, max_length=60)
+        forward, made = model.logits, HybridScorer(model, tokenizer, max_length=60)
     requests = generations(tokenizer, forward)
     assert len(requests) > 10
     seen: list[int] = []

@@ -9,7 +9,7 @@ from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.scoring.batching import Limits
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 from tests.support.checkpoints import tokenizer
 from tests.support.models import MODELS, VOCAB, build
 from tests.support.scoring import KINDS, Text, assert_same_scores, choices, letters, score_one_by_one
@@ -18,11 +18,11 @@ FEW = ("mpt with alibi", "zamba2 as the 1.2B")
 
 
 @pytest.fixture(params=MODELS, scope="module")
-def model(request) -> HybridLM:
+def model(request) -> CausalLM:
     return build(request.param, platform.cpu())
 
 
-def scorer(model: HybridLM, call_cost: int = 4, **options) -> HybridScorer:
+def scorer(model: CausalLM, call_cost: int = 4, **options) -> HybridScorer:
     """call_cost: so low that a few requests are worth sharing, cutting and splitting."""
     made = HybridScorer(model, tokenizer(), **options)
     limits = made.limits
@@ -37,7 +37,7 @@ def scorer(model: HybridLM, call_cost: int = 4, **options) -> HybridScorer:
 )
 def test_scores_are_those_of_a_forward_pass_per_request(model, kind):
     requests = KINDS[kind]()
-    expected = score_one_by_one(model, requests)
+    expected = score_one_by_one(model.logits, requests)
     assert len({round(score.log_likelihood, 4) for score in expected}) > len(requests) // 2
     seen = []
     assert_same_scores(scorer(model).loglikelihood(requests, seen.append), expected)
@@ -56,14 +56,14 @@ def test_some_continuations_are_greedy(model):
         ids = list(context)
         for _ in range(5):
             with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+                ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
         found = tuple(ids[len(context) :])
         requests += [
             LoglikelihoodRequest(document, 0, tuple(context), found),
             LoglikelihoodRequest(document, 1, tuple(context), (*found[:-1], (found[-1] + 1) % VOCAB)),
             LoglikelihoodRequest(document, 2, tuple(context), found[:1]),
         ]
-    expected = score_one_by_one(model, requests)
+    expected = score_one_by_one(model.logits, requests)
     assert [score.greedy for score in expected] == [True, False, True] * 8
     assert_same_scores(scorer(model).loglikelihood(requests), expected)
 
@@ -73,7 +73,7 @@ def test_some_continuations_are_greedy(model):
 def test_contexts_lose_their_left_end_to_the_window(model, window):
     requests = [*choices(6, shots=40), *letters(6)]
     found = scorer(model, max_length=window).loglikelihood(requests)
-    assert_same_scores(found, score_one_by_one(model, requests, window))
+    assert_same_scores(found, score_one_by_one(model.logits, requests, window))
     assert sum(score.truncated > 0 for score in found) > 10
     assert_same_scores(scorer(model).loglikelihood(requests, window=window), found)
 
@@ -91,5 +91,5 @@ def test_prefixes_and_tails_together_stay_within_learned_positions():
     ]
     made = scorer(model)
     made.limits = Limits(10**6, 500)  # all in one batch, were it not for the window
-    assert_same_scores(made.loglikelihood(requests), score_one_by_one(model, requests))
+    assert_same_scores(made.loglikelihood(requests), score_one_by_one(model.logits, requests))
     assert made.plan.tokens < 0.7 * sum(row.length for row in made.plan.rows)

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmtrain.kernels import platform
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Family
 from llmtrain.models.hf.load import load_hf, model_from_tensors
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import LossOutput
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261121"))
 CASES = 24
@@ -123,7 +123,7 @@ def logits_apart(ours: HybridLM, peer: Any, tokens: Tensor) -> float:
     with torch.no_grad():
         theirs = logits_of(peer, tokens)
         assert theirs.std() > 0.1
-        return distance(ours(tokens), theirs)
+        return distance(CausalLM(ours).logits(tokens), theirs)
 
 
 def gradients_apart(family: Family, ours: HybridLM, peer: Any, tokens: Tensor) -> dict[str, float]:
@@ -131,9 +131,7 @@ def gradients_apart(family: Family, ours: HybridLM, peer: Any, tokens: Tensor) -
     inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
     ours.zero_grad()
     peer.zero_grad()
-    out = ours(inputs, labels)
-    assert isinstance(out, LossOutput)
-    out.loss.backward()
+    CausalLM(ours).loss(inputs, labels).loss.backward()
     F.cross_entropy(logits_of(peer, inputs).flatten(0, 1), labels.flatten()).backward()
 
     found: dict[str, Tensor] = {}
@@ -239,9 +237,9 @@ def padding_apart(ours: HybridLM, peer: Any, case: Case, side: str) -> float:
         tokens[i, span], mask[i, span] = row, 1
     with torch.no_grad():
         theirs = logits_of(peer, tokens, mask)
-        alone = [ours(row[None])[0] for row in rows]
+        alone = [CausalLM(ours).logits(row[None])[0] for row in rows]
         found = [distance(a, theirs[i, span]) for i, (a, span) in enumerate(zip(alone, spans, strict=True))]
         if side == "right":
-            together = ours(tokens)
+            together = CausalLM(ours).logits(tokens)
             found += [distance(together[i, s], theirs[i, s]) for i, s in enumerate(spans)]
     return max(found)

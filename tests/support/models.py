@@ -8,8 +8,10 @@ from typing import Any, get_args
 import torch
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import ModelConfig, NormBackend
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.sections.norm import NormBackend
 
 VOCAB = 97
 GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
@@ -68,7 +70,7 @@ def build(
     backend: str = "auto",
     layers: str | None = None,
     documents: bool = False,
-) -> HybridLM:
+) -> CausalLM:
     """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
 
     device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
@@ -84,4 +86,4 @@ def build(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return model.to(device or platform.device_type).eval()
+    return CausalLM(model).to(device or platform.device_type).eval()

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.batches import PackedBatch, collate_packed
-from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import LossOutput
+from llmtrain.models.causal_lm import CausalLM
 from tests.support.models import VOCAB
 
 EOD = 0
@@ -24,27 +23,25 @@ def packed_batch() -> PackedBatch:
     return collate_packed(samples, EOD)
 
 
-def together(model: HybridLM, batch: PackedBatch) -> dict[str, Tensor]:
+def together(model: CausalLM, batch: PackedBatch) -> dict[str, Tensor]:
     """The loss and every gradient of a packed batch."""
-    out = model(batch["input_ids"], batch["labels"], document_ids=batch["document_ids"])
-    assert isinstance(out, LossOutput)
+    out = model.loss(batch["input_ids"], batch["labels"], batch["document_ids"])
     return _with_gradients(model, out.loss)
 
 
-def apart(model: HybridLM, batch: PackedBatch) -> dict[str, Tensor]:
+def apart(model: CausalLM, batch: PackedBatch) -> dict[str, Tensor]:
     """The same from one forward pass per document, weighted by tokens. model: need not know documents."""
     losses, tokens = [], 0
     for row, lengths in zip(batch["input_ids"], LENGTHS, strict=True):
         for document in row.split(lengths):
             if len(document) > 1:
-                out = model(document[None, :-1], document[None, 1:])
-                assert isinstance(out, LossOutput)
+                out = model.loss(document[None, :-1], document[None, 1:])
                 losses.append(out.loss * out.n_tokens)
                 tokens += len(document) - 1
     return _with_gradients(model, torch.stack(losses).sum() / tokens)
 
 
-def _with_gradients(model: HybridLM, loss: Tensor) -> dict[str, Tensor]:
+def _with_gradients(model: CausalLM, loss: Tensor) -> dict[str, Tensor]:
     names = [name for name, _ in model.named_parameters()]
     found = torch.autograd.grad(loss, list(model.parameters()))
     return {"loss": loss.detach(), **dict(zip(names, found, strict=True))}

@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.checkpoint import save_load
 from llmtrain.distributed.world import world_from_environment
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
@@ -16,15 +17,22 @@ from llmtrain.train.parallel import parallelize
 
 def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:
     """A sharded model with an optimizer that has taken a step."""
+    causal_lm, optimizer = build_causal_lm(config, seed)
+    return causal_lm.hybrid, optimizer
+
+
+def build_causal_lm(config: Config, seed: int = 1) -> tuple[CausalLM, torch.optim.Optimizer]:
+    """The same, to be trained further."""
     with torch.device("meta"):
         model = HybridLM(config.model)
-    parallelize(model, config.train, world_from_environment(), torch.device("cpu"))
+    causal_lm = CausalLM(model)
+    parallelize(causal_lm, config.train, world_from_environment(), torch.device("cpu"))
     model.init_weights(seed)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(64).reshape(2, 32)
-    model(tokens, tokens).loss.backward()
+    causal_lm.loss(tokens, tokens).loss.backward()
     optimizer.step()
-    return model, optimizer
+    return causal_lm, optimizer
 
 
 def state_of(model: HybridLM, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

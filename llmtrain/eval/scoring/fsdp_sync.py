@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.eval.scoring.scorer import inference
-from llmtrain.models.cache import Cache
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 
 @contextmanager
-def join_uneven_calls(model: HybridLM) -> Iterator[None]:
+def join_uneven_calls(model: CausalLM) -> Iterator[None]:
     """Context in which each rank may call the model as often as it needs, as torch's `Join` does for DDP.
 
     Before every call, ranks with work left and ranks without exchange a flag (all-reduce). A rank that has finished answers
@@ -29,7 +28,7 @@ def join_uneven_calls(model: HybridLM) -> Iterator[None]:
     if not isinstance(model, FSDPModule) or dist.get_world_size() == 1:
         yield
         return
-    device = model.embed.weight.device
+    device = model.device
     finished = False
 
     def announce(module: nn.Module, args: object, kwargs: object) -> None:
@@ -52,7 +51,7 @@ def join_uneven_calls(model: HybridLM) -> Iterator[None]:
         hook.remove()
 
 
-def _shadow_calls(model: HybridLM, device: torch.device) -> None:
+def _shadow_calls(model: CausalLM, device: torch.device) -> None:
     """Take part in the collectives of other ranks' forward passes until no rank has work left."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     while True:
@@ -61,4 +60,4 @@ def _shadow_calls(model: HybridLM, device: torch.device) -> None:
         if not busy.item():
             return
         with inference():
-            model(token, cache=Cache(model, 1, 1))
+            model.next_logits(token, model.empty_cache(1, 1))

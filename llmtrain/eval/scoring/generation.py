@@ -12,7 +12,7 @@ from llmtrain.eval.scoring.batching import Limits, batch_sorted
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.generate.text import TextStream
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 _CONTEXT = 6
 """Last tokens of the prompt, decoded together with the first new ones, as in generate/text.py."""
@@ -78,7 +78,7 @@ def decoding_batches(
 
 
 def generate_greedily(
-    model: HybridLM,
+    model: CausalLM,
     tokenizer: TextTokenizer,
     requests: Sequence[GenerateUntilRequest],
     window: int,

@@ -13,8 +13,7 @@ from llmtrain.eval.scoring.batching import Row
 from llmtrain.eval.scoring.packed_plan import Segment
 from llmtrain.kernels.async_copy import copy_async
 from llmtrain.kernels.attention.prefix_tree import PrefixTree, build_prefix_tree
-from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import TokenScores
+from llmtrain.models.causal_lm import CausalLM
 
 _MULTIPLE = 128
 """Sequence lengths are padded to this multiple: whole tiles for attention kernels, and few shapes to compile."""
@@ -42,7 +41,7 @@ class _Pending:
 
 
 def score_packs(
-    model: HybridLM, rows: Sequence[Row], packs: Iterable[Sequence[Segment]], host_work: Callable[[], bool]
+    model: CausalLM, rows: Sequence[Row], packs: Iterable[Sequence[Segment]], host_work: Callable[[], bool]
 ) -> Iterator[tuple[int, tuple[float, bool]]]:
     """(row, (log-likelihood, greedy)) of every row. One pack is on the GPU while the scores before it are read.
 
@@ -58,11 +57,10 @@ def score_packs(
         yield from _scores(pending, host_work)
 
 
-def _start(model: HybridLM, rows: Sequence[Row], pack: Sequence[Segment]) -> _Pending:
-    device = model.embed.weight.device
+def _start(model: CausalLM, rows: Sequence[Row], pack: Sequence[Segment]) -> _Pending:
+    device = model.device
     call = _call(rows, pack, device)
-    scores = model(call.ids, call.labels, tree=call.tree, scored=call.scored)
-    assert isinstance(scores, TokenScores)
+    scores = model.packed_scores(call.ids, call.tree, call.scored, call.labels)
     # Copies are queued behind all kernels launched before: started later, they would wait for the next pack.
     likelihoods, greedy = (t.to("cpu", non_blocking=True) for t in (scores.log_likelihood.double(), scores.greedy))
     if device.type != "cuda":

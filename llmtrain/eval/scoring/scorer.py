@@ -18,8 +18,8 @@ from llmtrain.eval.scoring.packed_plan import PackedPlan, Segment, pack_rows
 from llmtrain.eval.scoring.packed_scoring import score_packs
 from llmtrain.eval.scoring.prefix_plan import Batch, Plan, Subtree, Suffix, make_plan
 from llmtrain.models.cache import Cache
-from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import IGNORE, TokenScores
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.loss import IGNORE
 
 Progress = Callable[[int], None]
 """progress(n): n more requests are done."""
@@ -67,7 +67,7 @@ class HybridScorer:
 
     def __init__(
         self,
-        model: HybridLM,
+        model: CausalLM,
         tokenizer: TextTokenizer,
         *,
         max_length: int | None = None,
@@ -76,11 +76,14 @@ class HybridScorer:
         packed: bool | None = None,
         end_ids: Collection[int] = (),
     ):
+        share = share and not model.replays()
         self.model, self.tokenizer, self.share, self.end_ids = model, tokenizer, share, end_ids
         self.window = max_length or model.config.max_seq_len
-        self.device = model.embed.weight.device
+        self.device = model.device
         self.limits = limits_for(model, max_batch_tokens)
-        self.packed = share and (self.device.type == "cuda" and model.no_trees() is None if packed is None else packed)
+        self.packed = share and (
+            self.device.type == "cuda" and model.hybrid.prefix_refusal() is None if packed is None else packed
+        )
         self.plan: Plan | PackedPlan = Plan([])
         """Plan of the last call of `loglikelihood`."""
 
@@ -128,7 +131,7 @@ class HybridScorer:
     def _score_subtree(self, plan: Plan, subtree: Subtree) -> Iterator[tuple[int, tuple[float, bool]]]:
         root = None
         if subtree.root:
-            root = Cache(self.model, 1, len(subtree.root))
+            root = self.model.empty_cache(1, len(subtree.root))
             self._fill(root, [subtree.root])
         for batch in subtree.batches:
             if batch.next_tokens:
@@ -139,9 +142,9 @@ class HybridScorer:
                 yield from self._score_suffixes(plan, suffix_batch, cache)
 
     def _score_next_tokens(self, plan: Plan, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
-        cache = Cache(self.model, len(batch.prefixes), max(map(len, batch.prefixes)))
+        cache = self.model.empty_cache(len(batch.prefixes), max(map(len, batch.prefixes)))
         ids, padding = self._padded(batch.prefixes)
-        logits = self.model(ids, cache=cache, padding=padding)  # [prefixes, vocab_size]
+        logits = self.model.next_logits(ids, cache, padding)  # [prefixes, vocab_size]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         rows = [row for row, _ in batch.next_tokens]
         parents = self._tensor([parent for _, parent in batch.next_tokens])
@@ -153,7 +156,7 @@ class HybridScorer:
     def _cache_prefixes(self, batch: Batch, root: Cache | None) -> Cache:
         width = max(map(len, batch.prefixes))
         if root is None:
-            cache = Cache(self.model, len(batch.prefixes), width)
+            cache = self.model.empty_cache(len(batch.prefixes), width)
         else:
             cache = root.take(self._tensor([0] * len(batch.prefixes)), root.length + width)
         self._fill(cache, batch.prefixes)
@@ -161,8 +164,7 @@ class HybridScorer:
 
     def _fill(self, cache: Cache, prefixes: Sequence[Sequence[int]]) -> None:
         ids, padding = self._padded(prefixes)
-        nothing_scored = torch.full_like(ids, IGNORE)  # without labels, it would compute logits
-        self.model(ids, nothing_scored, cache=cache, padding=padding)
+        self.model.fill(ids, cache, padding)
 
     def _score_suffixes(
         self, plan: Plan, suffix_batch: Sequence[Suffix], before: Cache | None
@@ -176,11 +178,10 @@ class HybridScorer:
                 [*[IGNORE] * (len(suffix.tokens) - row.scored), *row.tokens[-row.scored :], *[IGNORE] * padding]
             )
         if before is None:
-            cache = Cache(self.model, len(suffix_batch), width)
+            cache = self.model.empty_cache(len(suffix_batch), width)
         else:
             cache = before.take(self._tensor([suffix.parent for suffix in suffix_batch]), before.length + width)
-        scores = self.model(self._tensor(ids), self._tensor(labels), cache=cache)
-        assert isinstance(scores, TokenScores)
+        scores = self.model.scores(self._tensor(ids), self._tensor(labels), cache)
         sums, greedy = scores.log_likelihood.double().sum(dim=1), scores.greedy.all(dim=1)
         yield from zip(
             (suffix.row for suffix in suffix_batch), zip(sums.tolist(), greedy.tolist(), strict=True), strict=True
@@ -204,11 +205,11 @@ def inference() -> Iterator[None]:
         yield
 
 
-def limits_for(model: HybridLM, max_batch_tokens: int | None = None) -> Limits:
+def limits_for(model: CausalLM, max_batch_tokens: int | None = None) -> Limits:
     """Limits for a model: by default 32,768 tokens per pass on a GPU and 4,096 on a CPU, for two caches at a time."""
     with inference():
-        one, two = (_bytes(Cache(model, 1, capacity)) for capacity in (1, 2))
-    device = model.embed.weight.device
+        one, two = (model.empty_cache(1, capacity).nbytes for capacity in (1, 2))
+    device = model.device
     tokens, call_cost = (32_768, 2048) if device.type == "cuda" else (4096, 128)
     return Limits(max_batch_tokens or tokens, call_cost, 2 * one - two, two - one, cache_bytes(device))
 
@@ -219,8 +220,3 @@ def cache_bytes(device: torch.device) -> int:
         return 2**31
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (torch.cuda.mem_get_info(device)[0] + unused) // 5
-
-
-def _bytes(cache: Cache) -> int:
-    parts = [part for part in (*cache.layers, *cache.shared) if part is not None]
-    return sum(value.nbytes for part in parts for value in vars(part).values() if isinstance(value, Tensor))

@@ -12,7 +12,6 @@ from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
-from llmtrain.models.specs import attention_spec
 
 
 class Llama:
@@ -68,7 +67,7 @@ class Llama:
                 "num_hidden_layers": len(config.layer_list()),
                 "num_attention_heads": block.n_heads,
                 "num_key_value_heads": block.kv_heads,
-                "head_dim": attention_spec(block, config.d_model).head_dim,
+                "head_dim": block.spec(config.d_model).head_dim,
                 "hidden_act": "silu",
                 "max_position_embeddings": config.max_seq_len,
                 "initializer_range": min(config.init.std, 1.0),  # the class takes no more
@@ -98,7 +97,7 @@ class Llama:
             block.out_bias,
             f"{name} has one setting for both; set it like qkv_bias",
         )
-        usual = attention_spec(block, config.d_model).head_dim ** -0.5
+        usual = block.spec(config.d_model).head_dim ** -0.5
         unless(
             block.softmax_scale is None or math.isclose(block.softmax_scale, usual),
             f"{key}.softmax_scale",
@@ -116,7 +115,7 @@ class Llama:
         _, block = settings.only_block(config, AttentionBlock, self.architecture, Refusals())
         assert block.mlp is not None
         d, d_ff, bias = config.d_model, block.mlp.d_ff, block.mlp.bias
-        head_dim = attention_spec(block, d).head_dim
+        head_dim = block.spec(d).head_dim
         q, kv = block.n_heads * head_dim, block.kv_heads * head_dim
         made = [tensors.embedding(config, "model.embed_tokens.weight", "lm_head.weight")]
         for i in range(len(config.layer_list())):

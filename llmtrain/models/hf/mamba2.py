@@ -12,7 +12,6 @@ from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
-from llmtrain.models.specs import ssd_spec
 
 
 class Mamba2:
@@ -77,7 +76,7 @@ class Mamba2:
                 "hidden_size": config.d_model,
                 "num_hidden_layers": len(config.layer_list()),
                 "state_size": block.d_state,
-                "num_heads": ssd_spec(block, config.d_model).n_heads,
+                "num_heads": block.spec(config.d_model).n_heads,
                 "head_dim": block.head_dim,
                 "expand": block.expand,
                 "n_groups": block.n_groups,

@@ -11,7 +11,6 @@ from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
-from llmtrain.models.specs import attention_spec
 
 _MAX_BIAS = 8
 
@@ -160,7 +159,7 @@ class Mpt:
             f"{name} has as many key and value heads as query heads; set n_kv_heads: null",
         )
         unless(
-            attention_spec(block, d).head_dim * block.n_heads == d,
+            block.spec(d).head_dim * block.n_heads == d,
             f"{key}.head_dim",
             block.head_dim,
             f"{name} has d_model / n_heads; set head_dim: null",

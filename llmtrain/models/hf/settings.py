@@ -14,15 +14,13 @@ from transformers import PreTrainedConfig
 from llmtrain.models.config import (
     AttentionBlock,
     Block,
-    LinearScaling,
-    Llama3Scaling,
     Mamba2Block,
     ModelConfig,
-    NormConfig,
-    RotaryPosition,
     SharedAttentionBlock,
 )
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
+from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.positions import LinearScaling, Llama3Scaling, RotaryPosition
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.hf.family import Part, Weight
-from llmtrain.models.specs import ssd_spec
 
 
 def same(ours: str, theirs: str, *shape: int, copies: tuple[str, ...] = ()) -> Weight:
@@ -38,7 +37,7 @@ def head(config: ModelConfig, theirs: str) -> list[Weight]:
 
 def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig) -> list[Weight]:
     """Weights of a Mamba-2 mixer; names and layout are the same in transformers' Mamba2Mixer and Zamba2MambaMixer."""
-    spec = ssd_spec(block, config.d_model)
+    spec = block.spec(config.d_model)
     d_inner = block.expand * config.d_model
     channels = d_inner + 2 * block.n_groups * block.d_state
     conv = (channels, block.d_conv)

@@ -18,7 +18,6 @@ from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.pattern import Layer, format_pattern
-from llmtrain.models.specs import attention_spec, ssd_spec
 
 _GATED_NORM_EPS = 1e-5  # Zamba2MambaMixer's own, whatever rms_norm_eps
 _ACTIVATIONS = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu"}
@@ -96,7 +95,7 @@ class Zamba2:
             "mamba_d_conv": block.d_conv,
             "mamba_expand": block.expand,
             "mamba_ngroups": block.n_groups,
-            "n_mamba_heads": ssd_spec(block, config.d_model).n_heads,
+            "n_mamba_heads": block.spec(config.d_model).n_heads,
             "mamba_headdim": block.head_dim,
             "chunk_size": block.chunk_size,
             "use_conv_bias": True,
@@ -133,7 +132,7 @@ class Zamba2:
         name, unless = self.architecture, refusals.unless
         settings.refuse_attention_features(key, shared, name, refusals)
         settings.refuse_own_norm(key, shared, config, name, refusals)
-        width, spec = 2 * config.d_model, attention_spec(shared, config.d_model)
+        width, spec = 2 * config.d_model, shared.spec(config.d_model)
         unless(shared.clip_qkv is None, f"{key}.clip_qkv", shared.clip_qkv, f"{name} has none; set clip_qkv: null")
         for field, value in (("qkv_bias", shared.qkv_bias), ("out_bias", shared.out_bias)):
             unless(not value, f"{key}.{field}", value, f"{name} has no biases in attention; set {field}: false")
@@ -199,7 +198,7 @@ class Zamba2:
 
 def _shared_weights(ours: str, theirs: str, block: SharedAttentionBlock, config: ModelConfig) -> list[Weight]:
     d, d_ff, bias = config.d_model, block.mlp.d_ff, block.mlp.bias
-    head_dim = attention_spec(block, d).head_dim
+    head_dim = block.spec(d).head_dim
     q, kv = block.n_heads * head_dim, block.kv_heads * head_dim
     attn, mlp = f"{theirs}self_attn", f"{theirs}feed_forward"
     return [
@@ -332,7 +331,7 @@ def _write_shared(config: ModelConfig, shared: SharedAttentionBlock) -> dict[str
     return {
         "num_attention_heads": shared.n_heads,
         "num_key_value_heads": shared.kv_heads,
-        "attention_head_dim": attention_spec(shared, config.d_model).head_dim,
+        "attention_head_dim": shared.spec(config.d_model).head_dim,
         "intermediate_size": shared.mlp.d_ff,
         "hidden_act": "gelu" if shared.mlp.type == "geglu" else "silu",
         "num_mem_blocks": shared.n_shared,

@@ -3,53 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.kernels import registry
-from llmtrain.kernels.attention import prefix_tree as trees
+from llmtrain.kernels.attention import prefix_tree
+from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
-from llmtrain.models.config import AttentionBlock, ModelConfig, SharedAttentionBlock
-from llmtrain.models.flops import Flops
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.costs import Flops
 from llmtrain.models.layers import Linear, Norm, rotary_tables
-from llmtrain.models.specs import attention_spec
+from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.span import Span
+from llmtrain.models.sections.attention import AttentionSection
 
 
 @dataclass
 class AttentionContext:
-    """What depends on the batch's shape and documents alone; attend: reads keys and values on from a cache instead."""
+    """Rotary tables, and the kernel's own context; attend: takes the kernel's place where there is a cache or a prefix tree."""
 
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
-class Attention(nn.Module):
-    """x: [batch, T, d_in] -> [batch, T, d_out].
+class Attention(Mixer):
+    """x: [batch, T, block.input_width(d_model)] -> [batch, T, d_model].
 
-    residual: the output goes straight to the residual stream (a shared block's does not). documents: as HybridLM's.
+    residual: the output goes straight to the residual stream (a shared block's does not).
     """
 
     def __init__(
         self,
-        block: AttentionBlock | SharedAttentionBlock,
+        block: AttentionSection,
         config: ModelConfig,
         platform: Platform,
         dtype: torch.dtype,
-        *,
-        d_in: int | None = None,
-        residual: bool = True,
         documents: bool = False,
+        residual: bool = True,
     ):
-        super().__init__()
+        super().__init__(block, config, platform, dtype, documents)
         self.block, self.platform = block, platform
-        self.spec = attention_spec(block, config.d_model, str(dtype).removeprefix("torch."), documents)
+        self.spec = block.spec(config.d_model, str(dtype).removeprefix("torch."), documents)
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
         self.rotary = block.position if block.position.type == "rotary" else None
@@ -61,7 +63,7 @@ class Attention(nn.Module):
 
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
-        self.wqkv = Linear(d_in or config.d_model, sum(self.widths), block.qkv_bias)
+        self.wqkv = Linear(block.input_width(config.d_model), sum(self.widths), block.qkv_bias)
         self.wo = Linear(self.widths[0], config.d_model, block.out_bias, residual=residual)
         norm = block.norm or config.norm
         full = block.qk_norm == "full"
@@ -70,7 +72,6 @@ class Attention(nn.Module):
 
     @property
     def context_key(self) -> tuple:
-        """Mixers with equal keys share one context."""
         return (self.backend.name, self.spec, self.rotary)
 
     def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> AttentionContext:
@@ -79,24 +80,25 @@ class Attention(nn.Module):
             rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
 
-    def cached_context(self, once: Callable, positions: Tensor, attend: Callable) -> AttentionContext:
-        """positions: [batch, T] of the tokens being read; see models/cache.py for the others."""
-        rotary, head_dim = self.rotary, self.spec.head_dim
-        tables = rotary and once((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
-        return AttentionContext(tables, None, attend)
+    def empty_cache(self, batch: int, capacity: int, device: torch.device) -> AttentionCache:
+        shape = (batch, self.spec.n_kv_heads, capacity, self.spec.head_dim)
+        k, v = (torch.zeros(shape, dtype=getattr(torch, self.spec.dtype), device=device) for _ in "kv")
+        step = registry.resolve("attention_step", "auto", self.spec, self.platform).build(self.spec, self.platform)
+        return AttentionCache(self, k, v, step, MaskedAttention(self.spec, self.platform))
 
-    def tree_context(self, tree: PrefixTree) -> AttentionContext:
-        """For packed texts that begin alike."""
+    def prefix_refusal(self) -> str | None:
+        return prefix_tree.refusal(self.spec, self.platform)
+
+    def prefix_context(self, tree: PrefixTree) -> AttentionContext:
         from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
 
-        return self.cached_context(
-            tree.cached,
-            tree.positions,
-            partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree),
-        )
+        attend = partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+        return AttentionContext(self.tables_at(tree.cached, tree.positions), None, attend)
 
-    def no_trees(self) -> str | None:
-        return trees.refusal(self.spec, self.platform)
+    def tables_at(self, memoize: Callable, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rotary tables for positions [batch, T], made once for all layers that are alike (`memoize`)."""
+        rotary, head_dim = self.rotary, self.spec.head_dim
+        return rotary and memoize((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
@@ -112,7 +114,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
-            # What attends to a cache or a tree is never compiled, which makes one kernel of the reference's many.
+            # Attention to a cache or a prefix tree is never compiled, which would make one kernel of the reference's many.
             rotate = self.rotate if context.attend is None else self.rotate_uncompiled
             q, k = rotate(q, k, *context.rotary)
         out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
@@ -121,3 +123,55 @@ class Attention(nn.Module):
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         kernel = Flops(attention=self.spec.flops(seq_len, causal))
         return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
+
+    def saved_ops(self) -> set[str]:
+        return set(self.backend.saved_ops)
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
+
+
+@dataclass
+class AttentionCache(MixerCache):
+    """Keys and values of one attention layer, or of one use of a shared one: [batch, n_kv_heads, capacity, head_dim]."""
+
+    mixer: Attention
+    k: Tensor
+    v: Tensor
+    step: Any
+    masked: MaskedAttention
+
+    def rows(self, rows: slice) -> AttentionCache:
+        return replace(self, k=self.k[rows], v=self.v[rows])
+
+    def take(self, rows: Tensor, capacity: int) -> AttentionCache:
+        k, v = (F.pad(t[rows], (0, 0, 0, capacity - t.shape[2])) for t in (self.k, self.v))
+        return replace(self, k=k, v=v)
+
+    def context(self, span: Span) -> AttentionContext:
+        return AttentionContext(
+            self.mixer.tables_at(span.memoize, span.positions), None, partial(self.attend, span=span)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        self.k.index_copy_(2, span.slots, k.transpose(1, 2))
+        self.v.index_copy_(2, span.slots, v.transpose(1, 2))
+        seq_len = q.shape[1]
+        if seq_len == 1:
+            return self.step(q[:, 0], self.k, self.v, span.slots, span.first)[:, None]
+        spec = self.mixer.spec
+        if span.start == 0:
+            q, k, v = (span.to_front(t) for t in (q, k, v))
+            if spec.plain:
+                kernel = self.mixer.kernel
+                context = span.memoize(self.mixer.context_key, lambda: kernel.prepare(seq_len, q.device))
+                return span.to_back(kernel(q, k, v, context))
+            # Not the training kernel: FlexAttention would be compiled anew for every length of prompt.
+            bias = span.memoize(spec, lambda: self.masked.bias(span.slots, span.slots))
+            return span.to_back(self.masked(q, k, v, bias))
+        end = span.start + seq_len
+        keys, values = self.k[:, :, :end].transpose(1, 2), self.v[:, :, :end].transpose(1, 2)
+        slots = torch.arange(end, device=q.device)
+        bias = span.memoize(spec, lambda: self.masked.bias(span.slots, slots, span.first))
+        return self.masked(q, keys, values, bias)

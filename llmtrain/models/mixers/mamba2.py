@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.async_copy import copy_async
+from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.conv1d.prefix_tree import predecessors
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
@@ -18,8 +19,8 @@ from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.prefix_tree import scan_schedule
-from llmtrain.models.config import Mamba2Block, ModelConfig
-from llmtrain.models.flops import Flops
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.costs import Flops
 from llmtrain.models.init import (
     InitScale,
     Rule,
@@ -29,11 +30,9 @@ from llmtrain.models.init import (
     uniform,
 )
 from llmtrain.models.layers import GatedRMSNorm, Linear
-from llmtrain.models.specs import ssd_spec
-
-if TYPE_CHECKING:
-    from llmtrain.kernels.attention.prefix_tree import PrefixTree
-    from llmtrain.models.cache import CachedMamba2
+from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.span import Span
+from llmtrain.models.sections.mamba2 import Mamba2Block
 
 
 class SSMParameters(nn.Module):
@@ -82,10 +81,11 @@ class CausalConv1d(nn.Module):
         return Flops(convolution=self.spec.flops(seq_len))
 
 
-class Mamba2(nn.Module):
-    """x: [batch, T, d_model] -> [batch, T, d_model]. documents: as HybridLM's."""
+class Mamba2(Mixer):
+    """x: [batch, T, d_model] -> [batch, T, d_model]."""
 
-    context_key = None
+    # Time constants and scales: weight decay would pull them towards a value that means something else than "small".
+    fp32_parameters = no_decay_parameters = ("ssm.A_log", "ssm.D", "ssm.dt_bias")
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Mamba2(nn.Module):
         dtype: torch.dtype,
         documents: bool = False,
     ):
-        super().__init__()
+        super().__init__(block, config, platform, dtype, documents)
         dtype_name = str(dtype).removeprefix("torch.")
         self.platform = platform
-        self.spec = ssd_spec(block, config.d_model, dtype_name)
+        self.spec = block.spec(config.d_model, dtype_name)
         self.backend = registry.resolve("ssd", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
 
@@ -117,20 +117,27 @@ class Mamba2(nn.Module):
         if all(part.backend.name == "triton" for part in (self, self.conv, self.norm)):
             self.fused = registry.resolve("mamba_mixer", "triton", self.whole, platform).build(self.whole, platform)
 
-    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> Tensor | None:
-        return document_ids
+    def empty_cache(self, batch: int, capacity: int, device: torch.device) -> Mamba2Cache:
+        spec, conv, platform = self.spec, self.conv.spec, self.platform
+        dtype = getattr(torch, spec.dtype)
+        state = torch.promote_types(dtype, torch.float32)
+        return Mamba2Cache(
+            self,
+            # Channels side by side in memory, as the step kernel likes them.
+            torch.zeros(batch, conv.width - 1, conv.channels, dtype=dtype, device=device).transpose(1, 2),
+            torch.zeros(batch, spec.n_heads, spec.head_dim, spec.d_state, dtype=state, device=device),
+            registry.resolve("conv1d_step", "auto", conv, platform).build(conv, platform),
+            registry.resolve("ssd_step", "auto", spec, platform).build(spec, platform),
+        )
 
-    def tree_context(self, tree: PrefixTree) -> TreeMamba2:
-        """For packed texts that begin alike."""
-        return TreeMamba2(self, tree)
-
-    def no_trees(self) -> str | None:
+    def prefix_refusal(self) -> str | None:
         return registry.refusal("ssd", "triton", self.spec, self.platform)
 
-    def forward(self, x: Tensor, context: CachedMamba2 | TreeMamba2 | Tensor | None = None) -> Tensor:
-        """context: the layer's memory, when it reads on from a cache; texts that begin alike; or the documents of a packed
-        batch, [batch, T].
-        """
+    def prefix_context(self, tree: PrefixTree) -> PrefixMamba2:
+        return PrefixMamba2(self, tree)
+
+    def forward(self, x: Tensor, context: CachedMamba2 | PrefixMamba2 | Tensor | None = None) -> Tensor:
+        """context: a cache to read on from; a prefix tree; or the document ids of a packed batch, [batch, T]."""
         other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
         zxbcdt, ssm = self.in_proj(x), self.ssm
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
@@ -153,9 +160,65 @@ class Mamba2(nn.Module):
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)
 
 
+@dataclass
+class Mamba2Cache(MixerCache):
+    """The convolution's last inputs [batch, channels, d_conv - 1] and the state [batch, heads, head_dim, d_state]."""
+
+    mixer: Mamba2
+    window: Tensor
+    state: Tensor
+    conv_step: Any
+    ssd_step: Any
+
+    def rows(self, rows: slice) -> Mamba2Cache:
+        return replace(self, window=self.window[rows], state=self.state[rows])
+
+    def take(self, rows: Tensor, capacity: int) -> Mamba2Cache:
+        return replace(self, window=self.window[rows], state=self.state[rows])
+
+    def context(self, span: Span) -> CachedMamba2:
+        return CachedMamba2(self, span)
+
+    def convolve(self, x: Tensor, span: Span) -> Tensor:
+        """x: [batch, T, channels] -> like x."""
+        conv = self.mixer.conv
+        if x.shape[1] == 1:
+            return self.conv_step(x[:, 0], self.window, conv.weight, conv.bias)[:, None]
+        before = self.window.shape[2]
+        x = torch.cat((self.window.transpose(1, 2), span.without_padding(x)), dim=1)
+        if before:
+            self.window.copy_(x[:, -before:].transpose(1, 2))
+        return conv(x)[:, before:]
+
+    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, span: Span) -> Tensor:
+        """Scan with the arguments of the ssd kernel; x: [batch, T, heads, head_dim] -> like x."""
+        ssm = self.mixer.ssm
+        if x.shape[1] == 1:
+            y = self.ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], ssm.D, ssm.dt_bias, self.state)
+            return y[:, None]
+        # Zeros add nothing to a state of zeros, whatever their time step: padding leaves no trace.
+        y, final = self.mixer.kernel(span.without_padding(x), dt, A, B, C, ssm.D, ssm.dt_bias, self.state)
+        self.state.copy_(final)
+        return y
+
+
+@dataclass
+class CachedMamba2:
+    """A Mamba-2 layer's context when it reads on from a cache."""
+
+    cache: Mamba2Cache
+    span: Span
+
+    def convolve(self, x: Tensor) -> Tensor:
+        return self.cache.convolve(x, self.span)
+
+    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return self.cache.scan(x, dt, A, B, C, self.span)
+
+
 @dataclass(frozen=True)
-class TreeMamba2:
-    """A Mamba-2 layer's context when it reads packed texts that begin alike. Without gradients."""
+class PrefixMamba2:
+    """A Mamba-2 layer's context when it reads packed requests that share a prefix. Without gradients."""
 
     mixer: Mamba2
     tree: PrefixTree
@@ -175,10 +238,12 @@ class TreeMamba2:
         )
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        """As the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
+        """Scan with the arguments of the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
         from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 
         mixer, tree = self.mixer, self.tree
         chunk = launch_for(mixer.spec, mixer.platform).chunk_size
-        made = tree.cached(("walks", chunk), lambda: scan_schedule(tree.lengths, tree.ancestors, chunk).to(x.device))
+        made = tree.cached(
+            ("scan_schedule", chunk), lambda: scan_schedule(tree.lengths, tree.ancestors, chunk).to(x.device)
+        )
         return prefix_tree_scan(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import ModelConfig, SharedAttentionBlock
-from llmtrain.models.flops import Flops
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.costs import Flops
 from llmtrain.models.layers import MLP, Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
+from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
 
 class QKVAdapter(nn.Module):
@@ -47,9 +48,8 @@ class SharedAttention(nn.Module):
         super().__init__()
         self.block = block
         norm = block.norm or config.norm
-        self.norm = Norm(2 * config.d_model, norm, platform, dtype)
-        d_in = 2 * config.d_model
-        self.mixer = Attention(block, config, platform, dtype, d_in=d_in, residual=False, documents=documents)
+        self.norm = Norm(block.input_width(config.d_model), norm, platform, dtype)
+        self.mixer = Attention(block, config, platform, dtype, documents, residual=False)
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype)
         self.mlp = MLP(config.d_model, block.mlp, residual=False)
 

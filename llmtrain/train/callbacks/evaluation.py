@@ -23,7 +23,7 @@ from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Evaluation(Callback):
     Raises UserError for a task or data file that cannot be used.
     """
 
-    def __init__(self, run: EvalRun, model: HybridLM, tokenizer: TextTokenizer, world: World, interval: int):
+    def __init__(self, run: EvalRun, model: CausalLM, tokenizer: TextTokenizer, world: World, interval: int):
         self.run, self.model, self.tokenizer, self.interval = run, model, tokenizer, interval
         self.ranks = DataParallel(world, lambda: join_uneven_calls(model))
         self.gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
@@ -108,7 +108,7 @@ class Evaluation(Callback):
                     shots=one.task_run.shots,
                     title=one.task_run.title,
                     convention=self.run.convention,
-                    dtype=str(self.model.embed.weight.dtype).removeprefix("torch."),
+                    dtype=str(self.model.hybrid.embed.weight.dtype).removeprefix("torch."),
                     metrics=metrics,
                     seconds=0.0,
                     asked=len(one.documents),
@@ -118,7 +118,7 @@ class Evaluation(Callback):
 
 
 @contextmanager
-def evaluating(model: HybridLM) -> Iterator[None]:
+def evaluating(model: CausalLM) -> Iterator[None]:
     """Context with the model in eval mode; afterwards its mode is restored and its weights are sharded.
 
     FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that follows in training. As there is none

@@ -6,7 +6,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.causal_lm import CausalLM
 
 
 class GradientSync(Callback):
@@ -15,7 +15,7 @@ class GradientSync(Callback):
     every_microbatch: None decides by the sharding groups: with one rank in each, nothing is saved by it.
     """
 
-    def __init__(self, model: HybridLM, every_microbatch: bool | None):
+    def __init__(self, model: CausalLM, every_microbatch: bool | None):
         assert isinstance(model, FSDPModule)
         self.model = model
         if every_microbatch is None:

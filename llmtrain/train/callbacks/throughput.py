@@ -33,13 +33,13 @@ class TokenCost:
 
 def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch.device) -> TokenCost:
     per_token = training_flops_per_token(model, seq_len)
-    forward = model.flops(seq_len, causal=True)
+    forward, spared = model.flops(seq_len, causal=True), model.saved_flops(seq_len, causal=True)
     recomputed = {
         "none": 0.0,
         "full": forward.total - forward.head,
         "every_k": (forward.total - forward.head) / (config.activation_checkpointing.k or 1),
-        # Attention and every second matrix product are kept.
-        "selective": forward.projection / 2 + forward.scan + forward.convolution,
+        # Every second matrix product is kept, and the mixers' saved operators.
+        "selective": forward.total - forward.head - forward.projection / 2 - spared.total,
     }[config.activation_checkpointing.type]
     return TokenCost(
         foundry=per_token["foundry"],

@@ -205,7 +205,7 @@ def test_choosing_needs_no_torch():
         "import sys\n"
         "from llmtrain.kernels import platform, registry\n"
         "from llmtrain.kernels.attention.spec import AttentionSpec\n"
-        "from llmtrain.models import specs\n"
+        "from llmtrain.models import backends\n"
         "assert registry.resolve('attention', 'auto', AttentionSpec(2, 2, 16, 0.25), platform.cpu()).name\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )

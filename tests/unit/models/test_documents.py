@@ -24,7 +24,7 @@ def test_documents_that_see_each_other_would_be_noticed(name):
     """Without the ids, and with the same labels, the loss is another."""
     batch, model = packed_batch(), build(name, CPU, documents=True)
     masked = together(model, batch)["loss"]
-    assert abs(model(batch["input_ids"], batch["labels"]).loss - masked) > 1e-3
+    assert abs(model.loss(batch["input_ids"], batch["labels"]).loss - masked) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_compiled_and_recomputed_layers_keep_documents_apart(name, kind):
     batch, model = packed_batch(), build(name, CPU, documents=True)
     expected = together(model, batch)
     torch._dynamo.reset()
-    checkpoint_activations(model, ActivationCheckpointing(type=kind))
-    for block in model.blocks:
+    checkpoint_activations(model.hybrid, ActivationCheckpointing(type=kind))
+    for block in model.hybrid.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager", dynamic=False)
     ours = {name.replace("_checkpoint_wrapped_module.", ""): t for name, t in together(model, batch).items()}
     assert_same(ours, expected)
@@ -45,7 +45,7 @@ def test_compiled_and_recomputed_layers_keep_documents_apart(name, kind):
 def test_other_documents_of_the_same_shape_do_not_compile_anew():
     model = build("zamba2 as the 1.2B", CPU, documents=True)
     torch._dynamo.reset()
-    for block in model.blocks:
+    for block in model.hybrid.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager", dynamic=False)
     batch = packed_batch()
     together(model, batch)
@@ -58,5 +58,5 @@ def test_sequences_of_one_document_are_those_without_ids():
     batch = packed_batch()
     for name in MODELS:
         model = build(name, CPU, documents=True)
-        out = model(batch["input_ids"], document_ids=torch.zeros_like(batch["document_ids"]))
-        torch.testing.assert_close(out, model(batch["input_ids"]), msg=name)
+        out = model.logits(batch["input_ids"], torch.zeros_like(batch["document_ids"]))
+        torch.testing.assert_close(out, model.logits(batch["input_ids"]), msg=name)

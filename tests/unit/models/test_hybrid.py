@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
+from llmtrain.models.backends import backend_problems, servable
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
-from llmtrain.models.specs import backend_problems, servable
+from llmtrain.models.mixers.base import fp32_parameters
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
@@ -31,15 +33,24 @@ SHARED = {
 }
 
 
-def build(blocks: dict, layers: str, loss: LossConfig | None = None, **config) -> HybridLM:
+def build(blocks: dict, layers: str, **config) -> HybridLM:
     settings = {"vocab_size": 80, "d_model": 32, "max_seq_len": 32, "blocks": blocks, "layers": layers, **config}
-    model = HybridLM(ModelConfig.model_validate(settings), loss or LossConfig(), CPU)
+    model = HybridLM(ModelConfig.model_validate(settings), CPU)
     model.init_weights(seed=1)
     return model
 
 
 def zamba(**config) -> HybridLM:
     return build({"m": BLOCKS["mamba"], "s": SHARED}, "m (s+m)*3", **config)
+
+
+def logits(model: HybridLM, ids: torch.Tensor) -> torch.Tensor:
+    return CausalLM(model).logits(ids)
+
+
+def loss(model: HybridLM, ids: torch.Tensor) -> LossOutput:
+    """The loss of each token's successor."""
+    return CausalLM(model).loss(ids[:, :-1], ids[:, 1:])
 
 
 def tokens(batch: int = 2, seq_len: int = 21) -> torch.Tensor:
@@ -50,9 +61,8 @@ def tokens(batch: int = 2, seq_len: int = 21) -> torch.Tensor:
 def test_every_block_gives_logits_a_loss_and_all_gradients(name):
     model = build({"x": BLOCKS[name]}, "x*2", positions="learned", tie_embeddings=False, logit_softcap=20.0)
     ids = tokens()
-    assert model(ids).shape == (2, 21, 80)
-    out = model(ids[:, :-1], ids[:, 1:])
-    assert isinstance(out, LossOutput)
+    assert logits(model, ids).shape == (2, 21, 80)
+    out = loss(model, ids)
     assert abs(out.ce - torch.log(torch.tensor(80.0))) < 0.5  # fresh weights know nothing
     out.loss.backward()
     for parameter_name, parameter in model.named_parameters():
@@ -67,7 +77,7 @@ def test_outputs_depend_on_the_past_only(name):
     changed = ids.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 80
     with torch.no_grad():
-        a, b = model(ids), model(changed)
+        a, b = logits(model, ids), logits(model, changed)
     torch.testing.assert_close(a[:, :12], b[:, :12])
     assert (a[:, 12:] - b[:, 12:]).abs().max() > 1e-4
 
@@ -77,14 +87,14 @@ def test_every_block_traces_as_one_graph(name):
     """The graph holds no dispatch and no break, and computes what eager does, gradients included."""
     model = zamba(dropout=0.0) if name == "shared" else build({"x": BLOCKS[name]}, "x*2")
     ids = tokens()
-    expected = model(ids[:, :-1], ids[:, 1:]).loss
+    expected = loss(model, ids).loss
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    loss = model(ids[:, :-1], ids[:, 1:]).loss
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected_gradients, strict=True):
+    compiled = loss(model, ids).loss
+    torch.testing.assert_close(compiled, expected)
+    for a, b in zip(torch.autograd.grad(compiled, list(model.parameters())), expected_gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -93,11 +103,11 @@ def test_unlike_blocks_trace_in_one_model():
     shared = SHARED | {"n_heads": 2, "position": {"type": "none"}}
     model = build({"m": BLOCKS["mamba"], "a": BLOCKS["alibi"], "g": BLOCKS["gqa"], "s": shared}, "m s+m a s+g m")
     ids = tokens()
-    expected = model(ids)
+    expected = logits(model, ids)
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(model(ids), expected)
+    torch.testing.assert_close(logits(model, ids), expected)
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "shared"])
@@ -105,14 +115,14 @@ def test_bf16_parameters_and_activations(name):
     """No autocast: with bf16 weights (but fp32 SSM parameters) activations stay bf16 and the loss is fp32."""
     model = zamba() if name == "shared" else build({"x": BLOCKS[name]}, "x*2")
     ids = tokens()
-    exact = model(ids[:, :-1], ids[:, 1:]).loss
+    exact = loss(model, ids).loss
     model.to(torch.bfloat16)
+    for parameter in fp32_parameters(model).values():
+        parameter.data = parameter.data.float()
     for block in model.blocks:
-        if hasattr(block.mixer, "ssm"):
-            block.mixer.ssm.float()
         block.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
     seen: list[torch.dtype] = []
-    out = model(ids[:, :-1], ids[:, 1:])
+    out = loss(model, ids)
     out.loss.backward()
     assert set(seen) == {torch.bfloat16}
     assert out.loss.dtype == torch.float32
@@ -125,7 +135,7 @@ def test_builds_on_the_meta_device_without_buffers():
         model = HybridLM(config, platform=CPU)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert not list(model.buffers())
-    assert model(torch.zeros(1, 16, dtype=torch.long, device="meta")).shape == (1, 16, 80)
+    assert logits(model, torch.zeros(1, 16, dtype=torch.long, device="meta")).shape == (1, 16, 80)
 
 
 def test_constructors_do_not_touch_the_random_state():
@@ -158,7 +168,7 @@ def test_shared_output_steers_the_mixer_but_stays_out_of_the_residual_stream():
             block.get_parameter("mixer.out_proj.weight").zero_()
         ids = tokens()
         expected = torch.nn.functional.linear(model.norm(model.embed(ids)), model.embed.weight)
-        torch.testing.assert_close(model(ids), expected)
+        torch.testing.assert_close(logits(model, ids), expected)
 
 
 def test_names_of_parameters():
@@ -188,24 +198,24 @@ def test_names_of_parameters():
 
 def test_blocks_with_equal_specs_share_a_context():
     model = build({"a": BLOCKS["mha"], "b": BLOCKS["alibi"]}, "a b a")
-    first, second, third = model._contexts(model.blocks, 16, torch.device("cpu"))
+    first, second, third = model._contexts(model.layer_mixers(), 16, torch.device("cpu"))
     assert first.mixer is third.mixer
     assert first.mixer is not second.mixer
-    assert model._contexts(model.blocks, 16, torch.device("cpu"))[0].mixer is first.mixer
+    assert model._contexts(model.layer_mixers(), 16, torch.device("cpu"))[0].mixer is first.mixer
 
 
 def test_contexts_made_in_inference_mode_serve_training():
     model = build({"a": BLOCKS["mha"]}, "a")
     ids = tokens()
     with torch.inference_mode():
-        model(ids)
-    model(ids, ids).loss.backward()
+        logits(model, ids)
+    loss(model, ids).loss.backward()
 
 
 def test_old_sequence_lengths_are_forgotten():
     model = build({"a": BLOCKS["alibi"]}, "a")
     for seq_len in range(1, 20):
-        model._contexts(model.blocks, seq_len, torch.device("cpu"))
+        model._contexts(model.layer_mixers(), seq_len, torch.device("cpu"))
     assert len(model._contexts._by_length) == model._contexts.lengths
 
 
@@ -213,14 +223,14 @@ def test_dropout_acts_in_training_only():
     model = zamba(dropout=0.5)
     ids = tokens()
     with torch.no_grad():
-        assert not torch.equal(model.train()(ids), model(ids))
-        assert torch.equal(model.eval()(ids), model(ids))
+        assert not torch.equal(logits(model.train(), ids), logits(model, ids))
+        assert torch.equal(logits(model.eval(), ids), logits(model, ids))
 
 
 def test_sequences_longer_than_learned_positions_are_refused():
     model = build({"a": ATTENTION}, "a", positions="learned")
     with pytest.raises(ValueError, match=r"33 tokens.*max_seq_len is 32"):
-        model(tokens(1, 33))
+        logits(model, tokens(1, 33))
 
 
 def test_a_backend_that_cannot_serve_is_refused_at_construction():
@@ -281,15 +291,16 @@ def test_a_model_trained_elsewhere_runs_by_what_serves_here():
 
 def test_gradient_accumulation_over_labels_equals_one_batch():
     """Microbatches weighted by their number of labels give the gradient of the whole batch."""
-    model = zamba(loss=LossConfig(z_loss=0.01))
+    model = zamba()
+    causal_lm = CausalLM(model, LossConfig(z_loss=0.01))
     ids = tokens(4)
     labels = ids.roll(-1, 1).clone()
     labels[0, :] = -100
     labels[1, 5:] = -100
-    whole = torch.autograd.grad(model(ids, labels).loss, list(model.parameters()))
+    whole = torch.autograd.grad(causal_lm.loss(ids, labels).loss, list(model.parameters()))
     total = (labels != -100).sum()
     for x, y in zip(ids.split(1), labels.split(1), strict=True):
-        out = model(x, y)
+        out = causal_lm.loss(x, y)
         (out.loss * out.n_tokens / total).backward()
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
-from llmtrain.models.config import NormConfig
 from llmtrain.models.layers import Norm
+from llmtrain.models.sections.norm import NormConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,6 @@ def test_a_norm_runs_its_kernel_in_training_steps_alone(mode, expected):
     norm.plain = lambda *given: ("plain", given)
     x, delta = torch.ones(2, 8), torch.ones(2, 8)
     with mode():
-        name, given = norm.of_sum(x, delta)
+        name, given = norm.add_and_norm(x, delta)
     assert name == expected
     assert [id(t) for t in given] == [id(t) for t in (x, delta, norm.weight, norm.bias)]

@@ -98,10 +98,10 @@ def test_a_blocks_own_norm_may_go_where_the_models_is_the_same():
 def test_block_that_came_or_went():
     more = {**WRITTEN["model"]["blocks"], "b": {"type": "attention", "n_heads": 2}}
     added = differences(stored(), config(model__blocks=more, model__layers="m a b"))
-    assert added[0].startswith('model.blocks.b: (absent) -> {"n_heads": 2')
+    assert added[0].startswith("model.blocks.b: (absent) -> {") and '"n_heads": 2' in added[0]
     assert added[1] == "model.layers: m a -> m a b"
     gone = differences(stored(model__blocks=more, model__layers="m a b"), config())
-    assert gone[0].startswith('model.blocks.b: {"n_heads": 2') and gone[0].endswith("-> (absent)")
+    assert gone[0].startswith("model.blocks.b: {") and '"n_heads": 2' in gone[0] and gone[0].endswith("-> (absent)")
 
 
 def test_checkpoint_older_than_a_setting_counts_as_its_default():

@@ -13,16 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from llmtrain.models.config import (
-    AlibiPosition,
     AttentionBlock,
     Block,
-    LinearScaling,
-    Llama3Scaling,
     Mamba2Block,
-    MLPConfig,
     ModelConfig,
-    NormConfig,
-    RotaryPosition,
     SharedAttentionBlock,
 )
 from llmtrain.models.hf.family import Family, UnsupportedModelError
@@ -30,7 +24,9 @@ from llmtrain.models.hf.llama import FAMILY as LLAMA
 from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
 from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hf.zamba2 import FAMILY as ZAMBA2
-from llmtrain.models.specs import attention_spec
+from llmtrain.models.sections.mlp import MLPConfig
+from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.positions import AlibiPosition, LinearScaling, Llama3Scaling, RotaryPosition
 
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 4}
 MAMBA: dict[str, Any] = {"type": "mamba2", "d_state": 16, "head_dim": 8}
@@ -214,7 +210,7 @@ def function(config: ModelConfig) -> dict[str, Any]:
             fields["gated_norm_eps"] = block.gated_norm_eps or norm.eps
             fields["dt_limit"] = None if block.dt_limit == (0.0, None) else block.dt_limit
         else:
-            spec = attention_spec(block, config.d_model)
+            spec = block.spec(config.d_model)
             fields |= {"n_kv_heads": spec.n_kv_heads, "head_dim": spec.head_dim, "softmax_scale": spec.scale}
         return fields
 

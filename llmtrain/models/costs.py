@@ -1,4 +1,4 @@
-"""What a module says one sequence costs.
+"""The cost of one sequence or token: FLOP by kind of work, and bytes kept for the backward pass. No torch here.
 
 One multiply-add is 2 FLOP. Matrix products, attention, scan and convolution count; elementwise work and
 embedding look-ups do not. The backward pass costs twice the forward.
@@ -25,3 +25,14 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that one layer keeps per token: without activation checkpointing, and with the selective kind."""
+
+    everything: float
+    selective: float
+
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(self.everything + other.everything, self.selective + other.selective)

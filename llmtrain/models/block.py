@@ -1,0 +1,71 @@
+"""The residual wiring of one layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.context import BlockContext
+from llmtrain.models.costs import Flops
+from llmtrain.models.layers import MLP, Norm
+from llmtrain.models.mixers.base import Mixer
+from llmtrain.models.mixers.shared_attention import SharedInput
+from llmtrain.models.sections.block import BlockSection
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x + shared_input(x, embedding))), then x + mlp(mlp_norm(x)); either extra part may be absent.
+
+    x, embedding: [batch, T, d_model] -> like x, or [batch, n, d_model] for the n tokens that `only` names, if it does. The
+    shared block's output steers the mixer but does not enter the residual stream itself.
+    """
+
+    def __init__(
+        self,
+        block: BlockSection,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        shared_input: SharedInput | None = None,
+        documents: bool = False,
+    ):
+        super().__init__()
+        assert not block.shared_copies, "a shared block feeds a layer; it is none"
+        norm = block.norm or config.norm
+        self.dropout = config.dropout
+        self.shared_input = shared_input
+        self.norm = Norm(config.d_model, norm, platform, dtype)
+        self.mixer: Mixer = block.load_implementation()(block, config, platform, dtype, documents)
+        self.mlp_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp else None
+        self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
+
+    def forward(self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None) -> Tensor:
+        steering = None if self.shared_input is None else self.shared_input(x, embedding, context.shared)
+        _, u = self.norm.add_and_norm(x, steering)
+        mixed = self.mixer(u, context.mixer) if context.replay is None else context.replay(self.mixer, u)
+        mixed = F.dropout(mixed, self.dropout, self.training)
+        if only is not None:
+            x, mixed = x[:, only], mixed[:, only]
+        if self.mlp is None or self.mlp_norm is None:
+            return x + mixed
+        x, u = self.mlp_norm.add_and_norm(x, mixed)
+        return x + F.dropout(self.mlp(u), self.dropout, self.training)
+
+    @property
+    def shared_mixer(self) -> Mixer | None:
+        """The mixer of the shared block that feeds this layer, if one does."""
+        return None if self.shared_input is None else self.shared_input.shared.mixer
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        total = self.mixer.flops(seq_len, causal)
+        if self.shared_input is not None:
+            total += self.shared_input.flops(seq_len, causal)
+        return total if self.mlp is None else total + self.mlp.flops(seq_len)
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """The part of `flops` that the mixers' saved operators spare the recomputation."""
+        total = self.mixer.saved_flops(seq_len, causal)
+        return total if self.shared_mixer is None else total + self.shared_mixer.saved_flops(seq_len, causal)

@@ -1,0 +1,88 @@
+"""CausalLM: what is computed from a HybridLM's hidden states, each in one call of one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.kernels.attention.prefix_tree import PrefixTree
+from llmtrain.models.cache import Cache
+from llmtrain.models.config import LossConfig, ModelConfig
+from llmtrain.models.context import Context
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import LossOutput, TokenScores, build_loss, compute_logits, score_hidden, score_tokens
+
+Output = TypeVar("Output")
+
+
+class CausalLM(nn.Module):
+    """A HybridLM with loss, scores and logits.
+
+    FSDP2 enters here: its hooks live in `__call__`, and the weights outside of layers (embedding, shared blocks, norm,
+    head) are gathered from there until the result is computed. So every method is one call of this module. Parameters
+    are stored in checkpoints by HybridLM's own names.
+    """
+
+    def __init__(self, hybrid: HybridLM, loss: LossConfig = LossConfig()):  # noqa: B008 (frozen)
+        super().__init__()
+        self.hybrid = hybrid
+        self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
+
+    def forward(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """output: (hidden states, the head's weight [vocab_size, d_model]) -> what to return."""
+        return output(self.hybrid(input_ids, context), self.hybrid.head_weight)
+
+    def logits(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """[batch, T] -> [batch, T, vocab_size]. document_ids: as HybridLM.context's."""
+        context = self.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
+        return self(input_ids, context, self._logits)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> LossOutput:
+        """The loss averaged over labels. labels: [batch, T], already shifted, -100 where there is none."""
+        context = self.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
+        return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels))
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache for `batch` rows of up to `capacity` tokens."""
+        return Cache(self.hybrid, batch, capacity)
+
+    def replays(self) -> bool:
+        """True if a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""
+        with torch.no_grad():
+            return any(layer.replayed for layer in self.empty_cache(1, 1).layers)
+
+    def fill(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> None:
+        """Reads tokens on into the cache and computes nothing else. padding: as Cache.read's."""
+        self(input_ids, cache.read(input_ids.shape[1], padding), lambda hidden, head: None)
+
+    def next_logits(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> Tensor:
+        """Reads tokens on into the cache -> the logits after the last, [batch, vocab_size]."""
+        context = cache.read(input_ids.shape[1], padding)
+        return self(input_ids, context, lambda hidden, head: self._logits(hidden[:, -1], head))
+
+    def scores(self, input_ids: Tensor, labels: Tensor, cache: Cache) -> TokenScores:
+        """Reads tokens on into the cache -> the score of each label, [batch, T]. labels: as for the loss."""
+        context, softcap = cache.read(input_ids.shape[1]), self.config.logit_softcap
+        return self(input_ids, context, lambda hidden, head: score_tokens(hidden, head, labels, softcap))
+
+    def packed_scores(self, input_ids: Tensor, tree: PrefixTree, scored: Tensor, labels: Tensor) -> TokenScores:
+        """The scores of `labels` [n], each of which follows the token of input_ids that `scored` [n] names.
+
+        input_ids: [1, T], packed requests that share prefixes, where HybridLM.prefix_refusal has nothing against it.
+        """
+        context, softcap = self.hybrid.prefix_context(tree, scored), self.config.logit_softcap
+        return self(input_ids, context, lambda hidden, head: score_hidden(hidden[0], head, labels, softcap))
+
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return compute_logits(hidden, head, self.config.logit_softcap)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.hybrid.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.hybrid.embed.weight.device

@@ -1,0 +1,81 @@
+"""The contexts of a forward pass: what layers need besides activations, made outside the compiled graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.models.mixers.base import Mixer
+from llmtrain.models.mixers.replay import Replay
+
+LayerMixers = tuple[Mixer, Mixer | None]
+"""A layer's mixer, and that of the shared block which feeds the layer, if one does."""
+
+
+@dataclass
+class BlockContext:
+    """One layer's: its mixer's context, and that of the shared block which feeds it.
+
+    replay: in place of `mixer`, for one without a cache of its own that reads on from a cache.
+    """
+
+    mixer: Any
+    shared: Any
+    replay: Replay | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """A forward pass's, for one of: whole sequences (HybridLM.context), tokens read on from a cache (Cache.read), packed
+    requests that share a prefix (HybridLM.prefix_context).
+
+    blocks: one per layer. positions: for learned position embeddings (None where the model has none): the first n, or
+    [batch, T]. only: [n], the tokens whose hidden states are wanted; None: all.
+    """
+
+    blocks: list[BlockContext]
+    positions: int | Tensor | None
+    only: Tensor | None = None
+
+
+class ContextCache:
+    """Contexts of whole sequences by (mixer's context key, sequence length, device); the longest unused sequence length
+    goes first.
+
+    Those of packed batches are made for every batch.
+    """
+
+    def __init__(self, lengths: int = 4):
+        self.lengths = lengths
+        self._by_length: OrderedDict[tuple[int, torch.device], dict[Any, Any]] = OrderedDict()
+
+    def __call__(
+        self, layers: Iterable[LayerMixers], seq_len: int, device: torch.device, document_ids: Tensor | None = None
+    ) -> list[BlockContext]:
+        """One context per layer; equal keys share one object. document_ids: [batch, T] of a packed batch."""
+        contexts = {} if document_ids is not None else self._of_length(seq_len, device)
+
+        def context_of(mixer: Mixer) -> Any:
+            key = (type(mixer), mixer.context_key)
+            if key not in contexts:
+                # A tensor made in inference mode could not take part in a later backward pass.
+                with torch.inference_mode(False), torch.no_grad():
+                    contexts[key] = mixer.prepare(seq_len, device, document_ids)
+            return contexts[key]
+
+        return [
+            BlockContext(context_of(mixer), context_of(shared) if shared is not None else None)
+            for mixer, shared in layers
+        ]
+
+    def _of_length(self, seq_len: int, device: torch.device) -> dict[Any, Any]:
+        contexts = self._by_length.setdefault((seq_len, device), {})
+        self._by_length.move_to_end((seq_len, device))
+        while len(self._by_length) > self.lengths:
+            self._by_length.popitem(last=False)
+        return contexts

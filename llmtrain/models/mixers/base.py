@@ -1,0 +1,133 @@
+"""The Mixer contract: all that the rest of the program asks of what a block does between its norm and the residual.
+
+What must be known without importing torch (backends to check, the line in `describe`, the memory estimate) is asked of the
+block's section in the config instead: models/sections/block.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.kernels.attention.prefix_tree import PrefixTree
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.costs import Flops
+from llmtrain.models.mixers.span import Span
+from llmtrain.models.sections.block import BlockSection
+
+
+class MixerCache(ABC):
+    """State of one mixer after the tokens that a batch of rows has read."""
+
+    @abstractmethod
+    def rows(self, rows: slice) -> Self:
+        """A view of some rows, which shares their memory."""
+
+    @abstractmethod
+    def take(self, rows: Tensor, capacity: int) -> Self:
+        """A copy of some rows, which may repeat, with room for `capacity` tokens."""
+
+    @abstractmethod
+    def context(self, span: Span) -> Any:
+        """The context by which `forward` reads the span's tokens on from this cache, into it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+class Mixer(nn.Module, ABC):
+    """x: [batch, T, d_model] -> [batch, T, d_model], causal: a token depends on itself and those before it.
+
+    Constructors allocate and do not initialise, so that a model builds on the meta device. `forward` traces under
+    torch.compile as one graph, and is right for parameters and inputs in bf16.
+    """
+
+    fp32_parameters: ClassVar[Collection[str]] = ()
+    """Names of parameters that stay in fp32 when all others are bf16. They live in submodules that hold no others."""
+    no_decay_parameters: ClassVar[Collection[str]] = ()
+    """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        block: BlockSection,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        documents: bool = False,
+    ):
+        """block: its section of the config. dtype: of activations in the kernels. platform, documents: as HybridLM's."""
+        super().__init__()
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        """context: of `prepare`, of a cache's `context`, or of `prefix_context`."""
+
+    @abstractmethod
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
+
+    @property
+    def context_key(self) -> Hashable:
+        """Mixers with equal keys share one context of `prepare`."""
+        return type(self)
+
+    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> Any:
+        """The context of whole sequences: what depends on shape, device and documents alone (masks, rotary tables).
+
+        Made outside the compiled graph. document_ids: [batch, T], integers that never fall; tokens with different ones do
+        not see each other. None: one document per sequence. Default: document_ids themselves.
+        """
+        return document_ids
+
+    def empty_cache(self, batch: int, capacity: int, device: torch.device) -> MixerCache | None:
+        """Cache for decoding `batch` rows of up to `capacity` tokens. None: without one, for each new token everything is read
+        again (models/mixers/replay.py).
+        """
+        return None
+
+    def prefix_refusal(self) -> str | None:
+        """Reason why packed requests that share a prefix cannot be read here, or None when `prefix_context` serves them."""
+        return f"a mixer of type {type(self).__name__} has no form for packed requests that share a prefix"
+
+    def prefix_context(self, tree: PrefixTree) -> Any | None:
+        """The context of packed requests [1, T] that share prefixes, without gradients; None where prefix_refusal says why."""
+        return None
+
+    def saved_ops(self) -> set[str]:
+        """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
+        return set()
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """The part of `flops` that saved_ops spare the recomputation; linear layers, of which selective checkpointing keeps
+        every second output, are counted elsewhere.
+        """
+        return Flops()
+
+
+def mixers_of(model: nn.Module) -> Iterator[tuple[str, Mixer]]:
+    """Every mixer of a model with its name, shared ones once."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Mixer))
+
+
+def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a model that its mixers keep in fp32, by name."""
+    return {
+        f"{at}.{name}": mixer.get_parameter(name) for at, mixer in mixers_of(model) for name in mixer.fp32_parameters
+    }
+
+
+def no_decay_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a model that its mixers exempt from weight decay, by name."""
+    return {
+        f"{at}.{name}": mixer.get_parameter(name)
+        for at, mixer in mixers_of(model)
+        for name in mixer.no_decay_parameters
+    }

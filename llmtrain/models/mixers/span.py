@@ -1,0 +1,58 @@
+"""The tokens that a model reads on from a cache in one call, as every layer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T_ = TypeVar("T_")
+
+
+@dataclass
+class Span:
+    """The tokens being read: what their layers share.
+
+    slots: [T], where they go in the cache. first: [batch], each row's first slot that is not padding.
+    start: tokens read before. padded: whether some of the tokens are padding, which only the first span has.
+    """
+
+    slots: Tensor
+    first: Tensor
+    start: int
+    padded: bool
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    def memoize(self, key: Any, make: Callable[[], T_]) -> T_:
+        """make(), or what it made for an earlier layer."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @property
+    def positions(self) -> Tensor:
+        """[batch, T]: place in the row's own text; negative on padding."""
+        return self.memoize("positions", lambda: self.slots - self.first[:, None])
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Zeros where there is padding. x: [batch, T, ...]."""
+        if not self.padded:
+            return x
+        return x.masked_fill((self.positions < 0).view(*x.shape[:2], *[1] * (x.dim() - 2)), 0)
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """Each row's padding moved behind its tokens, where causal attention does not see it. x: [batch, T, ...]."""
+        return self._rolled(x, self.slots + self.first[:, None])
+
+    def to_back(self, x: Tensor) -> Tensor:
+        """The inverse of to_front."""
+        return self._rolled(x, self.slots - self.first[:, None])
+
+    def _rolled(self, x: Tensor, source: Tensor) -> Tensor:
+        if not self.padded:
+            return x
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        return x[rows, source % x.shape[1]]
