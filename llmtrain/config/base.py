@@ -9,10 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from llmtrain.errors import UserError
 
@@ -53,6 +63,34 @@ class Section(BaseModel):
             # The full list travels in the context: one validator can raise only once.
             raise PydanticCustomError("rules", "{message}", {"message": message, "problems": found})
         return self
+
+
+@dataclass(frozen=True)
+class ByType:
+    """Marks one section, or a union of sections told apart by `type`, where a mapping without `type` means `default`.
+
+    `Field(discriminator="type")` is the same where `type` must be written.
+    """
+
+    default: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        sections = get_args(source)
+        if not sections:
+            return handler(source)
+        choices = {
+            name: handler.generate_schema(section)
+            for section in sections
+            for name in get_args(section.model_fields["type"].annotation)
+        }
+        return core_schema.tagged_union_schema(choices, discriminator=self.tag)
+
+    def tag(self, value: Any) -> Any:
+        """The `type` that a value is written for."""
+        return value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", self.default)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "default_type": self.default}
 
 
 def free(default: Any = ..., **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from llmtrain.config.base import Duration, Section
+from llmtrain.config.base import ByType, Duration, Section
 
 
 def alternatives_of(annotation: Any) -> list[Any]:
@@ -37,7 +37,8 @@ def select_alternative(annotation: Any, value: Any) -> Any:
     """The alternative that fits `value`; None when its `type` is missing or unknown."""
     options = sections_by_type(annotation)
     if options:
-        tag = value.get("type") if isinstance(value, Mapping) else None
+        usual = next((part.default for part in _constraints(annotation) if isinstance(part, ByType)), None)
+        tag = value.get("type", usual) if isinstance(value, Mapping) else None
         return options.get(tag) if isinstance(tag, str) else None
     alternatives = alternatives_of(annotation)
     return alternatives[0] if alternatives else None

@@ -8,7 +8,7 @@ model (all of them, or train.sharding.shard_size), b = bytes of the computation'
                  otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
                  work and the next)
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + 4) * the largest group during its reduction
-    optimizer    8 P / S: AdamW's two moments in fp32
+    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
@@ -70,7 +70,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     return Memory(
         weights=-(-4 * sizes.total // shards) + width * gathered,
         gradients=4 * gradients + (width + 4) * max(sizes.root, sizes.largest_layer),
-        optimizer=-(-8 * sizes.total // shards),
+        optimizer=-(-config.optimizer.state_bytes * sizes.total // shards),
         activations=_activations(config, width),
         loss=_loss(config, width),
     )

@@ -91,7 +91,7 @@ def _memory(d: Description, config: Config) -> Table:
     rows = {
         f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks})": d.memory.weights,
         "gradients": d.memory.gradients,
-        "optimizer (AdamW)": d.memory.optimizer,
+        f"optimizer ({config.optimizer.title})": d.memory.optimizer,
         f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}, "
         f"checkpointing {checkpointing})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,

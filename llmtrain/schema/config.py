@@ -13,11 +13,11 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
+from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.training import (
     CheckpointConfig,
     EvalConfig,
     LoggingConfig,
-    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
 )

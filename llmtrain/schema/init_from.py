@@ -20,7 +20,7 @@ class InitialWeights(Section):
     parameters: list[str] = Field(default=["*"], min_length=1)
     """Names of the parameters to take, as patterns (`blocks.0.*`, `embed.weight`); the others start fresh."""
     optimizer: bool = False
-    """Take AdamW's moments of these parameters too. The learning rate and the schedule are this run's own."""
+    """Take the optimizer state of these parameters too. The learning rate and the schedule are this run's own."""
     strict: bool = True
     """true: every parameter to take must be in the checkpoint, with the same shape. false: one that is not starts fresh."""
 

@@ -40,18 +40,19 @@ def _adapt(node: Any, definitions: dict[str, Any]) -> Any:
         return [_adapt(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
-    if "discriminator" in node:
+    if "oneOf" in node:
         for choice in node["oneOf"]:
-            # The decoder asks for `type` even where the section has a default for it.
+            # The decoder asks for `type` even where the section has a default for it, but for the one of config.base.ByType.
             section = definitions[choice["$ref"].rpartition("/")[2]]
-            section["required"] = sorted({"type", *section.get("required", [])})
+            if section["properties"]["type"].get("default") != node.get("default_type", NotImplemented):
+                section["required"] = sorted({"type", *section.get("required", [])})
     adapted: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":  # names here are settings, not keywords of JSON schema
             adapted[key] = {name: _adapt(entry, definitions) for name, entry in value.items()}
         elif key in ("default", "examples", "enum"):
             adapted[key] = value
-        elif key not in ("discriminator", "resume", "title"):
+        elif key not in ("default_type", "discriminator", "resume", "title"):
             adapted[key] = _adapt(value, definitions)
     if "anyOf" in adapted:
         adapted["anyOf"] = _flat(adapted["anyOf"])

@@ -1,4 +1,4 @@
-"""The `train`, `optimizer`, `schedule`, `eval`, `checkpoint` and `logging` sections of the YAML. No torch here."""
+"""The `train`, `schedule`, `eval`, `checkpoint` and `logging` sections of the YAML. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from llmtrain.config.base import Duration, DurationField, PositiveInt, Problem, 
 from llmtrain.models.config import LossConfig
 from llmtrain.schema.wandb import WandbConfig
 
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -80,30 +79,6 @@ class TrainConfig(Section):
             yield Problem(
                 "microbatch_size", self.microbatch_size, f"must divide global_batch_size ({self.global_batch_size})"
             )
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101), decoupled decay scaled by the learning rate as in torch.
-
-    Norms, biases, A_log, D and dt_bias are never decayed.
-    """
-
-    type: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
-    betas: tuple[UnitInterval, UnitInterval] = (0.9, 0.95)
-    """Decay rates of the averages of gradients and of their squares."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the average square."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Per step, parameters shrink by weight_decay times the current learning rate."""
-    decay_embeddings: bool = True
-    """Decay embeddings too."""
-
-    def problems(self) -> Iterator[Problem]:
-        for i, beta in enumerate(self.betas):
-            if beta >= 1:
-                yield Problem(f"betas.{i}", beta, "must be below 1")
 
 
 class ScheduleConfig(Section):

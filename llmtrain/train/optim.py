@@ -1,7 +1,8 @@
-"""AdamW with decay groups, and the learning rate as a function of the step."""
+"""An optimizer over decay groups, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Container
 
@@ -10,7 +11,8 @@ from torch import nn
 
 from llmtrain.models.mixers.base import no_decay_parameters
 from llmtrain.schema.config import Config
-from llmtrain.schema.training import OptimizerConfig, ScheduleConfig
+from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.training import ScheduleConfig
 
 
 def decays(name: str, parameter: torch.Tensor, exempt: Container[str], decay_embeddings: bool = True) -> bool:
@@ -20,21 +22,19 @@ def decays(name: str, parameter: torch.Tensor, exempt: Container[str], decay_emb
     return decay_embeddings or not name.startswith(("embed.", "positions."))
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over two groups, in one fused kernel each (on CPUs too: one operator instead of a dozen per DTensor)."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that the section names, over two groups of parameters: with weight decay, and without."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     exempt = no_decay_parameters(model)
     for name, parameter in model.named_parameters():
         groups[decays(name, parameter, exempt, config.decay_embeddings)].append(parameter)
-    return torch.optim.AdamW(
+    optimizer = importlib.import_module(f"llmtrain.train.optimizers.{config.type}")
+    return optimizer.build(
+        config,
         [
             {"params": groups[True], "weight_decay": config.weight_decay},
             {"params": groups[False], "weight_decay": 0.0},
         ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
     )
 
 

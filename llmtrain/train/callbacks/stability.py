@@ -68,7 +68,7 @@ class Stability(Callback):
         logger.log_metrics({"train/skipped_steps": self.skipped})
         run_log.warning(f"skipped: {message}")
         for parameter in parameters:
-            parameter.grad = None  # AdamW leaves a parameter without gradient, and its moments, as they are
+            parameter.grad = None  # optimizers leave a parameter without gradient, and its state, as they are
 
     def _describe(self, state: State, bad_loss: bool, norm: float) -> str:
         ids = state.batch["sample_ids"].tolist()

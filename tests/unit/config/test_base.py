@@ -1,11 +1,16 @@
-"""Durations: how long training, warmup and intervals are."""
+"""Durations: how long training, warmup and intervals are. Choices of sections that have a default."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal
+
 import pytest
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from llmtrain.config.base import Duration
+from llmtrain.config.base import ByType, Duration, Problem, Section
+from llmtrain.config.decode import decode
+from llmtrain.config.schema_tree import with_defaults
 
 
 @pytest.mark.parametrize(
@@ -47,3 +52,40 @@ def test_in_steps(text, steps):
 def test_in_steps_needs_what_it_is_relative_to(text):
     with pytest.raises(ValueError, match="not known here"):
         Duration.parse(text).steps(tokens_per_step=256, steps_per_epoch=None, total_steps=None)
+
+
+class Plain(Section):
+    type: Literal["plain"] = "plain"
+    rates: tuple[float, float] = (0.5, 0.9)
+
+
+class Other(Section):
+    type: Literal["other"]
+    rate: Annotated[float, Field(gt=0)]
+
+
+class Chooser(Section):
+    one: Annotated[Plain, ByType("plain")]
+    of_two: Annotated[Plain | Other, ByType("plain")] = Plain()
+
+
+def chooser(**of_two: Any) -> tuple[Any, list[Problem]]:
+    return decode(Chooser, with_defaults(Chooser, {"one": {}, "of_two": of_two}))
+
+
+def test_a_choice_without_type_is_its_default():
+    made, problems = chooser(rates=[0.1, 0.2])
+    assert problems == [] and made == Chooser(one=Plain(), of_two=Plain(rates=(0.1, 0.2)))
+    made, _ = chooser(type="other", rate=1.0)
+    assert made.of_two == Other(type="other", rate=1.0)
+
+
+def test_mistakes_in_a_choice_with_a_default_have_their_paths():
+    assert [p.path for p in chooser(rates=[0.1])[1]] == ["of_two.rates"]
+    assert [p.path for p in chooser(type="other", rate=-1.0, rates=0)[1]] == ["of_two.rates", "of_two.rate"]
+    [problem] = chooser(type="othr", rate=1.0)[1]
+    assert problem.path == "of_two.type" and "did you mean other?" in problem.message
+    [problem] = chooser(type=[1])[1]
+    assert problem.path == "of_two.type"
+    [problem] = decode(Chooser, {"one": {}, "of_two": 3})[1]
+    assert problem.path == "of_two" and "mapping" in problem.message
