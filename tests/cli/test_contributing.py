@@ -1,0 +1,230 @@
+"""CONTRIBUTING.md's examples, applied as they are printed to a copy of the tree, and its commands run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from llmtrain.checkpoint import index as indexes
+from llmtrain.checkpoint import manifest as manifests
+from tests.support.contributing import PAGE, ROOT, Example, PageError, Ran, parse
+
+NOT_YET = ("A mixer",)
+EXAMPLES = {example.title: example for example in parse(PAGE.read_text(encoding="utf-8"), skip=NOT_YET)}
+TRAINED = {"An attention backend": "blockwise", "A model family": "qwen2", "An optimizer": "lion"}
+VERBS = ("check", "train", "generate", "eval", "describe")
+REFUSED = {
+    "uv run llmtrain check try/run.yaml model.blocks.x.backend=blockwise data.mask_documents=true": "documents apart",
+    "uv run llmtrain train try/run.yaml name=lion train.duration='8 steps'": "optimizer.type: lion -> adamw",
+}
+"""Further commands after those of the page, and what their refusal says."""
+
+
+def copy_tree(folder: Path) -> Path:
+    for name in ("llmtrain", "yamls", "eval", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def environment(tree: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return kept | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
+def run(tree: Path, commands: Iterable[str]) -> dict[str, Ran]:
+    """All in one process (llmtrain's through the function that `python -m llmtrain.cli` calls)."""
+    program = [sys.executable, "-m", "tests.support.contributing"]
+    done = subprocess.run(
+        program, cwd=tree, env=environment(tree), input=json.dumps([*commands]), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ran = [Ran(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"command"')]
+    return {one.command: one for one in ran}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """The tree with all examples in it."""
+    folder = copy_tree(tmp_path_factory.mktemp("contributing"))
+    for example in EXAMPLES.values():
+        example.apply(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(tree) -> dict[str, Ran]:
+    commands = [command for example in EXAMPLES.values() for command in example.commands]
+    return run(tree, dict.fromkeys([*commands, *REFUSED]))
+
+
+def output(ran: dict[str, Ran], title: str, verb: str) -> list[str]:
+    """What an example's commands of one verb printed."""
+    return [ran[command].text for command in EXAMPLES[title].commands if f"llmtrain {verb} " in command]
+
+
+def losses(tree: Path, name: str) -> list[float]:
+    """Of training, step by step."""
+    lines = (tree / "try" / name / "metrics.jsonl").read_text().splitlines()
+    return [row["loss/train/total"] for row in map(json.loads, lines) if "loss/train/total" in row]
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_every_command_works(ran, title):
+    failed = [one for one in ran.values() if one.command in EXAMPLES[title].commands and one.status != 0]
+    assert not failed, "\n".join(f"{one.command}: {one.status}\n{one.text}" for one in failed)
+
+
+@pytest.mark.parametrize("title", TRAINED)
+def test_trains_resumes_generates_and_is_scored(tree, ran, title):
+    name = TRAINED[title]
+    assert not [verb for verb in VERBS if not output(ran, title, verb)]
+    first, second = output(ran, title, "train")
+    assert "step 4/4  loss" in first and "resumed" not in first
+    assert f"resumed from try/{name}/checkpoints/step-00000004 (step 4 of 6)" in second and "step 6/6  loss" in second
+    assert output(ran, title, "generate")[0].startswith("def ")
+    scored = json.loads((tree / "try" / "results" / name / "results.json").read_text())["results"]
+    assert {one["task"] for one in scored} == {"house"} and scored[0]["model"] == name
+    assert len(losses(tree, name)) == 6 and all(5 < loss < 7 for loss in losses(tree, name))
+
+
+def test_the_backend_is_the_one_that_trained(tree, ran):
+    """The same sums as the run of the family without its biases, which are 0 at first, by other kernels."""
+    blockwise, qwen2 = losses(tree, "blockwise"), losses(tree, "qwen2")
+    assert blockwise[0] == pytest.approx(qwen2[0], abs=1e-4)
+    [described] = output(ran, "An attention backend", "describe")
+    assert "x = attention" in described
+
+
+def test_the_family_is_exported_and_imported_to_the_same_bits(tree, ran):
+    assert "`llmtrain export` writes it as Qwen2ForCausalLM" in output(ran, "A model family", "describe")[0]
+    first, again = (load_file(tree / "try" / name / "model.safetensors") for name in ("qwen2-exported", "qwen2-again"))
+    assert first.keys() == again.keys() and all(first[name].equal(again[name]) for name in first)
+    assert "model.layers.1.self_attn.q_proj.bias" in first
+    config = json.loads((tree / "try" / "qwen2-exported" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_the_optimizer_has_one_state_and_its_share_of_memory(tree, ran):
+    checkpoint = tree / "try" / "lion" / "checkpoints" / "step-00000006"
+    names = indexes.read(checkpoint, manifests.read(checkpoint)).tensors
+    assert {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")} == {"exp_avg"}
+    assert "optimizer (Lion)" in output(ran, "An optimizer", "describe")[0]
+    section = json.loads((tree / "yamls" / "schema.json").read_text())["$defs"]
+    assert "type" in section["LionConfig"]["required"] and "type" not in section["AdamWConfig"]["required"]
+
+
+def test_the_gpu_has_a_peak(ran):
+    assert "40% MFU (foundry) of 121.0 TFLOP/s, NVIDIA L4" in output(ran, "A GPU", "describe")[0]
+    assert "NVIDIA L4 datasheet" in output(ran, "A GPU", "mfu")[0]
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refusals(ran, command):
+    assert ran[command].status == 2 and REFUSED[command] in ran[command].text
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_needs_no_other(tmp_path, title):
+    example = EXAMPLES[title]
+    for path, _ in example.edits:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    example.apply(tmp_path)
+    for path, text in example.files:
+        assert (tmp_path / path).read_text() == text and not (ROOT / path).exists()
+
+
+def test_the_command_line_is_the_modules(tree):
+    """`python -m llmtrain.cli`, in a process of its own."""
+    command = [sys.executable, "-m", "llmtrain.cli", "check", "try/run.yaml", "optimizer.type=lion"]
+    done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+    assert done.returncode == 0 and "try/run.yaml: OK" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_lion_on_two_ranks_and_resumed_on_one(tree, ran):
+    """Sharded, and on another number of ranks afterwards: the losses of one rank."""
+    settings = ["try/run.yaml", "name=lion-2", "optimizer={type: lion, lr: 1e-4}"]
+    for arguments in (["--nproc", "2"], ["train.duration=6 steps"]):
+        command = [sys.executable, "-m", "llmtrain.cli", "train", *settings, *arguments]
+        done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tree, "lion-2") == pytest.approx(losses(tree, "lion"), abs=1e-3)
+
+
+PART = """\
+## A thing
+
+File `a/new.py`:
+
+```python
+x = 1
+```
+
+In `old.py`:
+
+```diff
+ first
+-second
++2nd
+
+@@
+ last
++after
+```
+
+```sh
+uv run llmtrain check a.yaml
+```
+
+```
+prose
+```
+"""
+
+
+def test_a_page_is_parsed():
+    assert parse(PART) == [
+        Example(
+            "A thing",
+            files=[("a/new.py", "x = 1\n")],
+            edits=[("old.py", " first\n-second\n+2nd\n\n@@\n last\n+after\n")],
+            commands=["uv run llmtrain check a.yaml"],
+        )
+    ]
+
+
+def test_edits_are_applied_exactly(tmp_path):
+    (tmp_path / "old.py").write_text("zeroth\nfirst\nsecond\n\nlast\n")
+    parse(PART)[0].apply(tmp_path)
+    assert (tmp_path / "old.py").read_text() == "zeroth\nfirst\n2nd\n\nlast\nafter\n"
+
+
+@pytest.mark.parametrize(
+    "old,new,message",
+    [
+        ("-second", "-secnd", "0 times"),
+        (" last", " la", "0 times"),
+        (" first\n-second", "-again", "2 times"),
+        ("+after\n", "", "changes nothing"),
+        ("+2nd", "2nd", "no line of a diff"),
+        ("In `old.py`:", "In old.py:", "a block in diff"),
+        ("```python", "```diff", "a block in diff"),
+        ("File `a/new.py`:\n", "The file:\n", "a block in python"),
+        ("File `a/new.py`", "File `old.py`", "exists already"),
+        ("```\nprose", "```console\nprose", "a block in console"),
+    ],
+)
+def test_a_page_that_drifts_is_refused(tmp_path, old, new, message):
+    (tmp_path / "old.py").write_text("again\n\nfirst\nsecond\n\nlast\nagain\n\n")
+    with pytest.raises(PageError, match=message):
+        parse(PART.replace(old, new))[0].apply(tmp_path)
