@@ -25,7 +25,7 @@ REFUSED = {
     "uv run llmtrain check try/run.yaml model.blocks.x.backend=blockwise data.mask_documents=true": "documents apart",
     "uv run llmtrain train try/run.yaml name=lion train.duration='8 steps'": "optimizer.type: lion -> adamw",
 }
-"""Further commands after those of the page, and what their refusal says."""
+"""Commands that are run after those of the page, and a part of their refusal."""
 
 
 def copy_tree(folder: Path) -> Path:
@@ -41,7 +41,7 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def run(tree: Path, commands: Iterable[str]) -> dict[str, Ran]:
-    """All in one process (llmtrain's through the function that `python -m llmtrain.cli` calls)."""
+    """Results of commands run in one process; llmtrain's through the function that `python -m llmtrain.cli` calls."""
     program = [sys.executable, "-m", "tests.support.contributing"]
     done = subprocess.run(
         program, cwd=tree, env=environment(tree), input=json.dumps([*commands]), capture_output=True, text=True
@@ -67,12 +67,12 @@ def ran(tree) -> dict[str, Ran]:
 
 
 def output(ran: dict[str, Ran], title: str, verb: str) -> list[str]:
-    """What an example's commands of one verb printed."""
+    """Texts that an example's commands of one verb printed."""
     return [ran[command].text for command in EXAMPLES[title].commands if f"llmtrain {verb} " in command]
 
 
 def losses(tree: Path, name: str) -> list[float]:
-    """Of training, step by step."""
+    """Training losses by step."""
     lines = (tree / "try" / name / "metrics.jsonl").read_text().splitlines()
     return [row["loss/train/total"] for row in map(json.loads, lines) if "loss/train/total" in row]
 
@@ -141,6 +141,17 @@ def test_an_example_needs_no_other(tmp_path, title):
     example.apply(tmp_path)
     for path, text in example.files:
         assert (tmp_path / path).read_text() == text and not (ROOT / path).exists()
+
+
+def test_the_code_is_in_the_house_style(tree):
+    files = {
+        path for example in EXAMPLES.values() for path, _ in (*example.files, *example.edits) if path.endswith(".py")
+    }
+    for arguments in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, *sorted(files)], cwd=tree, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_command_line_is_the_modules(tree):
