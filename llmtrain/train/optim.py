@@ -16,7 +16,7 @@ from llmtrain.schema.training import ScheduleConfig
 
 
 def decays(name: str, parameter: torch.Tensor, exempt: Container[str], decay_embeddings: bool = True) -> bool:
-    """Whether weight decay applies: matrices and convolution kernels yes; norms, biases and what mixers exempt no."""
+    """True where weight decay applies: matrices and convolution kernels yes; norms, biases and what mixers exempt no."""
     if parameter.ndim < 2 or name in exempt:
         return False
     return decay_embeddings or not name.startswith(("embed.", "positions."))

@@ -17,9 +17,13 @@ from llmtrain.checkpoint import index as indexes
 from llmtrain.checkpoint import manifest as manifests
 from tests.support.contributing import PAGE, ROOT, Example, PageError, Ran, parse
 
-NOT_YET = ("A mixer",)
-EXAMPLES = {example.title: example for example in parse(PAGE.read_text(encoding="utf-8"), skip=NOT_YET)}
-TRAINED = {"An attention backend": "blockwise", "A model family": "qwen2", "An optimizer": "lion"}
+EXAMPLES = {example.title: example for example in parse(PAGE.read_text(encoding="utf-8"))}
+TRAINED = {
+    "A mixer": "gated_conv",
+    "An attention backend": "blockwise",
+    "A model family": "qwen2",
+    "An optimizer": "lion",
+}
 VERBS = ("check", "train", "generate", "eval", "describe")
 REFUSED = {
     "uv run llmtrain check try/run.yaml model.blocks.x.backend=blockwise data.mask_documents=true": "documents apart",

@@ -48,13 +48,11 @@ class Example:
             (root / path).write_text(edited(before, body, f"{self.title}: {path}"), encoding="utf-8")
 
 
-def parse(text: str, skip: tuple[str, ...] = ()) -> list[Example]:
+def parse(text: str) -> list[Example]:
     """Sections that have any block with a language. Raises PageError for a block of no known kind."""
     examples = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
         example = Example(section.partition("\n")[0])
-        if example.title in skip:
-            continue
         for block in _FENCE.finditer(section):
             _, language, body = block.groups()
             lines = section[: block.start()].rstrip("\n").splitlines()
