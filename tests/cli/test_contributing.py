@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from llmtrain.checkpoint import index as indexes
-from llmtrain.checkpoint import manifest as manifests
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
 from tests.support.contributing import PAGE, ROOT, Example, PageError, Ran, parse
 
 EXAMPLES = {example.title: example for example in parse(PAGE.read_text(encoding="utf-8"))}
