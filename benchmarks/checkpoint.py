@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import rounded
 from llmtrain.errors import exit_with
 from llmtrain.schema.load import load_config
 
@@ -73,15 +74,6 @@ def table(figures: dict[str, Any]) -> str:
         f"{figures['ranks']} rank(s), {figures['device']}"
     )
     return "\n".join([title, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""])
-
-
-def rounded(value: Any) -> Any:
-    """Round all numbers in a structure of figures."""
-    if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

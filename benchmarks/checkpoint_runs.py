@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from benchmarks.checkpoint import rounded
 from benchmarks.device import device_name
+from benchmarks.figures import rounded
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.collective import newest_checkpoint, verify_in_shares
 from llmtrain.checkpoint.format import manifest as manifests

@@ -8,12 +8,9 @@ from pathlib import Path
 
 def add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure and tune the kernels on this machine")
-    add_benches(bench.add_subparsers(dest="bench", required=True, metavar="WHAT"))
-
-
-def add_benches(commands) -> None:
-    _add_tune(commands)
-    _add_kernels(commands)
+    programs = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    _add_tune(programs)
+    _add_kernels(programs)
 
 
 def _add_tune(commands) -> None:

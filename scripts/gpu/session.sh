@@ -75,14 +75,14 @@ tests() {
     step bench-checkpoint 200 "$python" -m benchmarks.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
         train.compile=off train.microbatch_size=4 --saves 2 "$@" # 16 without compiling may not fit
     rm -rf "$work/saved"
-    step doctor 60 "$python" -m llmtrain.bench doctor
+    step doctor 60 "$python" -m llmtrain doctor
 }
 
 three_columns() {
     # Meanwhile the cores that have nothing to do compile for the part kernels: nothing is timed here.
     (
         public_packages
-        nice "$python" -m llmtrain.bench kernels --compile-only --compile-seconds 300 --workers 8
+        nice "$python" -m llmtrain bench kernels --compile-only --compile-seconds 300 --workers 8
     ) >"$out/compiling.txt" 2>&1 </dev/null &
     rm -rf "$work/three-columns"
     # The standard library alone is learnt by heart in two minutes.
@@ -109,14 +109,14 @@ tune() { # [attention | ssd ...]
     for operation in "${@:-attention}"; do
         case $operation in
         attention) for head_dim in 128 64; do
-            step "tune-attention-$head_dim" 270 "$python" -m llmtrain.bench tune --operation attention --quick \
+            step "tune-attention-$head_dim" 270 "$python" -m llmtrain bench tune --operation attention --quick \
                 --shape "head_dim=$head_dim" --variant plain --out "$rows"
         done ;;
         ssd) for d_state in 128 64; do
-            step "tune-ssd-$d_state" 270 "$python" -m llmtrain.bench tune --operation ssd --quick \
+            step "tune-ssd-$d_state" 270 "$python" -m llmtrain bench tune --operation ssd --quick \
                 --shape head_dim=64 "d_state=$d_state" --out "$rows"
         done ;;
-        *) step "tune-$operation" 200 "$python" -m llmtrain.bench tune --operation "$operation" --quick --out "$rows" ;;
+        *) step "tune-$operation" 200 "$python" -m llmtrain bench tune --operation "$operation" --quick --out "$rows" ;;
         esac
         [[ -f $rows ]] && cp "$rows" "$work/"
     done
@@ -134,9 +134,9 @@ kernels() {
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
     public_packages
     # Apart, so that a scan that breaks the GPU or compiles for long does not cost attention's figures.
-    step kernels-attention 220 "$python" -m llmtrain.bench kernels --only attention rotary norm \
+    step kernels-attention 220 "$python" -m llmtrain bench kernels --only attention rotary norm \
         --compile-seconds 100 --out "$work/attention" "$@"
-    step kernels-scan 400 "$python" -m llmtrain.bench kernels --only ssd conv1d gated_norm mixer --draws 4 \
+    step kernels-scan 400 "$python" -m llmtrain bench kernels --only ssd conv1d gated_norm mixer --draws 4 \
         --compile-seconds 150 --out "$work/scan" "$@"
 }
 

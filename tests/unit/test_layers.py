@@ -21,7 +21,7 @@ commands cli
 FLOORS: tuple[str, ...] = tuple(ORDER.split())
 """From low to high: a file imports from its own floor and from lower ones."""
 
-PROGRAMS = ("llmtrain.__main__", "llmtrain.bench.__main__")
+PROGRAMS = ("llmtrain.__main__",)
 """Entry points, above every floor: nothing imports them."""
 
 WITHOUT_TORCH = (
