@@ -21,7 +21,7 @@ from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
 from llmtrain.bench.tune.operations import Attempt, Winner, problem
 from llmtrain.bench.tune.ssd import Case as SSDCase
-from llmtrain.commands.bench import add_benches
+from llmtrain.commands.bench import add_bench
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
@@ -89,8 +89,8 @@ def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, 
     monkeypatch.setattr(command.platform, "detect", lambda: H200)
     monkeypatch.setattr(command, "Measurer", lambda operation, case: Measurer(operation, case, "cpu"))
     parser = argparse.ArgumentParser()
-    add_benches(parser.add_subparsers())
-    args = parser.parse_args(["tune", "--operation", "tests.support.toy_problem", "--workers", "1"])
+    add_bench(parser.add_subparsers())
+    args = parser.parse_args(["bench", "tune", "--operation", "tests.support.toy_problem", "--workers", "1"])
     assert args.func(args) == 0
     out = capsys.readouterr().out
     assert "5 dropped, such as: wrong by 5.0e-01" in out
