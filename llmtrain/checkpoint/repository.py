@@ -105,17 +105,21 @@ class Repository:
         return checkpoint.fetch(), checkpoint.require()
 
     def prune(self, retention: Retention, awaited: AbstractSet[int] = frozenset()) -> None:
-        """Delete the checkpoints older than the newest whole one that need not be retained, damaged and unfinished ones too.
+        """Delete the checkpoints that need not be retained, and what is not whole and older than these.
 
-        Only whole ones count as retained: damaged ones never displace a good one. Damaged ones that are newer than all
-        whole ones stay, to be examined, and so do those of another format.
+        Only whole ones count as retained: damaged ones never displace a good one. Here, a damaged one among the newest
+        `last` stays, to be examined; in a store it is an upload or deletion that was cut short, and goes. Those of another
+        format stay.
         awaited: steps that are still to be uploaded.
         """
         if retention.last is None:
             return
         found = [checkpoint for checkpoint in self.checkpoints() if not isinstance(checkpoint.problem, FormatError)]
-        whole = [checkpoint.step for checkpoint in found if checkpoint.manifest]
+        whole = sorted(checkpoint.step for checkpoint in found if checkpoint.manifest)
+        if not whole:
+            return
         retained = retention.retained(whole) | awaited
+        end = whole[-retention.last :][0] if isinstance(self._place, Path) else whole[-1]
         for checkpoint in found:
-            if whole and checkpoint.step < max(whole) and checkpoint.step not in retained:
+            if checkpoint.step < end and checkpoint.step not in retained:
                 checkpoint.delete()

@@ -94,6 +94,14 @@ def test_the_last_stay_and_the_first_of_every_so_many_steps(tmp_path):
     assert steps_after(tmp_path, Retention(last=1)) == [28]
 
 
+def test_a_damaged_checkpoint_among_the_newest_is_left_to_be_examined(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        make(tmp_path, step)
+    for step in (1, 4):
+        (tmp_path / local.folder_name(step) / "notes.bin").unlink()
+    assert steps_after(tmp_path, Retention(last=2)) == [3, 4, 5]
+
+
 def test_damaged_checkpoints_do_not_push_out_the_last_good_one(tmp_path):
     for step in (1, 2, 3, 4, 5):
         make(tmp_path, step)
