@@ -29,7 +29,7 @@ from llmtrain.models.hf.family import Part, Weight
 from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hybrid import HybridLM
 
-_WRAPPERS = ("module.", "_orig_mod.", "model.")
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "hybrid.")
 """Prefixes of parameter names by DDP, torch.compile and Composer's models."""
 # Classes for the state of numpy's generator, times, versions. None of them runs code from the file.
 _SAFE_GLOBALS: list[Any] = [
