@@ -112,7 +112,14 @@ def _mistakes(kind: type, error: ValidationError) -> Iterator[str]:
 
 def mistake(name: str, error: Mapping[str, Any]) -> str:
     """A sentence about one field from an entry of pydantic's `errors()`."""
-    kinds = {"int": "a positive integer", "greater_than": "a positive integer", "bool": "a bool", "dict": "a mapping"}
+    kinds = {
+        "int": "a positive integer",
+        "greater_than": "a positive integer",
+        "greater_than_equal": "at least 0",
+        "bool": "a bool",
+        "dict": "a mapping",
+        "string": "text",
+    }
     what = kinds.get(error["type"], kinds.get(error["type"].partition("_")[0], error["msg"]))
     if error["type"] == "missing":
         return f"'{name}' is missing"

@@ -70,16 +70,16 @@ class Row:
     seq_len: Count | None = None
     variant: Annotated[str, Field(strict=True)] | None = None
 
-    @field_validator("kernel")
+    @field_validator("kernel", mode="before")
     @classmethod
-    def _known(cls, kernel: str) -> str:
-        if kernel not in KERNELS:
+    def _known(cls, kernel: Any) -> Any:
+        if kernel not in list(KERNELS):
             raise UserError(f"no kernel '{kernel}'; there is {', '.join(KERNELS)}")
         return kernel
 
-    @field_validator("dtype")
+    @field_validator("dtype", mode="before")
     @classmethod
-    def _of_a_kernel(cls, dtype: str) -> str:
+    def _of_a_kernel(cls, dtype: Any) -> Any:
         if dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
         return dtype
@@ -175,13 +175,13 @@ def _explain(content: dict[str, Any], error: Any) -> str:
     """A line, or several, about one of pydantic's errors."""
     section, *place = error["loc"]
     if section != "rows" or not place:
-        if error["type"] == "extra_forbidden":
+        if error["type"] in ("extra_forbidden", "invalid_key"):
             return f"unknown key '{section}'; a tuning table has {', '.join(Table.model_fields)}"
         kind = {"arch": "str", "l2_budget": "int", "rows": "list"}[section]
         return f"'{section}' must be a {kind}, not {content.get(section)!r}"
     number, *field = place
     where, row = f"row {number + 1}", content["rows"][number]
-    if isinstance(row, dict) and row.get("kernel") in KERNELS:
+    if isinstance(row, dict) and row.get("kernel") in list(KERNELS):
         where += f" ({row['kernel']})"
     if not field:
         return f"{where}: expected a mapping, not {row!r}"
