@@ -3,8 +3,8 @@
 The answer to a command (a table, a completion, a path) is printed to standard output and not logged.
 
 `log` is for notices of this process and goes to standard error. `run_log`, its child, is for the course of a training run,
-which every rank logs alike: rank 0 alone shows it, on standard output. Rank 0 shows the message alone; other ranks, whose
-output may be a file or a terminal that all ranks share, put time and rank before it.
+which every rank logs alike: rank 0 alone shows it, on standard output. `file_log` is for files alone. Rank 0 shows the
+message alone; other ranks, whose output may be a file or a terminal that all ranks share, put time and rank before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 log = logging.getLogger("llmtrain")
 run_log = logging.getLogger("llmtrain.run")
+file_log = logging.getLogger("llmtrain.file")
 
 
 def _rank() -> int:
@@ -39,6 +40,8 @@ class _Terminal(logging.Handler):
     timed = _Timed()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == file_log.name:
+            return
         text = self.timed.format(record) if _rank() else record.getMessage()
         print(text, file=sys.stdout if record.name == run_log.name else sys.stderr, flush=True)
 

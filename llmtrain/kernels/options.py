@@ -94,13 +94,17 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _mistakes(kind: type, error: ValidationError) -> Iterator[str]:
-    for one in error.errors():
+    renamed_to: set[tuple[Any, ...]] = set()  # where a field is missing because the old name stands there
+    for one in sorted(error.errors(), key=lambda one: one["type"] == "missing"):
         *path, name = one["loc"] or ("",)
+        if one["loc"] in renamed_to:
+            continue
         before = "".join(f"{part}: " for part in path)
         owner = _class_at(kind, path)
         if one["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
             known = [field.name for field in dataclasses.fields(owner)]
             now = next((new for new in RENAMED.get(str(name), ()) if new in known), None)
+            renamed_to.add((*path, now))
             renamed = f" ('{name}' is now called '{now}')" if now else ""
             yield f"{before}{owner.__name__} has no '{name}'{renamed}; it has {', '.join(known)}"
         elif one["type"] == "dataclass_type":

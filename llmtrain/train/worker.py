@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmtrain.distributed.world import World, exit_status_of_rank, launch_id, world_from_environment
 from llmtrain.errors import Preempted, UserError, is_expected, print_error
-from llmtrain.logs import copied_to, run_log
+from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
 from llmtrain.train.resume import (
     check_resumption,
@@ -40,7 +40,11 @@ def run_rank(load: Callable[[int], Config], file: str, overrides: Sequence[str],
         folder = Path(config.run_dir)
         verified = _prepare(config, world, fresh)
         with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
-            return _train(config, verified, file, overrides)
+            try:
+                return _train(config, verified, file, overrides)
+            except BaseException as error:
+                file_log.error(f"{type(error).__name__}: {error}")  # the terminal gets it from `_report`
+                raise
 
     return exit_status_of_rank(run, lambda error: _report(error, folder, world))
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from llmtrain.logs import copied_to, log, run_log
+from llmtrain.logs import copied_to, file_log, log, run_log
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -39,6 +39,13 @@ def test_a_file_gets_everything_with_time_and_rank(tmp_path):
     lines = file.read_text().splitlines()
     assert len(lines) == 6 and all(re.match(rf"{TIME} rank 0  ", line) for line in lines)
     assert lines[2].endswith("step 1/2")
+
+
+def test_what_is_for_the_file_alone_is_not_shown(tmp_path, capsys):
+    with copied_to(tmp_path / "rank0.txt"):
+        file_log.error("Preempted: saved step 3")
+    assert "Preempted: saved step 3" in (tmp_path / "rank0.txt").read_text()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_file_that_cannot_be_written_is_no_failure(tmp_path, capsys):

@@ -253,7 +253,8 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as caught:
         tuning_table.load(file, "sm90")
     lines = str(caught.value).splitlines()
-    assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3, 3)]
+    assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3)]
+    assert "'num_warps' is missing" not in str(caught.value)  # its old name is there, and told
 
 
 def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
