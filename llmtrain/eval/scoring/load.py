@@ -122,7 +122,7 @@ def load_scorer(
 
     model, _ = load_model(str(found.folder), kind, tokenizer)
     _check_vocabulary(found, tokenizer, model.config.vocab_size)
-    if max_length and model.positions is not None and max_length > model.config.max_seq_len:
+    if max_length and model.hybrid.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(
             f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
         )
