@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -14,8 +12,10 @@ import xxhash
 from llmtrain.checkpoint.base import Progress
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
 from llmtrain.checkpoint.local import DOWNLOADING, folder_name
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
+from llmtrain.config.output_folder import write_synced
 
 _THREADS = 8
 _DAMAGED = ".damaged"
@@ -42,7 +42,7 @@ def download(store: ObjectStore, prefix: str, manifest: Manifest, root: Path, pr
         text = store.read(prefix + manifests.NAME)
         if manifests.parse(url, text).save_id != manifest.save_id:
             raise CheckpointError(f"{url} was replaced during its download")
-        _write(aside / manifests.NAME, text)
+        write_synced(aside / manifests.NAME, text)
         manifests.sync_folder(aside)
         if final.exists():
             damaged = final.with_suffix(_DAMAGED)
@@ -69,12 +69,12 @@ def verify(store: ObjectStore, prefix: str, manifest: Manifest, progress: Progre
         if found != manifest.files[name]["xxh3_128"]:
             raise _damaged(store, prefix, name)
 
-    advance = _one_at_a_time(progress)
-    _in_parallel(check, list(manifest.files))
+    advance = one_at_a_time(progress)
+    in_threads(check, manifest.files, _THREADS)
 
 
 def _fetch_all(store: ObjectStore, prefix: str, files: dict[str, FileRecord], folder: Path, progress: Progress) -> None:
-    advance = _one_at_a_time(progress)
+    advance = one_at_a_time(progress)
 
     def fetch(name: str) -> None:
         record, path = files[name], folder / name
@@ -92,7 +92,7 @@ def _fetch_all(store: ObjectStore, prefix: str, files: dict[str, FileRecord], fo
         path.unlink()
         raise _damaged(store, prefix, name)
 
-    _in_parallel(fetch, list(files))
+    in_threads(fetch, files, _THREADS)
 
 
 def _receive(
@@ -113,39 +113,6 @@ def _url(store: ObjectStore, prefix: str) -> str:
 
 def _damaged(store: ObjectStore, prefix: str, name: str) -> CheckpointError:
     return CheckpointError(f"{_url(store, prefix)} is damaged: {name} is not what was written (its xxh3_128 differs)")
-
-
-def _in_parallel(action: Callable[[str], None], names: list[str]) -> None:
-    failed = threading.Event()
-
-    def act(name: str) -> None:
-        if not failed.is_set():
-            action(name)
-
-    with ThreadPoolExecutor(_THREADS, "download") as pool:
-        futures = [pool.submit(act, name) for name in names]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            failed.set()
-
-
-def _one_at_a_time(progress: Progress) -> Progress:
-    lock = threading.Lock()
-
-    def advance(size: int) -> None:
-        with lock:
-            progress(size)
-
-    return advance
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _require_space(folder: Path, nbytes: int) -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +16,7 @@ import xxhash
 from llmtrain.checkpoint.base import Progress, no_progress
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.format.threads import in_threads
 from llmtrain.checkpoint.local import folder_name
 from llmtrain.checkpoint.stores.base import ObjectStore
 
@@ -73,20 +73,13 @@ def send(
     progress: Progress,
 ) -> None:
     """Send files, several at a time; those that the store has with this size and hash are skipped."""
-    failed = threading.Event()
 
     def send_one(name: str) -> None:
         size, digest = records[name]["bytes"], records[name]["xxh3_128"]
-        if not failed.is_set() and not store.holds(prefix + name, size, digest):
+        if not store.holds(prefix + name, size, digest):
             store.put(prefix + name, files[name], size, digest, progress)
 
-    with ThreadPoolExecutor(_THREADS, "upload") as pool:
-        futures = [pool.submit(send_one, name) for name in files]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            failed.set()
+    in_threads(send_one, files, _THREADS)
 
 
 def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[bytes, Manifest, dict[str, BinaryIO]]:

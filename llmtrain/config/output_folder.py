@@ -81,6 +81,14 @@ def atomic_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until its content is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _partial(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 

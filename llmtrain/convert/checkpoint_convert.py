@@ -20,7 +20,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import FileRecord, Manifest, OldFormatError
 from llmtrain.checkpoint.format.storage import FILE_BYTES
-from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, Entry, TensorFile
+from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
 from llmtrain.config.addresses import is_remote
@@ -29,7 +29,6 @@ from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.composer import TensorReader, is_composer_checkpoint, open_composer_checkpoint
 from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.export import export
-from llmtrain.convert.safetensors_files import split_into_files
 from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
 

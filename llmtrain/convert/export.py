@@ -13,11 +13,10 @@ from torch import Tensor
 
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile
+from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
-from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
@@ -184,6 +183,13 @@ def _token_ids(tokenizer: TextTokenizer) -> dict[str, int | None]:
         if token:
             ids[f"{name}_token_id"] = tokenizer.backend.token_to_id(token)
     return ids
+
+
+def safetensors_names(count: int) -> list[str]:
+    """Names of `count` files, as transformers writes them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ REFUSED = {
 
 
 def copy_tree(folder: Path) -> Path:
-    for name in ("llmtrain", "yamls", "eval", "tests"):
+    for name in ("llmtrain", "scripts", "yamls", "eval", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder

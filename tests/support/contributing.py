@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import re
+import runpy
 import shlex
 import sys
 import traceback
@@ -120,7 +121,15 @@ def _program(name: str):
         import pytest
 
         return lambda arguments: pytest.main([*arguments, "-p", "no:cacheprovider"])
-    raise PageError(f"the page runs llmtrain and pytest, not {name}")
+    if name == "python":
+        return _script
+    raise PageError(f"the page runs llmtrain, pytest and python, not {name}")
+
+
+def _script(arguments: list[str]) -> int:
+    [path] = arguments
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":  # commands as a JSON list on stdin -> a JSON line per command

@@ -6,7 +6,6 @@ It takes the place of the pickled `.metadata` of torch's distributed checkpoint.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import xxhash
 
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.config.output_folder import write_synced
 
 NAME = "index.json"
 
@@ -54,10 +54,7 @@ class Index:
 
 def write(folder: Path, index: Index) -> FileRecord:
     content = json.dumps(asdict(index), separators=(",", ":")).encode()
-    with (folder / NAME).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / NAME, content)
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 

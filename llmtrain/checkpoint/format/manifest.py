@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -20,6 +18,8 @@ from typing import Any, TypedDict
 import xxhash
 
 from llmtrain.checkpoint.format.header import HeaderError, read_header
+from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
+from llmtrain.config.output_folder import write_synced
 from llmtrain.errors import UserError
 
 FORMAT = 2
@@ -82,10 +82,7 @@ def write(folder: Path, manifest: Manifest) -> None:
     body = json.dumps(asdict(manifest), indent=1).encode()
     checksum = xxhash.xxh3_128_hexdigest(body)
     temporary = folder / (NAME + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(body.removesuffix(b"\n}") + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(temporary, body.removesuffix(b"\n}") + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
     temporary.rename(folder / NAME)
     sync_folder(folder)
 
@@ -144,11 +141,7 @@ def verify(
     progress: called with the bytes of each piece read, by one thread at a time. Raises CheckpointError that names the first
     file that is not as it was written.
     """
-    lock = threading.Lock()
-
-    def advance(size: int) -> None:
-        with lock:
-            progress(size)
+    advance = one_at_a_time(progress)
 
     def check(name: str) -> None:
         _check_file(folder, name, manifest)
@@ -159,13 +152,7 @@ def verify(
         if found != manifest.files[name]["xxh3_128"]:
             raise CheckpointError(f"{folder} is damaged: {name} is not what was written (its xxh3_128 differs)")
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        futures = [pool.submit(check, name) for name in (manifest.files if names is None else names)]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    in_threads(check, manifest.files if names is None else names, _READERS)
 
 
 def hash_file(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:

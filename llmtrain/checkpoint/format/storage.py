@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +44,13 @@ from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import FileRecord
 from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, DTYPES, Entry, TensorFile, TensorSource
+from llmtrain.checkpoint.format.threads import in_threads
 
 FILE_BYTES = 512 * 2**20
 """A file is closed beyond this, so that hashing and uploading have parts to share; a piece is never split."""
 READ_BYTES = 64 * 2**20
 """Bytes of a piece that are in memory at a time, beside the tensor they are copied to."""
 THREADS = 4
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class ShardWriter(StorageWriter):
                 content = planner.resolve_data(item)
                 assert isinstance(content, io.BytesIO)
                 results.append(WriteResult(item.index, 0, json.loads(content.getvalue())))
-        for written in _in_threads(lambda name: self._write(name, plan, planner), plan.storage_data, self._threads):
+        for written in in_threads(lambda name: self._write(name, plan, planner), plan.storage_data, self._threads):
             results += written
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -206,7 +205,7 @@ class ShardReader(StorageReader):
             assert item.storage_index.offset is not None
             piece = self._pieces[name, tuple(item.storage_index.offset)]
             by_file.setdefault(piece.file, []).append((item, piece))
-        _in_threads(lambda file: self._read(file, by_file[file], planner), by_file, THREADS)
+        in_threads(lambda file: self._read(file, by_file[file], planner), by_file, THREADS)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -273,14 +272,3 @@ def _piece(item: WriteItem, file: str) -> Piece:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return Piece(list(chunk.offsets), list(chunk.sizes), file, _entry(item).name)
-
-
-def _in_threads(work: Callable[[str], _Result], names: Iterable[str], threads: int) -> list[_Result]:
-    if threads == 1:
-        return [work(name) for name in names]
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(work, name) for name in names]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,19 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
+
+
+def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Divide tensors, in order, into files of at most max_bytes; a larger tensor has a file of its own."""
+    files: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        if not files or size + entry.nbytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.nbytes
+    return files
 
 
 class TensorFile:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
+from llmtrain.config.output_folder import write_synced
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores
 from llmtrain.eval.report.metrics import Estimate, Metrics, is_perplexity
 
@@ -257,9 +257,6 @@ def _file_name(text: str) -> str:
 
 def _write(path: Path, text: str) -> Path:
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(partial, text.encode())
     partial.replace(path)
     return path

@@ -7,9 +7,9 @@ import torch
 from safetensors import safe_open
 
 from llmtrain.checkpoint.format.manifest import hash_file
-from llmtrain.checkpoint.format.tensor_file import DTYPES, Entry, TensorFile
+from llmtrain.checkpoint.format.tensor_file import DTYPES, Entry, TensorFile, split_into_files
 from llmtrain.commands.convert import parse_size
-from llmtrain.convert.safetensors_files import safetensors_names, split_into_files
+from llmtrain.convert.export import safetensors_names
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)

@@ -46,7 +46,7 @@ def test_schema_is_valid_draft_2020_12():
 
 
 def test_committed_schema_is_the_generated_one():
-    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run `llmtrain schema --out yamls/schema.json`"
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run `python scripts/generate_reference.py`"
 
 
 def test_interpolations_pass_where_numbers_are_expected(validator):

@@ -1,4 +1,4 @@
-"""Markdown pages of every key of a YAML, generated from the sections that decode it. No torch here."""
+"""Write every file that is generated from the schema: JSON schemas for editors, and the key reference in docs/reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -22,8 +23,71 @@ from llmtrain.config.schema_tree import (
     is_section,
     sections_by_type,
 )
+from llmtrain.eval.report.gauntlet import Gauntlet
+from llmtrain.eval.run_config import EvalRun
+from llmtrain.eval.tasks.config import TaskConfig
+from llmtrain.schema.config import Config
+from llmtrain.schema.json_schema import schema_text
 
-NOTE = "<!-- Generated from the schema: llmtrain schema --docs docs/reference -->\n"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "reference"
+NOTE = "<!-- Generated from the schema: python scripts/generate_reference.py -->\n"
+ABOUT = """Every key of every YAML, generated from the classes that decode it. Unknown keys and values of another type
+are errors; `llmtrain check FILE` reports all of them at once, and the rules that connect several keys.
+
+Any value may be an interpolation: `${section.key}` is the value of another key, `${oc.env:NAME}` that of an environment
+variable. A length of training is a number with a unit: `300 steps`, `26e9 tokens`, `2 epochs`, or `5 %` of the run.
+
+*On resume*: a key that "may change" can have another value when the same run is started again. A change of a "fixed" key
+is refused, because it would be another experiment; `llmtrain train FILE --fresh` then starts anew."""
+
+
+def main() -> None:
+    files = generated()
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for path in set(PAGES.iterdir()) - files.keys():
+        path.unlink()
+
+
+def outdated() -> list[str]:
+    """Names of the files that differ from what the schema gives, and of pages that it does not give."""
+    files = generated()
+    committed = {path: path.read_text(encoding="utf-8") for path in {*files, *PAGES.iterdir()} if path.exists()}
+    return sorted(
+        str(path.relative_to(ROOT)) for path in {*files, *committed} if committed.get(path) != files.get(path)
+    )
+
+
+def generated() -> dict[Path, str]:
+    """Text of every generated file by its path."""
+    return {
+        ROOT / "yamls" / "schema.json": schema_text(),
+        ROOT / "eval" / "schema.json": plain_json_schema(EvalRun),
+        ROOT / "eval" / "tasks" / "schema.json": plain_json_schema(TaskConfig),
+        ROOT / "eval" / "gauntlets" / "schema.json": plain_json_schema(Gauntlet),
+        **{PAGES / name: text for name, text in reference().items()},
+    }
+
+
+def plain_json_schema(section: type[Section]) -> str:
+    """Text of the JSON schema of a section, without the interpolations that yamls/schema.json allows."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **section.model_json_schema()}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def reference() -> dict[str, str]:
+    """Markdown of every page of the key reference by file name, with an index in README.md."""
+    pages = [
+        *run_pages(Config, "run.md", "The YAML of `llmtrain train`"),
+        whole_page(EvalRun, "llmtrain-eval.md", "The YAML of `llmtrain eval`"),
+        whole_page(TaskConfig, "task.md", "The YAML of a task"),
+        whole_page(Gauntlet, "gauntlet.md", "The YAML of a gauntlet"),
+    ]
+    index = "\n".join(f"- [{page.title}]({page.file}): {_first_sentence(page.about)}" for page in pages)
+    files = {page.file: _page(page, pages) for page in pages}
+    return {"README.md": f"{NOTE}# Key reference\n\n{ABOUT}\n\n{index}\n", **files}
 
 
 @dataclass(frozen=True)
@@ -77,13 +141,6 @@ def run_pages(root: type[Section], file: str, title: str) -> list[Page]:
 def whole_page(root: type[Section], file: str, title: str) -> Page:
     """A YAML on one page."""
     return Page(file, title, _about(root), list(_below(Place("", root))))
-
-
-def render(pages: list[Page], about: str) -> dict[str, str]:
-    """Text by file name, with an index in README.md. about: its first paragraph."""
-    files = {page.file: _page(page, pages) for page in pages}
-    lines = [f"- [{page.title}]({page.file}): {_first_sentence(page.about)}" for page in pages]
-    return {"README.md": f"{NOTE}# Key reference\n\n{about}\n\n" + "\n".join(lines) + "\n", **files}
 
 
 def _page(page: Page, pages: list[Page]) -> str:
@@ -209,3 +266,7 @@ def _about(section: type[Section]) -> str:
 
 def _first_sentence(text: str) -> str:
     return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+
+
+if __name__ == "__main__":
+    main()
