@@ -23,17 +23,9 @@ from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 Operation = Literal[
-    "attention",
-    "rotary",
-    "norm",
-    "ssd",
-    "conv1d",
-    "gated_norm",
-    "mamba_mixer",
-    "attention_step",
-    "ssd_step",
-    "conv1d_step",
-]
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer",
+    "attention_step", "ssd_step", "conv1d_step",
+]  # fmt: skip
 Spec = Any  # AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
 
 

@@ -45,16 +45,10 @@ def _cell(case: Case, bars: tuple[Bar, ...]) -> Cell:
     return Cell(
         "attention",
         f"head_dim {case.head_dim}" + f" {case.variant}" * (case.variant != "plain"),
-        case.seq_len,
-        ("out", "dq", "dk", "dv"),
-        inputs,
-        lambda: _contenders(case),
-        case.exact,
-        Work(case.flops(), 2 * q + 2 * kv),
-        Work(2.5 * case.flops(), 4 * q + 4 * kv),
-        bars,
+        case.seq_len, ("out", "dq", "dk", "dv"), inputs, lambda: _contenders(case), case.exact,
+        Work(case.flops(), 2 * q + 2 * kv), Work(2.5 * case.flops(), 4 * q + 4 * kv), bars,
         lambda found: [case.first_group(t) for t in found],
-    )
+    )  # fmt: skip
 
 
 def _contenders(case: Case) -> list[Contender]:

@@ -40,18 +40,11 @@ def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
 
     forward, backward = work(case)
     return Cell(
-        "ssd",
-        f"{case.heads}x{case.head_dim}, d_state {case.d_state}",
-        case.seq_len,
+        "ssd", f"{case.heads}x{case.head_dim}, d_state {case.d_state}", case.seq_len,
         ("y", *(f"d{name}" for name in ("x", "dt", "A", "B", "C", "D", "dt_bias"))),
-        inputs,
-        lambda: _contenders(case, chunks),
-        lambda leaves, dy: by_sequence(case.exact(), leaves, dy),
-        forward,
-        backward,
-        bars,
-        last_sequence,
-    )
+        inputs, lambda: _contenders(case, chunks), lambda leaves, dy: by_sequence(case.exact(), leaves, dy),
+        forward, backward, bars, last_sequence,
+    )  # fmt: skip
 
 
 def work(case: Case) -> tuple[Work, Work]:

@@ -200,15 +200,8 @@ class Problem:
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
         shares = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7}
+        flops, fastest = self.case.flops(), [(part, attempts[0]) for part, attempts in best.items() if attempts]
         return [
-            Winner(
-                f"attention.{part}",
-                Launch(**one[0].launch),
-                one[0].ms,
-                one[0].shared,
-                shares[part] * self.case.flops(),
-                "tflops",
-            )
-            for part, one in best.items()
-            if one
+            Winner(f"attention.{part}", Launch(**one.launch), one.ms, one.shared, shares[part] * flops, "tflops")
+            for part, one in fastest
         ]
