@@ -18,21 +18,14 @@ from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
 from llmtrain.kernels.norm import spec as norm
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
 from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 Operation = Literal[
-    "attention",
-    "rotary",
-    "norm",
-    "ssd",
-    "conv1d",
-    "gated_norm",
-    "mamba_mixer",
-    "attention_step",
-    "ssd_step",
-    "conv1d_step",
-]
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer",
+    "attention_step", "ssd_step", "conv1d_step",
+]  # fmt: skip
 Spec = Any  # AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
 
 
@@ -42,15 +35,15 @@ class Backend:
 
     name: `family` or `family:variant`.
     module: imported only when the backend is built.
-    refusal: (spec, platform) -> why it cannot serve and what to change, or None. platform=None asks only for
-        reasons that hold on every machine.
+    refusal: (spec, platform) -> why it cannot serve and what to change, or None (of a reference always).
+        platform=None asks only for reasons that hold on every machine.
     saved_ops: names of its operators whose outputs selective checkpointing keeps, since they are costly to compute and
         cheap to keep. As str() of a torch operator, without importing torch.
     """
 
     name: str
     module: str
-    refusal: Callable[[Spec, Platform | None], str | None]
+    refusal: Callable[[Spec, Platform | None], str | None] = lambda spec, platform: None
     saved_ops: tuple[str, ...] = ()
 
     @property
@@ -62,6 +55,15 @@ class Backend:
         return importlib.import_module(self.module).build(spec, platform, self.name.partition(":")[2])
 
 
+def _refuse_triton_step(spec: Spec, platform: Platform | None) -> str | None:
+    return refuse_triton(spec.dtype, platform)
+
+
+def _preference_step(spec: Spec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`, of the operations on one new token per row."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
+
+
 _SDPA = "llmtrain.kernels.attention.sdpa"
 
 
@@ -71,7 +73,7 @@ def _sdpa_op(kernel: str) -> tuple[str, ...]:
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "attention": (
-        Backend("reference", "llmtrain.kernels.attention.reference", attention.refuse_reference),
+        Backend("reference", "llmtrain.kernels.attention.reference"),
         Backend("sdpa:flash", _SDPA, attention.refuse_sdpa_flash, _sdpa_op("flash_attention")),
         Backend("sdpa:cudnn", _SDPA, attention.refuse_sdpa_cudnn, _sdpa_op("cudnn_attention")),
         Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient, _sdpa_op("efficient_attention")),
@@ -87,46 +89,46 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
     "rotary": (
-        Backend("reference", "llmtrain.kernels.rotary.reference", rotary.refuse_nothing),
+        Backend("reference", "llmtrain.kernels.rotary.reference"),
         Backend("triton", "llmtrain.kernels.rotary.triton", rotary.refuse_triton_pairs),
     ),
     "norm": (
-        Backend("reference", "llmtrain.kernels.norm.reference", norm.refuse_nothing),
+        Backend("reference", "llmtrain.kernels.norm.reference"),
         Backend("triton", "llmtrain.kernels.norm.triton", norm.refuse_triton_rows),
     ),
     "ssd": (
-        Backend("reference", "llmtrain.kernels.ssd.reference", ssd.refuse_reference),
+        Backend("reference", "llmtrain.kernels.ssd.reference"),
         Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
         Backend("mamba_ssm", "llmtrain.kernels.ssd.mamba_ssm", ssd.refuse_mamba_ssm),
     ),
     "conv1d": (
-        Backend("reference", "llmtrain.kernels.conv1d.reference", conv1d.refuse_nothing),
+        Backend("reference", "llmtrain.kernels.conv1d.reference"),
         Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_aten),
         Backend("triton", "llmtrain.kernels.conv1d.triton", conv1d.refuse_triton_sequence),
         Backend("causal_conv1d", "llmtrain.kernels.conv1d.causal_conv1d", conv1d.refuse_causal_conv1d),
     ),
     "gated_norm": (
-        Backend("reference", "llmtrain.kernels.gated_norm.reference", gated_norm.refuse_nothing),
+        Backend("reference", "llmtrain.kernels.gated_norm.reference"),
         Backend("triton", "llmtrain.kernels.gated_norm.triton", gated_norm.refuse_triton_rows),
         Backend("mamba_ssm", "llmtrain.kernels.gated_norm.mamba_ssm", gated_norm.refuse_mamba_ssm),
     ),
     # The three of a Mamba-2 mixer as one, for training.
     "mamba_mixer": (
-        Backend("reference", "llmtrain.kernels.mamba_mixer.reference", mamba_mixer.refuse_nothing),
+        Backend("reference", "llmtrain.kernels.mamba_mixer.reference"),
         Backend("triton", "llmtrain.kernels.mamba_mixer.triton", mamba_mixer.refuse_triton),
     ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
-        Backend("reference", "llmtrain.kernels.attention.step", attention.refuse_reference),
+        Backend("reference", "llmtrain.kernels.attention.step"),
         Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton),
     ),
     "ssd_step": (
-        Backend("reference", "llmtrain.kernels.ssd.step", ssd.refuse_reference),
-        Backend("triton", "llmtrain.kernels.ssd.step_triton", ssd.refuse_step_triton),
+        Backend("reference", "llmtrain.kernels.ssd.step"),
+        Backend("triton", "llmtrain.kernels.ssd.step_triton", _refuse_triton_step),
     ),
     "conv1d_step": (
-        Backend("reference", "llmtrain.kernels.conv1d.step", conv1d.refuse_nothing),
-        Backend("triton", "llmtrain.kernels.conv1d.step_triton", conv1d.refuse_step_triton),
+        Backend("reference", "llmtrain.kernels.conv1d.step"),
+        Backend("triton", "llmtrain.kernels.conv1d.step_triton", _refuse_triton_step),
     ),
 }
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
@@ -137,9 +139,9 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,
     "mamba_mixer": mamba_mixer.preference,
-    "attention_step": attention.preference_step,
-    "ssd_step": ssd.preference_step,
-    "conv1d_step": conv1d.preference_step,
+    "attention_step": _preference_step,
+    "ssd_step": _preference_step,
+    "conv1d_step": _preference_step,
 }
 # A config that names a third-party scan gets that package's convolution and norm too.
 _BELONGS = {"mamba_ssm": ("causal_conv1d", "reference")}

@@ -32,10 +32,11 @@ def _refuse(*_: object) -> None:
 @dataclass(frozen=True)
 class Case:
     dtype: str = "bfloat16"
+    head_dim: int = 64
 
 
 class Problem:
-    parts, shape, tolerance = ("forward",), {"head_dim": 64}, 0.01
+    parts, tolerance = ("forward",), 0.01
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.device = case, device

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.bench.kernels import scan
-from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, draw, generator, leaf, run_both, wide
+from llmtrain.bench.kernels.backends import all_backends, backends, built
+from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, draw, generator, leaf, run_both, wide
 from llmtrain.bench.tune import ssd
-from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
@@ -41,6 +40,14 @@ class Sizes:
     @property
     def channels(self) -> int:
         return self.d_inner + 2 * self.d_state
+
+    @property
+    def conv1d(self) -> Conv1dSpec:
+        return Conv1dSpec(self.channels, WIDTH, self.dtype)
+
+    @property
+    def gated_norm(self) -> GatedNormSpec:
+        return GatedNormSpec(self.d_inner, 1, EPS, False, self.dtype)
 
     @property
     def bytes(self) -> int:
@@ -91,28 +98,9 @@ def _conv(sizes: Sizes, seq_len: int) -> Cell:
     moved = channels * sizes.bytes
     return Cell(
         "conv1d", f"{channels} channels", seq_len, ("y", "dx", "dweight", "dbias"), inputs,
-        lambda: _conv_contenders(sizes), exact, Work(flops, 2 * moved), Work(3 * flops, 3 * moved),
+        lambda: all_backends("conv1d", sizes.conv1d, ("aten", "causal_conv1d")), exact,
+        Work(flops, 2 * moved), Work(3 * flops, 3 * moved),
     )  # fmt: skip
-
-
-def _named(operation: Any, spec: Any) -> list[str]:
-    return [row.backend for row in registry.table(operation, spec, platform.detect()) if row.reason is None]
-
-
-def _built(operation: Any, name: str, spec: Any) -> Callable[..., Tensor]:
-    """The kernel as the model runs it: PyTorch backends are compiled, on a GPU."""
-    here = platform.detect()
-    kernel = registry.resolve(operation, name, spec, here).build(spec, here)
-    compiled = here.vendor != "cpu" and name in ("reference", "aten")
-    return torch.compile(kernel, dynamic=False) if compiled else kernel
-
-
-def _conv_contenders(sizes: Sizes) -> list[Contender]:
-    spec = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype)
-    return [
-        Contender(name, lambda name=name: _built("conv1d", name, spec), name in ("aten", "causal_conv1d"))
-        for name in _named("conv1d", spec)
-    ]
 
 
 def _norm(sizes: Sizes, seq_len: int) -> Cell:
@@ -123,36 +111,19 @@ def _norm(sizes: Sizes, seq_len: int) -> Cell:
         return [leaf(x), leaf(z), leaf(weight)], draw(g, *z.shape, dtype=z.dtype)
 
     def exact(leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-        return run_both(gated_norm, wide(leaves), dy.double())
+        return run_both(ReferenceGatedNorm(sizes.gated_norm), wide(leaves), dy.double())
 
     moved, flops = sizes.d_inner * sizes.bytes, 8.0 * sizes.tokens * sizes.d_inner
     return Cell(
         "gated_norm", f"{sizes.d_inner} channels", seq_len, ("y", "dx", "dz", "dweight"), inputs,
-        lambda: _norm_contenders(sizes), exact, Work(flops, 3 * moved), Work(2 * flops, 5 * moved),
+        lambda: all_backends("gated_norm", sizes.gated_norm, ("mamba_ssm",)), exact,
+        Work(flops, 3 * moved), Work(2 * flops, 5 * moved),
     )  # fmt: skip
-
-
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """rms(x silu(z)) weight over all channels, in fp32 or wider."""
-    wider = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wider) * F.silu(z.to(wider))
-    return (F.rms_norm(y, y.shape[-1:], eps=EPS) * weight).to(x.dtype)
-
-
-def _norm_spec(sizes: Sizes) -> GatedNormSpec:
-    return GatedNormSpec(sizes.d_inner, 1, EPS, False, sizes.dtype)
-
-
-def _norm_contenders(sizes: Sizes) -> list[Contender]:
-    spec = _norm_spec(sizes)
-    return [
-        Contender(name, lambda name=name: _built("gated_norm", name, spec), name == "mamba_ssm")
-        for name in _named("gated_norm", spec)
-    ]
 
 
 def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
     case = ssd.Case(sizes.heads, sizes.head_dim, sizes.d_state, 1, seq_len, sizes.dtype, sizes.tokens)
+    spec = MambaMixerSpec(sizes.conv1d, case.spec, sizes.gated_norm)
 
     def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
         g, n = generator(seed), sizes.heads
@@ -164,7 +135,7 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
         return [leaf(t) for t in (fused, *vectors, draw(g, sizes.d_inner))], up
 
     def exact(leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
-        run = mixer(_mixer_spec(sizes, case), causal_conv1d_silu, case.exact(), gated_norm)
+        run = mixer(spec, causal_conv1d_silu, case.exact(), ReferenceGatedNorm(spec.gated_norm))
         return scan.by_sequence(run, leaves, dy)
 
     forward, backward = scan.work(case)
@@ -172,7 +143,7 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
     return Cell(
         "mixer", f"{sizes.heads}x{sizes.head_dim}, d_state {sizes.d_state}", seq_len,
         ("y", "dprojection", "dconv_weight", "dconv_bias", "dA", "dD", "ddt_bias", "dnorm_weight"), inputs,
-        lambda: _mixer_contenders(sizes, case, chunks), exact,
+        lambda: _mixer_contenders(spec, chunks), exact,
         # What its three parts move; fused, it would be less.
         Work(forward.flops, forward.bytes + 2 * conv + 3 * norm),
         Work(backward.flops, backward.bytes + 3 * conv + 5 * norm),
@@ -181,11 +152,6 @@ def _mixer(sizes: Sizes, seq_len: int, chunks: tuple[int, ...]) -> Cell:
         # dA is a number per head, and the error of each is relative to a sum that may come out small: few settle nothing.
         draws=8,
     )  # fmt: skip
-
-
-def _mixer_spec(sizes: Sizes, case: ssd.Case) -> MambaMixerSpec:
-    conv = Conv1dSpec(sizes.channels, WIDTH, sizes.dtype)
-    return MambaMixerSpec(conv, case.spec, _norm_spec(sizes))
 
 
 def mixer(
@@ -207,35 +173,29 @@ def mixer(
     return run
 
 
-def _mixer_contenders(sizes: Sizes, case: ssd.Case, chunks: tuple[int, ...]) -> list[Contender]:
+def _mixer_contenders(spec: MambaMixerSpec, chunks: tuple[int, ...]) -> list[Contender]:
     """Ours is one operator; `parts`: the same kernels, as three."""
-    here, spec = platform.detect(), _mixer_spec(sizes, case)
-
-    def built(operation: Any, name: str, of: Any) -> Any:
-        return registry.resolve(operation, name, of, here).build(of, here)
 
     def parts() -> Callable[..., Tensor]:
         kernel = built("ssd", "triton", spec.ssd)
         conv, norm = built("conv1d", "triton", spec.conv1d), built("gated_norm", "triton", spec.gated_norm)
         return mixer(spec, conv, lambda *t: kernel(*t)[0], norm)
 
-    if here.vendor == "cpu":
+    if device() == "cpu":
         return [Contender("reference", lambda: built("mamba_mixer", "reference", spec))]
     found = []
-    if "triton" in _named("mamba_mixer", spec):
+    if "triton" in backends("mamba_mixer", spec):
         found = [Contender("triton", lambda: built("mamba_mixer", "triton", spec)), Contender("parts", parts)]
     if importlib.util.find_spec("mamba_ssm") is not None:
-        found += [_public_mixer(sizes, case, chunk) for chunk in chunks]
+        found += [_public_mixer(spec, chunk) for chunk in chunks]
     return found
 
 
-def _public_mixer(sizes: Sizes, case: ssd.Case, chunk: int) -> Contender:
-    spec = _mixer_spec(sizes, case)
-
+def _public_mixer(spec: MambaMixerSpec, chunk: int) -> Contender:
     def make() -> Callable[..., Tensor]:
-        conv = "causal_conv1d" if "causal_conv1d" in _named("conv1d", spec.conv1d) else "reference"
-        norm = _built("gated_norm", "mamba_ssm", spec.gated_norm)
-        return mixer(spec, _built("conv1d", conv, spec.conv1d), scan.public(chunk), norm)
+        conv = "causal_conv1d" if "causal_conv1d" in backends("conv1d", spec.conv1d) else "reference"
+        norm = built("gated_norm", "mamba_ssm", spec.gated_norm)
+        return mixer(spec, built("conv1d", conv, spec.conv1d), scan.public(chunk), norm)
 
     # Its scan has the variants of the scan's own cells.
     return Contender(f"public {chunk}", make, True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from llmtrain.bench.kernels.cell import Cell, Contender, Work, device, draw, generator, leaf, run_both, wide
-from llmtrain.kernels import platform, registry
+from llmtrain.bench.kernels.backends import all_backends
+from llmtrain.bench.kernels.cell import Cell, Work, device, draw, generator, leaf, run_both, wide
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 
@@ -36,16 +36,8 @@ def _cell(dim: int, kind: Literal["rmsnorm", "layernorm"], biased: bool, tokens:
     def exact(leaves: list[Tensor], up: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run_both(ReferenceNorm(spec), wide(leaves), tuple(t.double() for t in up))
 
-    def contenders() -> list[Contender]:
-        here = platform.detect()
-
-        def make(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-            kernel = registry.resolve("norm", name, spec, here).build(spec, here)
-            return torch.compile(kernel, dynamic=False) if device() == "cuda" and name == "reference" else kernel
-
-        able = [row.backend for row in registry.table("norm", spec, here) if row.reason is None]
-        return [Contender(name, lambda name=name: make(name), name == "reference") for name in able]
-
-    moved = tokens * dim * dtype.itemsize
-    work = Work(0.0, 4 * moved)
-    return Cell("norm", f"{kind} {dim}", seq_len, names, inputs, contenders, exact, work, work)
+    work = Work(0.0, 4 * tokens * dim * dtype.itemsize)
+    return Cell(
+        "norm", f"{kind} {dim}", seq_len, names, inputs,
+        lambda: all_backends("norm", spec, ("reference",)), exact, work, work,
+    )  # fmt: skip

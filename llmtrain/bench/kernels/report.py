@@ -19,12 +19,7 @@ FP32_NOISE = 1e-6  # below it two kernels differ in the order of their fp32 sums
 def value(result: Result, what: str) -> float | None:
     if result.failed:
         return None
-    return {
-        "forward": result.forward_ms,
-        "backward": result.backward_ms,
-        "sum": result.sum_ms,
-        "memory": result.memory_mib,
-    }[what]
+    return result.memory_mib if what == "memory" else getattr(result, f"{what}_ms")
 
 
 def best(results: list[Result], against: str, what: str) -> float | None:

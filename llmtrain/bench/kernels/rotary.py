@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.bench.kernels import scan
-from llmtrain.bench.kernels.cell import Cell, Contender, Work, device, draw, generator, leaf, run_both, wide
-from llmtrain.kernels import platform, registry
+from llmtrain.bench.kernels.backends import all_backends
+from llmtrain.bench.kernels.cell import Cell, Work, device, draw, generator, leaf, run_both, wide
 from llmtrain.kernels.rotary.reference import ReferenceRotary
 from llmtrain.kernels.rotary.spec import RotarySpec
 
@@ -39,17 +39,11 @@ def _cell(head_dim: int, seq_len: int, heads: int, tokens: int) -> Cell:
     def exact(leaves: list[Tensor], up: Tensor) -> tuple[Tensor, ...]:
         return run_both(joined(ReferenceRotary(), cos.double(), sin.double()), wide(leaves), up.double())
 
-    def contenders() -> list[Contender]:
-        here, spec = platform.detect(), RotarySpec(head_dim, str(dtype).removeprefix("torch."))
-
-        def make(name: str) -> Callable[..., Tensor]:
-            function = joined(registry.resolve("rotary", name, spec, here).build(spec, here), cos, sin)
-            return torch.compile(function, dynamic=False) if device() == "cuda" and name == "reference" else function
-
-        able = [row.backend for row in registry.table("rotary", spec, here) if row.reason is None]
-        return [Contender(name, lambda name=name: make(name), name == "reference") for name in able]
-
+    spec = RotarySpec(head_dim, str(dtype).removeprefix("torch."))
     numbers = 2 * tokens * heads * head_dim
     # The joined output is written and read once more.
     work = Work(3.0 * numbers, 4 * numbers * dtype.itemsize)
-    return Cell("rotary", f"{heads}x{head_dim}", seq_len, ("out", "dq", "dk"), inputs, contenders, exact, work, work)
+    return Cell(
+        "rotary", f"{heads}x{head_dim}", seq_len, ("out", "dq", "dk"), inputs,
+        lambda: all_backends("rotary", spec, ("reference",), lambda kernel: joined(kernel, cos, sin)), exact, work, work,
+    )  # fmt: skip

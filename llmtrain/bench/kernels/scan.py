@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmtrain.bench.kernels import autotuned
+from llmtrain.bench.kernels.backends import backends, built
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, leaf, run_both, wide
 from llmtrain.bench.tune.ssd import Case
-from llmtrain.kernels import platform, registry
 
 LENGTHS = (2048, 4096, 8192)
 SHAPES = ((80, 64, 128), (80, 64, 64), (64, 64, 128))
@@ -41,38 +40,27 @@ def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
 
     forward, backward = work(case)
     return Cell(
-        "ssd",
-        f"{case.heads}x{case.head_dim}, d_state {case.d_state}",
-        case.seq_len,
+        "ssd", f"{case.heads}x{case.head_dim}, d_state {case.d_state}", case.seq_len,
         ("y", *(f"d{name}" for name in ("x", "dt", "A", "B", "C", "D", "dt_bias"))),
-        inputs,
-        lambda: _contenders(case, chunks),
-        lambda leaves, dy: by_sequence(case.exact(), leaves, dy),
-        forward,
-        backward,
-        bars,
-        last_sequence,
-    )
+        inputs, lambda: _contenders(case, chunks), lambda leaves, dy: by_sequence(case.exact(), leaves, dy),
+        forward, backward, bars, last_sequence,
+    )  # fmt: skip
 
 
 def work(case: Case) -> tuple[Work, Work]:
-    """FLOP with chunks of 128 tokens; bytes: x, y, dt, B and C, and in the backward dy and all gradients, once each."""
-    tokens, size, chunk = case.batch * case.seq_len, 4 if case.dtype == "float32" else 2, 128
-    c = tokens * case.groups * case.d_state * (chunk + 1)
-    d = tokens * case.heads * case.head_dim * (chunk + 1)
-    s = 2 * tokens * case.heads * case.head_dim * case.d_state
+    """Bytes: x, y, dt, B and C, and in the backward dy and all gradients, once each."""
+    tokens, size = case.batch * case.seq_len, 4 if case.dtype == "float32" else 2
     x, bc, dt = (tokens * n * size for n in (case.heads * case.head_dim, 2 * case.groups * case.d_state, case.heads))
-    return Work(c + d + 2 * s, 2 * x + bc + dt), Work(3 * c + 2 * d + 5 * s, 3 * x + 2 * bc + 2 * dt)
+    forward, backward = case.flops()
+    return Work(forward, 2 * x + bc + dt), Work(backward, 3 * x + 2 * bc + 2 * dt)
 
 
 def _contenders(case: Case, chunks: tuple[int, ...]) -> list[Contender]:
-    here = platform.detect()
-    names = [row.backend for row in registry.table("ssd", case.spec, here) if row.reason is None]
-    names = [name for name in names if name != "mamba_ssm"]
-    if here.vendor != "cpu" and case.seq_len != 4096:
+    names = [name for name in backends("ssd", case.spec) if name != "mamba_ssm"]
+    if device() == "cuda" and case.seq_len != 4096:
         names = [name for name in names if name != "reference"]  # compiles for many seconds, and is far behind
     found = [Contender(name, lambda name=name: _ours(case, name)) for name in names]
-    if here.vendor != "cpu" and importlib.util.find_spec("mamba_ssm") is not None:
+    if device() == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
         for chunk in chunks:
 
             def warm(k: int, n: int, chunk: int = chunk) -> None:
@@ -85,10 +73,7 @@ def _contenders(case: Case, chunks: tuple[int, ...]) -> list[Contender]:
 
 
 def _ours(case: Case, name: str) -> Callable[..., Tensor]:
-    here = platform.detect()
-    kernel: Any = registry.resolve("ssd", name, case.spec, here).build(case.spec, here)
-    if name == "reference" and here.vendor != "cpu":
-        kernel = torch.compile(kernel, dynamic=False)
+    kernel = built("ssd", name, case.spec)
     return lambda *leaves: kernel(*leaves)[0]
 
 

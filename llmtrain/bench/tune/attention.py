@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
 from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
@@ -30,7 +30,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
     "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
 }
-_TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Case:
     def batch(self) -> int:
         return max(1, self.tokens // self.seq_len)
 
-    def ids(self, device: str) -> Tensor | None:
+    def ids(self, device: str | torch.device) -> Tensor | None:
         if not self.packed:
             return None
         return (torch.arange(self.seq_len, device=device) // self.document).expand(self.batch, -1)
@@ -98,6 +97,24 @@ class Case:
         qkv = [t.unflatten(-1, (h, spec.head_dim)) for t, h in zip(slices, heads, strict=True)]
         return qkv, random(self.batch, self.seq_len, spec.n_heads, spec.head_dim)
 
+    def first_group(self, t: Tensor) -> Tensor:
+        """Slice of [batch, T, heads, head_dim]: the last sequence's first key head, or the query heads that share it."""
+        return t[-1:, :, : t.shape[2] // self.spec.n_kv_heads]
+
+    def exact(self, qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+        """`first_group` of the output and of the gradients of q, k and v, in float64."""
+        if not self.causal:
+            raise UserError("attention is checked with causality alone: tune `mixed`")
+        spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.ids(dout.device)
+        bias = score_bias(spec, self.seq_len, dout.device)[:group]
+        if ids is not None:
+            bias = bias.masked_fill(ids[-1][:, None] != ids[-1][None, :], float("-inf"))
+        one = AttentionSpec(group, 1, spec.head_dim, spec.scale, softcap=spec.softcap, dtype="float64")
+        leaves = [self.first_group(t.detach()).double().requires_grad_() for t in qkv]
+        q, k, v = leaves
+        out = ReferenceAttention(one)(q, k, v, bias)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.first_group(dout).double())]
+
 
 def _forms(part: str) -> list[dict[str, Any]]:
     """Forms of a kernel beside the plain one; see triton_launch.Launch."""
@@ -113,8 +130,7 @@ class Problem:
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.where, self.spec = case, where, case.spec
-        self.shape = {"head_dim": case.head_dim}
-        self.tolerance = _TOLERANCE[case.dtype]
+        self.tolerance = TOLERANCE[case.dtype]
         (self.q, self.k, self.v), self.dout = case.tensors(device)
         ids, slopes, bounds = case.ids(device), None, (None, None)
         if ids is not None:
@@ -176,41 +192,16 @@ class Problem:
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
         if not self._exact:
-            self._exact = self._in_float64()
+            exact = self.case.exact((self.q, self.k, self.v), self.dout)
+            self._exact = dict(zip(("out", "dq", "dk", "dv"), exact, strict=True))
         found = self.runner(part, launch)()
-        worst = 0.0
-        for name, value in found.items():
-            exact = self._exact[name]
-            worst = max(worst, relative_error(value[-1:, :, : exact.shape[2]], exact))
-        return worst
-
-    def _in_float64(self) -> dict[str, Tensor]:
-        """Exact results for the last sequence's first key head and the query heads that share it."""
-        spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.case.ids("cuda")
-        bias = score_bias(spec, self.case.seq_len, torch.device("cuda"))[:group]
-        if not self.case.causal:
-            raise UserError("attention is checked with causality alone: tune `mixed`")
-        if ids is not None:
-            bias = bias.masked_fill(ids[-1][:, None] != ids[-1][None, :], float("-inf"))
-        one = AttentionSpec(group, 1, spec.head_dim, spec.scale, softcap=spec.softcap, dtype="float64")
-        pieces = (self.q[-1:, :, :group], self.k[-1:, :, :1], self.v[-1:, :, :1])
-        q, k, v = leaves = [t.detach().double().requires_grad_() for t in pieces]
-        out = ReferenceAttention(one)(q, k, v, bias)
-        gradients = torch.autograd.grad(out, leaves, self.dout[-1:, :, :group].double())
-        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+        return max(relative_error(self.case.first_group(t), self._exact[name]) for name, t in found.items())
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
         shares = {"forward": 1.0, "dq": 2.5 * 3 / 7, "dkdv": 2.5 * 4 / 7}
+        flops, fastest = self.case.flops(), [(part, attempts[0]) for part, attempts in best.items() if attempts]
         return [
-            Winner(
-                f"attention.{part}",
-                Launch(**one[0].launch),
-                one[0].ms,
-                one[0].shared,
-                shares[part] * self.case.flops(),
-                "tflops",
-            )
-            for part, one in best.items()
-            if one
+            Winner(f"attention.{part}", Launch(**one.launch), one.ms, one.shared, shares[part] * flops, "tflops")
+            for part, one in fastest
         ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outputs
+from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
@@ -41,9 +41,7 @@ class Problem(MemoryBound):
     operation, parts, launch = "conv1d", ("forward", "backward"), Tile
 
     def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.where = case, where
-        self.shape = {"width": case.width}
-        self.tolerance = TOLERANCE[case.dtype]
+        super().__init__(case, where)
         self.table = default_launch(Conv1dSpec(case.channels, case.width, case.dtype), where)
         draw, size = Draw(device, case.dtype), (case.batch, case.seq_len, case.channels)
         self.x, self.weight, self.bias = draw.slice(*size), draw(case.channels, case.width), draw(case.channels)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outputs
+from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
@@ -37,9 +37,8 @@ class Problem(MemoryBound):
     operation, parts, launch = "gated_norm", ("forward", "backward"), Tile
 
     def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.where, self.spec = case, where, case.spec
-        self.shape = {"group_size": case.group_size}
-        self.tolerance = TOLERANCE[case.dtype]
+        super().__init__(case, where)
+        self.spec = case.spec
         self.table = default_launch(self.spec, where)
         draw, size = Draw(device, case.dtype), (case.tokens, self.spec.dim)
         self.x, self.z, self.dy, self.weight = draw(*size), draw.slice(*size), draw(*size), draw(self.spec.dim)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
+from llmtrain.kernels.platform import Platform
 
 Outputs = tuple[Tensor, ...]
-TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 
 
 class MemoryBound(abc.ABC):
@@ -23,9 +23,10 @@ class MemoryBound(abc.ABC):
     parts: Sequence[str]
     launch: type
     """Dataclass of one part's launch parameters."""
-    shape: dict[str, int]
-    tolerance: float
     _exact: dict[str, Outputs] | None = None
+
+    def __init__(self, case: Any, where: Platform):
+        self.case, self.where, self.tolerance = case, where, TOLERANCE[case.dtype]
 
     @abc.abstractmethod
     def launches(self, part: str, quick: bool) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outputs
+from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
@@ -39,9 +39,8 @@ class Problem(MemoryBound):
     operation, parts, launch = "norm", ("forward", "backward"), Tile
 
     def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.where, self.spec = case, where, case.spec
-        self.shape = {"dim": case.dim}
-        self.tolerance = TOLERANCE[case.dtype]
+        super().__init__(case, where)
+        self.spec = case.spec
         self.table = default_launch(self.spec, where)
         draw, size = Draw(device, case.dtype), (case.tokens, case.dim)
         self.x, self.delta, self.dy, self.d_total = (draw(*size) for _ in range(4))

@@ -13,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 
 OPERATIONS = ("attention", "ssd", "conv1d", "gated_norm", "norm", "rotary")
+TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 
 
 @dataclass
@@ -42,9 +43,10 @@ class Winner:
 class Problem(Protocol):
     """One operation at one shape. On the device `meta` it has no memory, and its runners only compile."""
 
+    case: Any
+    """The operation's Case: its sizes, and its dtype."""
     parts: Sequence[str]
     """Kernels, or groups of them, that are searched separately."""
-    shape: dict[str, int]
     tolerance: float
     """The largest relative error that counts as right."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.bench.tune.memory_bound import TOLERANCE, Draw, MemoryBound, Outputs
+from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.reference import rotate
 from llmtrain.kernels.rotary.spec import RotarySpec
@@ -38,9 +38,7 @@ class Problem(MemoryBound):
     operation, parts, launch = "rotary", ("every",), Launch
 
     def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.where = case, where
-        self.shape = {"head_dim": case.head_dim}
-        self.tolerance = TOLERANCE[case.dtype]
+        super().__init__(case, where)
         self.table = default_launch(RotarySpec(case.head_dim, case.dtype), where)
         draw = Draw(device, case.dtype)
         heads = case.heads or max(1, 2048 // case.head_dim)

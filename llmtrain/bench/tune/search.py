@@ -14,7 +14,7 @@ from llmtrain.bench.tune.compiling import Compilers, Task
 from llmtrain.bench.tune.measuring import Measured
 from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
-from llmtrain.kernels.tuning_table import Row
+from llmtrain.kernels.tuning_table import KERNELS, Row
 
 Step = Callable[[], None]
 """To be called after each candidate."""
@@ -63,7 +63,7 @@ def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: 
         "ms": round(winner.ms, 4),
         winner.unit: round(winner.work / winner.ms * 1e3 / scale, 1),
     }
-    shape = tuple(problem.shape.values())
+    shape = tuple(getattr(problem.case, name) for name in KERNELS[winner.kernel].shape)
     return Row(winner.kernel, dtype, shape, winner.launch, winner.shared, measured, seq_len, variant)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.operations import Attempt, Winner, relative_error
+from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
 from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
@@ -35,8 +35,6 @@ _KINDS = dict.fromkeys((*FORWARD, *BACKWARD), HeadLoopLaunch) | {
 }
 _OTHERS = {"sequential_scan": "sequential_scan_shared_sm", "state_passing_bwd": "state_passing_bwd_wide"}
 """Launches of the same kernels, for other numbers of programs."""
-_TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
-_NAMES = ("y", "x", "dt", "A", "B", "C", "D", "dt_bias")
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ class Case:
         reference = ReferenceSSD(replace(self.spec, chunk_size=64))
         return lambda *tensors: reference(*tensors)[0]
 
-    def flops(self) -> float:
-        """Forward and backward: 4c + 3d + 7s, with pairs within chunks of 128 tokens."""
+    def flops(self) -> tuple[int, int]:
+        """FLOP of the forward and of the backward, with pairs within chunks of 128 tokens."""
         spec, tokens, chunk = self.spec, self.batch * self.seq_len, 128
         c = tokens * spec.n_groups * spec.d_state * (chunk + 1)
         d = tokens * spec.n_heads * spec.head_dim * (chunk + 1)
         s = 2 * tokens * spec.n_heads * spec.head_dim * spec.d_state
-        return float(4 * c + 3 * d + 7 * s)
+        return c + d + 2 * s, 3 * c + 2 * d + 5 * s
 
 
 class Problem:
@@ -98,8 +96,7 @@ class Problem:
 
     def __init__(self, case: Case, device: str, where: Platform):
         self.case, self.device, self.where, self.spec = case, device, where, case.spec
-        self.shape = {"head_dim": case.head_dim, "d_state": case.d_state}
-        self.tolerance = _TOLERANCE[case.dtype]
+        self.tolerance = TOLERANCE[case.dtype]
         *self.tensors, self.dy = case.tensors(device)
         self.launch = default_launch(self.spec, where)
         fwd = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
@@ -302,7 +299,9 @@ class Problem:
         for launch in tried:
             measured = measurer("whole", asdict(launch))
             if measured.problem is None:
-                found.append(Winner("ssd", replace(launch, num_sms=1), measured.ms, 0, self.case.flops(), "tflops"))
+                found.append(
+                    Winner("ssd", replace(launch, num_sms=1), measured.ms, 0, sum(self.case.flops()), "tflops")
+                )
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], part: str) -> Any:

@@ -63,10 +63,6 @@ def alibi_slopes(n_heads: int, max_bias: float) -> Sequence[float]:
     return slopes if n == n_heads else (slopes[1::2] + slopes[::2])[:n_heads]
 
 
-def refuse_reference(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_sdpa_flash(spec: AttentionSpec, platform: Platform | None) -> str | None:
     return _refuse_fused("flash", spec) or _refuse_platform("flash", spec, platform, max_head_dim=256)
 
@@ -150,11 +146,6 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
         return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference", "triton")
     return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference", "triton")
-
-
-def preference_step(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
 
 
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:

@@ -24,10 +24,6 @@ class Conv1dSpec:
         return 2 * seq_len * self.channels * self.width
 
 
-def refuse_nothing(spec: Conv1dSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_aten(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     return "F.conv1d keeps no documents apart; use reference" if spec.documents else None
 
@@ -35,10 +31,6 @@ def refuse_aten(spec: Conv1dSpec, platform: Platform | None) -> str | None:
 def refuse_triton_sequence(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     if spec.width > 4:
         return f"our Triton convolution takes a width up to 4, not {spec.width}; use reference"
-    return refuse_triton(spec.dtype, platform)
-
-
-def refuse_step_triton(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
 
 
@@ -63,8 +55,3 @@ def preference(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
         return ("aten", "reference")
     measured = platform.arch == "sm90" and spec.dtype != "float32"
     return ("triton", "reference", "aten") if measured else ("reference", "triton", "aten")
-
-
-def preference_step(spec: Conv1dSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

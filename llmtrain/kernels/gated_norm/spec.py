@@ -23,10 +23,6 @@ class GatedNormSpec:
         return self.dim // self.n_groups
 
 
-def refuse_nothing(spec: GatedNormSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_triton_rows(spec: GatedNormSpec, platform: Platform | None) -> str | None:
     if spec.group_size > 8192:
         return f"our Triton norm takes groups of up to 8192 channels, not {spec.group_size}; use reference"

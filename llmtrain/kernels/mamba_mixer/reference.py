@@ -41,17 +41,10 @@ class ReferenceMambaMixer:
         self.spec, self.scan, self.norm = spec, ReferenceSSD(spec.ssd), ReferenceGatedNorm(spec.gated_norm)
 
     def __call__(
-        self,
-        zxbcdt: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        A: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        norm_weight: Tensor,
-        initial_state: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:
+        self, zxbcdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+        A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """zxbcdt: [batch, T, sum of spec.widths]; conv_weight: [channels, K]; conv_bias: [channels] or None; A (negative),
         D, dt_bias: [heads]; norm_weight: [d_inner]; initial_state: [batch, heads, head_dim, d_state];
         document_ids: [batch, T], integers that never fall: where they change, a document begins, which sees nothing of the

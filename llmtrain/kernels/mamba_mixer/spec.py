@@ -42,10 +42,6 @@ class MambaMixerSpec:
         return [self.gated_norm.dim, d_bc, d_bc]
 
 
-def refuse_nothing(spec: MambaMixerSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_triton(spec: MambaMixerSpec, platform: Platform | None) -> str | None:
     """Reason of the first of its parts that cannot serve."""
     return (

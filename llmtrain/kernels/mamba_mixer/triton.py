@@ -63,17 +63,10 @@ class TritonMambaMixer:
         self.spec, self.options = spec, launch.dump()
 
     def __call__(
-        self,
-        zxbcdt: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        A: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        norm_weight: Tensor,
-        initial_state: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:
+        self, zxbcdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+        A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The reference's arguments. The output is contiguous."""
         spec, scan, norm = self.spec, self.spec.ssd, self.spec.gated_norm
         assert zxbcdt.shape[2:] == (sum(spec.widths),) and norm_weight.shape == (norm.dim,)
@@ -89,23 +82,10 @@ class TritonMambaMixer:
 
 
 def launch_forward(
-    zxbcdt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    n_groups: int,
-    dt_min: float | None,
-    dt_max: float | None,
-    norm_groups: int,
-    eps: float,
-    norm_first: bool,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    zxbcdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None,
+    n_groups: int, dt_min: float | None, dt_max: float | None, norm_groups: int, eps: float, norm_first: bool, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output; and for the backward the convolution's, y before the norm, and its reciprocal root mean squares (empty what
     is not kept).
     """
@@ -139,24 +119,10 @@ def _(
 
 def launch_backward(
     d_out: Tensor,
-    zxbcdt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    convolved: Tensor,
-    y: Tensor,
-    r: Tensor,
-    n_groups: int,
-    dt_min: float | None,
-    dt_max: float | None,
-    norm_first: bool,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    zxbcdt: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A: Tensor, D: Tensor, dt_bias: Tensor, norm_weight: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None, convolved: Tensor, y: Tensor, r: Tensor,
+    n_groups: int, dt_min: float | None, dt_max: float | None, norm_first: bool, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of zxbcdt, contiguous, the six parameters (of no bias: empty), and the initial state (if none: empty)."""
     launch, sizes = Launch.parse(options), Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, (z, xBC, dt) = ssd.Launch.parse(launch.ssd), sizes.parts(zxbcdt)

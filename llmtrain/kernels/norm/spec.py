@@ -22,10 +22,6 @@ class NormSpec:
     dtype: str = "bfloat16"
 
 
-def refuse_nothing(spec: NormSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_triton_rows(spec: NormSpec, platform: Platform | None) -> str | None:
     if spec.dim > WIDEST:
         return f"our Triton norm takes up to {WIDEST} channels, not {spec.dim}; use reference"

@@ -16,10 +16,6 @@ class RotarySpec:
     dtype: str = "bfloat16"
 
 
-def refuse_nothing(spec: RotarySpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_triton_pairs(spec: RotarySpec, platform: Platform | None) -> str | None:
     sizes = {"head_dim": spec.head_dim}
     return refuse_triton(spec.dtype, platform) or refuse_untuned(("rotary",), spec.dtype, sizes, platform)

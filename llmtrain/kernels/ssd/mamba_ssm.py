@@ -25,34 +25,18 @@ class MambaSSM:
         self.kernel: Any = torch.compiler.disable(mamba_chunk_scan_combined)
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        initial_state: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x: [batch, T, heads, head_dim] and so on, as in ReferenceSSD -> y like x, and the last state in fp32.
 
         The first document_id of a row must be 0 if there is an initial state.
         """
         least, most = self.spec.dt_limit or (0.0, None)
         return self.kernel(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            self.spec.chunk_size,
-            D=D,
-            dt_bias=dt_bias,
-            initial_states=initial_state,
+            x, dt, A, B, C, self.spec.chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_state,
             seq_idx=None if document_ids is None else document_ids.to(torch.int32).contiguous(),
             dt_softplus=True,
             dt_limit=(least, float("inf") if most is None else most),
             return_final_states=True,
-        )
+        )  # fmt: skip

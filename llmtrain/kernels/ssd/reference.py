@@ -25,17 +25,9 @@ class ReferenceSSD:
         self.spec = spec
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        initial_state: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x: [batch, T, heads, head_dim]; dt: [batch, T, heads], before bias and softplus; A, D, dt_bias: [heads],
         A negative; B, C: [batch, T, groups, d_state]; initial_state: [batch, heads, head_dim, d_state];
         document_ids: [batch, T], integers that never fall: where they change, a document begins, and the state before it

@@ -48,20 +48,12 @@ class SSDSpec:
         return pairs * per_pair + 4 * seq_len * state + 2 * count * state
 
 
-def refuse_reference(spec: SSDSpec, platform: Platform | None) -> str | None:
-    return None
-
-
 def refuse_triton_scan(spec: SSDSpec, platform: Platform | None) -> str | None:
     for name, size, largest in (("head_dim", spec.head_dim, 128), ("d_state", spec.d_state, 256)):
         if size > largest:
             return f"our Triton scan takes a {name} up to {largest}, not {size}; use reference"
     sizes = {"head_dim": spec.head_dim, "d_state": spec.d_state}
     return refuse_triton(spec.dtype, platform) or refuse_untuned(("ssd",), spec.dtype, sizes, platform)
-
-
-def refuse_step_triton(spec: SSDSpec, platform: Platform | None) -> str | None:
-    return refuse_triton(spec.dtype, platform)
 
 
 def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
@@ -75,9 +67,4 @@ def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
 
 def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
-
-
-def preference_step(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`, of the operation on one new token per row."""
     return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

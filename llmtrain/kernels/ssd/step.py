@@ -19,15 +19,7 @@ class ReferenceSSDStep:
         self.spec = spec
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor
     ) -> Tensor:
         """h = exp(dt A) h + dt x B^T, y = h C + D x, all in the dtype of the state; the state is updated in place.
 
