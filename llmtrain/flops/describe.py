@@ -153,13 +153,7 @@ def components(model: HybridLM) -> list[Component]:
     return first + [row for row in rows if row not in first and row not in last] + last
 
 
-_PARTS = {
-    "mixer": "mixer",
-    "mlp": "MLP",
-    "norm": "norms",
-    "mlp_norm": "norms",
-    "shared_input": "per-use adapters",
-}
+_PARTS = {"mixer": "mixer", "mlp": "MLP", "norm": "norms", "mlp_norm": "norms", "shared_input": "per-use adapters"}
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 

@@ -74,11 +74,6 @@ def score_hidden(
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 
-def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """hidden: [..., d_model], after the final norm; weight: [vocab_size, d_model] -> [..., vocab_size]."""
-    return soft_cap(F.linear(hidden, weight), softcap)
-
-
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(logits / cap), or the logits as they are."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -154,8 +149,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             sums.append(torch.stack((ce, z)))
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[at : at + len(h)])
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits.t(), h)
+            if d_weight is not None and d_weight.dtype == h.dtype:
+                d_weight.addmm_(d_logits.t(), h)
+            elif d_weight is not None:
+                d_weight.add_(d_logits.t() @ h)  # the sum in fp32
         ce, z = torch.stack(sums).sum(0).unbind()
         ctx.gradients = (d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
@@ -208,11 +205,3 @@ def _logit_gradient(
 @functools.cache
 def _compiled_logit_gradient():
     return torch.compile(_logit_gradient, dynamic=False)
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the sum in total's dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)

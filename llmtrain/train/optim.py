@@ -29,13 +29,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     for name, parameter in model.named_parameters():
         groups[decays(name, parameter, exempt, config.decay_embeddings)].append(parameter)
     optimizer = importlib.import_module(f"llmtrain.train.optimizers.{config.type}")
-    return optimizer.build(
-        config,
-        [
-            {"params": groups[True], "weight_decay": config.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-    )
+    decay = {True: config.weight_decay, False: 0.0}
+    return optimizer.build(config, [{"params": groups[key], "weight_decay": decay[key]} for key in (True, False)])
 
 
 class LearningRate:

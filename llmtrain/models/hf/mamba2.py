@@ -102,12 +102,8 @@ class Mamba2:
         settings.refuse_mamba2_features(config, key, block, name, refusals)
         for layer in dict.fromkeys(config.layer_list()):
             refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{name} has no shared blocks")
-        refusals.unless(
-            block.gated_norm_eps in (None, config.norm.eps),
-            f"{key}.gated_norm_eps",
-            block.gated_norm_eps,
-            f"{name} has one eps for all norms; set gated_norm_eps: null",
-        )
+        eps, instead = block.gated_norm_eps, f"{name} has one eps for all norms; set gated_norm_eps: null"
+        refusals.unless(eps in (None, config.norm.eps), f"{key}.gated_norm_eps", eps, instead)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
