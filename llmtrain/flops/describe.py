@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -81,7 +81,8 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     """
     grad_accum = config.grad_accum(world_size)
     with torch.device("meta"):
-        model = HybridLM(_on_reference_backends(config.model), cpu())
+        # A backend changes no count, but one made for a GPU could not be built on this machine.
+        model = HybridLM(config.model.with_backends("reference", lambda block: "reference"), cpu())
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
     memory = estimate_memory(config, parameter_sizes(model), world_size)
@@ -164,14 +165,8 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
     return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers))
 
 
-def _on_reference_backends(model: ModelConfig) -> ModelConfig:
-    """A backend changes no count, but one made for a GPU could not be built on this machine."""
-    return model.with_backends("reference", lambda block: "reference")
-
-
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
-    kinds = ("projection", "attention", "scan", "convolution", "head")
-    return {kind: getattr(flops, kind) / seq_len for kind in kinds}
+    return {kind.name: getattr(flops, kind.name) / seq_len for kind in fields(flops)}
 
 
 def _steps(config: Config) -> int | None:

@@ -191,7 +191,7 @@ DEVICES: tuple[Device, ...] = (
 
 # Names that more than one row answers to, or that may stand for a slice: only the compute units can settle them.
 # "MI250X/MI250" is what amdgpu.ids calls both packages; VF is a virtual machine's share of the GPU.
-_AMBIGUOUS: dict[str, tuple[str, ...]] = {
+_AMBIGUOUS = {
     "AMD Instinct MI250X/MI250": ("mi250", "mi250x"),
     "AMD Instinct MI300X VF": ("mi300x",),
     "AMD Instinct MI325X VF": ("mi325x",),

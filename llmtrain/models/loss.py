@@ -23,16 +23,16 @@ IGNORE = -100
 
 @dataclass
 class LossOutput:
-    """Scalars on the model's device, in fp32 or wider. Without any label all are 0."""
+    """Scalars on the model's device, in fp32 or wider. Without any label all are 0.
+
+    loss: ce + z, to differentiate. ce: mean cross entropy per label, in nats; detached. z: the weighted z-loss; detached.
+    n_tokens: tokens with a label.
+    """
 
     loss: Tensor
-    """ce + z: what to differentiate."""
     ce: Tensor
-    """Mean cross entropy per label, in nats; detached."""
     z: Tensor
-    """The weighted z-loss; detached."""
     n_tokens: Tensor
-    """Tokens with a label."""
 
 
 @dataclass

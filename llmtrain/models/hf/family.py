@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,12 +153,6 @@ def family_for_model(config: ModelConfig) -> Family:
 
 def families() -> list[Family]:
     return [_load(name) for name in _FAMILIES]
-
-
-def unused_tensors(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
-    """Published tensors that belong to no weight, and would be lost."""
-    taken = {name for weight in weights for part in weight.parts for name in part.names}
-    return sorted(set(names) - taken)
 
 
 def _load(name: str) -> Family:

@@ -43,9 +43,6 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-# Reading
-
-
 def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
     """Parse config.json by a class of transformers, which renames old spellings and fills in defaults.
 
@@ -112,9 +109,6 @@ def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
     else:
         refusals.unless(kind == "default", "rope_scaling.rope_type", kind, "there are default, linear and llama3")
     return position
-
-
-# Writing
 
 
 def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
