@@ -92,7 +92,7 @@ def gloo_group():
     return group
 
 
-def initialize(timeout_s: float = 600.0):
+def initialize():
     """Creates the process group (NCCL/RCCL with a GPU, gloo without) and returns this rank's torch.device.
 
     A lone process gets a group of one, because FSDP2 shards over a device mesh at any world size.
@@ -112,5 +112,5 @@ def initialize(timeout_s: float = 600.0):
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
-        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=10))
     return device

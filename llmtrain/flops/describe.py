@@ -86,7 +86,9 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
     memory = estimate_memory(config, parameter_sizes(model), world_size)
-    steps = _steps(config)
+    steps, duration = None, config.train.duration
+    if duration.unit != "epochs":  # their length depends on the data
+        steps = duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
     tokens = steps * config.tokens_per_step if steps is not None else None
     speed = None
     if device is not None:
@@ -167,14 +169,6 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
     return {kind.name: getattr(flops, kind.name) / seq_len for kind in fields(flops)}
-
-
-def _steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run; None when that depends on the length of an epoch."""
-    duration = config.train.duration
-    if duration.unit == "epochs":
-        return None
-    return duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
 
 
 def _speed(

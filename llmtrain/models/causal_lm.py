@@ -48,7 +48,6 @@ class CausalLM(nn.Module):
         return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels))
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for `batch` rows of up to `capacity` tokens."""
         return Cache(self.hybrid, batch, capacity)
 
     def replays(self) -> bool:

@@ -154,8 +154,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             elif d_weight is not None:
                 d_weight.add_(d_logits.t() @ h)  # the sum in fp32
         ce, z = torch.stack(sums).sum(0).unbind()
-        ctx.gradients = (d_hidden, d_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
         ce, z = ce.clone(), z.clone()
         ctx.mark_non_differentiable(ce, z)
         return ce + z, ce, z

@@ -99,13 +99,9 @@ def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
     if kind == "linear":
         position["scaling"] = {"type": "linear", "factor": float(rope["factor"])}
     elif kind == "llama3":
-        position["scaling"] = {
-            "type": "llama3",
-            "factor": float(rope["factor"]),
-            "low_freq_factor": float(rope["low_freq_factor"]),
-            "high_freq_factor": float(rope["high_freq_factor"]),
-            "original_max_seq_len": int(rope["original_max_position_embeddings"]),
-        }
+        factors = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        length = int(rope["original_max_position_embeddings"])
+        position["scaling"] = {"type": "llama3", **factors, "original_max_seq_len": length}
     else:
         refusals.unless(kind == "default", "rope_scaling.rope_type", kind, "there are default, linear and llama3")
     return position
@@ -131,13 +127,9 @@ def write_rotary(position: RotaryPosition) -> dict[str, Any]:
         case LinearScaling(factor=factor):
             scaling = {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as llama3:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": llama3.factor,
-                "low_freq_factor": llama3.low_freq_factor,
-                "high_freq_factor": llama3.high_freq_factor,
-                "original_max_position_embeddings": llama3.original_max_seq_len,
-            }
+            fields = llama3.model_dump(exclude={"type", "original_max_seq_len"})
+            length = llama3.original_max_seq_len
+            scaling = {"rope_type": "llama3", **fields, "original_max_position_embeddings": length}
     return {
         "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"})},
         "rope_theta": position.theta,
