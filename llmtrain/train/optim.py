@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Container
+from typing import Any
 
 import torch
 from composer.core import Callback, State
@@ -45,7 +46,7 @@ class LearningRate(Callback):
     def __init__(self, config: Config, total_steps: int, steps_per_epoch: int | None):
         self.schedule = schedule = config.schedule
         self.lr, self.total = config.optimizer.lr, total_steps
-        length = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": steps_per_epoch}
+        length: dict[str, Any] = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": steps_per_epoch}
         self.warmup = schedule.warmup.steps(**length, total_steps=total_steps)
         self.decay = schedule.decay.steps(**length, total_steps=total_steps) if schedule.decay else 0
 
