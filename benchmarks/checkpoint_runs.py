@@ -32,8 +32,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
-from llmtrain.train.parallel import parallelize
-from llmtrain.train.precision import compute_dtype
+from llmtrain.train.parallel import compute_dtype, parallelize
 
 _WARM_UP, _ALONE = 3, 8
 """Steps that are not measured; steps without a save."""

@@ -106,7 +106,7 @@ def _read(published: HFCheckpoint, name: str) -> Tensor:
     the end all of the model; therefore the file is opened anew for each tensor."""
     file = published.file(name)
     if file.suffix != ".safetensors":
-        return published.read(name)  # mapped too, but opening it means unpickling it
+        return published[name]  # mapped too, but opening it means unpickling it
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(name)
 

@@ -92,7 +92,7 @@ def gloo_group():
     return group
 
 
-def initialize(timeout_s: float = 600.0):
+def initialize():
     """Creates the process group (NCCL/RCCL with a GPU, gloo without) and returns this rank's torch.device.
 
     A lone process gets a group of one, because FSDP2 shards over a device mesh at any world size.
@@ -105,15 +105,12 @@ def initialize(timeout_s: float = 600.0):
         os.environ.update(rank_environment(0, 1, free_port()))
     # Composer derives this from LOCAL_WORLD_SIZE elsewhere and fails without it under torchrun.
     os.environ.setdefault("NODE_RANK", str(world.rank // world.local_size))
-    device = torch.device("cpu")
+    device, backend, device_id = torch.device("cpu"), "gloo", None
     if torch.cuda.is_available():
-        device = torch.device("cuda", world.local_rank)
+        device = device_id = torch.device("cuda", world.local_rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            device_id=device if device.type == "cuda" else None,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=10))
     return device

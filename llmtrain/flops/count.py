@@ -30,28 +30,10 @@ class ParameterCount:
     total: int
     active: int
     """Parameters a token passes through: those of a shared block count once per use."""
-    by_component: dict[str, int]
-    """embedding, mixers, mlps, norms, shared (blocks), shared_input (adapters and linears per use), head."""
 
 
 def count_parameters(model: HybridLM) -> ParameterCount:
-    """Counts on any device, `meta` too. Tied weights count once, under embedding."""
-    component_of = {
-        "embed": "embedding",
-        "positions": "embedding",
-        "norm": "norms",
-        "mlp_norm": "norms",
-        "mixer": "mixers",
-        "mlp": "mlps",
-        "shared": "shared",
-        "shared_input": "shared_input",
-        "head": "head",
-    }
-    by_component = dict.fromkeys(component_of.values(), 0)
-    for name, parameter in model.named_parameters():
-        # blocks.3.mixer.wo.weight -> mixer
-        parts = name.split(".")
-        by_component[component_of[parts[2] if parts[0] == "blocks" else parts[0]]] += parameter.numel()
-    total = sum(by_component.values())
-    sizes = [sum(p.numel() for p in shared.parameters()) for shared in model.shared_uses()]
-    return ParameterCount(total, total - by_component["shared"] + sum(sizes), by_component)
+    """Counts on any device, `meta` too. Tied weights count once."""
+    total, shared_once = (sum(p.numel() for p in module.parameters()) for module in (model, model.shared))
+    shared_per_use = sum(p.numel() for shared in model.shared_uses() for p in shared.parameters())
+    return ParameterCount(total, total - shared_once + shared_per_use)

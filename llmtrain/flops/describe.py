@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -81,11 +81,14 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     """
     grad_accum = config.grad_accum(world_size)
     with torch.device("meta"):
-        model = HybridLM(_on_reference_backends(config.model), cpu())
+        # A backend changes no count, but one made for a GPU could not be built on this machine.
+        model = HybridLM(config.model.with_backends("reference", lambda block: "reference"), cpu())
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
     memory = estimate_memory(config, parameter_sizes(model), world_size)
-    steps = _steps(config)
+    steps, duration = None, config.train.duration
+    if duration.unit != "epochs":  # their length depends on the data
+        steps = duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
     tokens = steps * config.tokens_per_step if steps is not None else None
     speed = None
     if device is not None:
@@ -153,13 +156,7 @@ def components(model: HybridLM) -> list[Component]:
     return first + [row for row in rows if row not in first and row not in last] + last
 
 
-_PARTS = {
-    "mixer": "mixer",
-    "mlp": "MLP",
-    "norm": "norms",
-    "mlp_norm": "norms",
-    "shared_input": "per-use adapters",
-}
+_PARTS = {"mixer": "mixer", "mlp": "MLP", "norm": "norms", "mlp_norm": "norms", "shared_input": "per-use adapters"}
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 
@@ -170,22 +167,8 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
     return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers))
 
 
-def _on_reference_backends(model: ModelConfig) -> ModelConfig:
-    """A backend changes no count, but one made for a GPU could not be built on this machine."""
-    return model.with_backends("reference", lambda block: "reference")
-
-
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
-    kinds = ("projection", "attention", "scan", "convolution", "head")
-    return {kind: getattr(flops, kind) / seq_len for kind in kinds}
-
-
-def _steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run; None when that depends on the length of an epoch."""
-    duration = config.train.duration
-    if duration.unit == "epochs":
-        return None
-    return duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
+    return {kind.name: getattr(flops, kind.name) / seq_len for kind in fields(flops)}
 
 
 def _speed(

@@ -189,15 +189,6 @@ DEVICES: tuple[Device, ...] = (
     ),
 )
 
-# Names that more than one row answers to, or that may stand for a slice: only the compute units can settle them.
-# "MI250X/MI250" is what amdgpu.ids calls both packages; VF is a virtual machine's share of the GPU.
-_AMBIGUOUS: dict[str, tuple[str, ...]] = {
-    "AMD Instinct MI250X/MI250": ("mi250", "mi250x"),
-    "AMD Instinct MI300X VF": ("mi300x",),
-    "AMD Instinct MI325X VF": ("mi325x",),
-    "AMD Instinct MI355X VF": ("mi355x",),
-}
-
 
 def normalise(name: str) -> tuple[str, ...]:
     """Words of a device name in lower case, without the vendor's: `NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb."""
@@ -205,9 +196,17 @@ def normalise(name: str) -> tuple[str, ...]:
     return tuple(word for word in words if word not in ("nvidia", "amd", "instinct"))
 
 
+# Names that more than one row answers to, or that may stand for a slice: only the compute units can settle them.
+# "MI250X/MI250" is what amdgpu.ids calls both packages; VF is a virtual machine's share of the GPU.
+_AMBIGUOUS = {
+    normalise("AMD Instinct MI250X/MI250"): ("mi250", "mi250x"),
+    normalise("AMD Instinct MI300X VF"): ("mi300x",),
+    normalise("AMD Instinct MI325X VF"): ("mi325x",),
+    normalise("AMD Instinct MI355X VF"): ("mi355x",),
+}
+
 _BY_NAME = {normalise(name): device for device in DEVICES for name in device.names}
 _BY_SHORT = {device.short: device for device in DEVICES}
-_CANDIDATES = {normalise(name): shorts for name, shorts in _AMBIGUOUS.items()}
 
 
 def find_device(name: str, compute_units: int | None = None) -> Device | None:
@@ -218,8 +217,8 @@ def find_device(name: str, compute_units: int | None = None) -> Device | None:
         (MI300X in CPX mode) or a custom chip under a known name has another count, and gets None.
     """
     words = normalise(name)
-    if words in _CANDIDATES:
-        rows = [_BY_SHORT[short] for short in _CANDIDATES[words]]
+    if words in _AMBIGUOUS:
+        rows = [_BY_SHORT[short] for short in _AMBIGUOUS[words]]
         return next((row for row in rows if row.compute_units == compute_units), None)
     device = _BY_NAME.get(words)
     if device is None or (compute_units is not None and compute_units != device.compute_units):

@@ -7,7 +7,7 @@ import shutil
 from rich.console import Console
 from rich.table import Table
 
-from llmtrain.flops.describe import Description, Speed
+from llmtrain.flops.describe import Description
 from llmtrain.schema.config import Config
 
 GIB = 2**30
@@ -55,6 +55,10 @@ def _nearest(d: Description) -> str:
     return d.not_exported[0].split(":")[0]
 
 
+def _gpus(d: Description) -> str:
+    return f"{d.world_size} GPU{'s' if d.world_size > 1 else ''}"
+
+
 def _note(console: Console, text: str) -> None:
     console.print(text + "\n", style="dim", markup=False)
 
@@ -85,15 +89,13 @@ def _flops(d: Description) -> Table:
 
 def _memory(d: Description, config: Config) -> Table:
     train = config.train
-    ranks = f"{d.world_size} GPU" + ("s" if d.world_size > 1 else "")
-    table = _table(f"Memory per GPU, {ranks}", "", "GiB", "of GPU" if d.gpu_memory else "")
-    checkpointing = train.activation_checkpointing.type
+    table = _table(f"Memory per GPU, {_gpus(d)}", "", "GiB", "of GPU" if d.gpu_memory else "")
     rows = {
         f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks})": d.memory.weights,
         "gradients": d.memory.gradients,
         f"optimizer ({config.optimizer.title})": d.memory.optimizer,
         f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}, "
-        f"checkpointing {checkpointing})": d.memory.activations,
+        f"checkpointing {train.activation_checkpointing.type})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
     }
     for name, size in rows.items():
@@ -114,17 +116,14 @@ def _run(d: Description, config: Config) -> Table:
     if d.tokens is not None:
         table.add_row("tokens", f"{d.tokens:,} ({d.tokens / d.total_parameters:.1f} per parameter)")
     if d.speed is not None:
-        _add_speed(table, d.speed, d.world_size)
+        speed, peak = d.speed, f"{d.speed.peak_flops / 1e12:,.1f} TFLOP/s"
+        table.add_section()
+        table.add_row("assumed", f"{speed.mfu:.0%} MFU (foundry) of {peak}, {speed.gpu}")
+        table.add_row("tokens/s/GPU", f"{speed.tokens_per_second_per_gpu:,.0f}")
+        table.add_row("seconds per step", f"{speed.seconds_per_step:,.2f}")
+        if speed.days is not None:
+            table.add_row(f"days on {_gpus(d)}", f"{speed.days:,.2f}")
     return table
-
-
-def _add_speed(table: Table, speed: Speed, world_size: int) -> None:
-    table.add_section()
-    table.add_row("assumed", f"{speed.mfu:.0%} MFU (foundry) of {speed.peak_flops / 1e12:,.1f} TFLOP/s, {speed.gpu}")
-    table.add_row("tokens/s/GPU", f"{speed.tokens_per_second_per_gpu:,.0f}")
-    table.add_row("seconds per step", f"{speed.seconds_per_step:,.2f}")
-    if speed.days is not None:
-        table.add_row(f"days on {world_size} GPU{'s' if world_size > 1 else ''}", f"{speed.days:,.2f}")
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
@@ -18,9 +18,6 @@ from llmtrain.models.backends import servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-
-if TYPE_CHECKING:
-    from llmtrain.checkpoint.format.manifest import Manifest
 
 
 def load_model(

@@ -8,7 +8,7 @@ from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import Block, ModelConfig
-from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.layers import NormConfig
 
 
 def backend_problems(config: ModelConfig, documents: bool = False) -> Iterator[Problem]:

@@ -17,30 +17,28 @@ from llmtrain.errors import UserError
 from llmtrain.models.context import BlockContext, Context
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.base import MixerCache
-from llmtrain.models.mixers.replay import ReplayCache
+from llmtrain.models.mixers.replay import Replay, ReplayCache
 from llmtrain.models.mixers.span import Span
 
 
 @dataclass
 class LayerCache:
-    """mixer: the cache of a layer's mixer. replayed: it is one for mixers without their own. shared: the cache of this use
-    of a shared block, if there is one.
+    """mixer: the cache of a layer's mixer, a ReplayCache if it has none of its own. shared: the cache of this use of a
+    shared block, if there is one.
     """
 
     mixer: MixerCache
-    replayed: bool
     shared: MixerCache | None
 
     def rows(self, rows: slice) -> LayerCache:
-        return LayerCache(self.mixer.rows(rows), self.replayed, self.shared and self.shared.rows(rows))
+        return LayerCache(self.mixer.rows(rows), self.shared and self.shared.rows(rows))
 
     def take(self, rows: Tensor, capacity: int) -> LayerCache:
-        shared = self.shared and self.shared.take(rows, capacity)
-        return LayerCache(self.mixer.take(rows, capacity), self.replayed, shared)
+        return LayerCache(self.mixer.take(rows, capacity), self.shared and self.shared.take(rows, capacity))
 
     def context(self, span: Span) -> BlockContext:
         mixer, shared = self.mixer.context(span), self.shared and self.shared.context(span)
-        return BlockContext(None, shared, replay=mixer) if self.replayed else BlockContext(mixer, shared)
+        return BlockContext(None, shared, replay=mixer) if isinstance(mixer, Replay) else BlockContext(mixer, shared)
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +65,11 @@ class Cache:
         self.layers: list[LayerCache] = []
         for mixer, shared in model.layer_mixers():
             own = mixer.empty_cache(batch, capacity, device)
-            kept = own or ReplayCache.empty(batch, capacity, model.config.d_model, model.dtype, device)
+            if own is None:
+                own = ReplayCache(torch.zeros(batch, capacity, model.config.d_model, dtype=model.dtype, device=device))
             of_shared = shared and shared.empty_cache(batch, capacity, device)
             assert shared is None or of_shared is not None, "a shared block's mixer has a cache"
-            self.layers.append(LayerCache(kept, own is None, of_shared))
+            self.layers.append(LayerCache(own, of_shared))
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
@@ -13,7 +14,8 @@ from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import LossOutput, TokenScores, build_loss, compute_logits, score_hidden, score_tokens
+from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
+from llmtrain.models.mixers.replay import ReplayCache
 
 Output = TypeVar("Output")
 
@@ -46,13 +48,12 @@ class CausalLM(nn.Module):
         return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels))
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for `batch` rows of up to `capacity` tokens."""
         return Cache(self.hybrid, batch, capacity)
 
     def replays(self) -> bool:
         """True if a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""
         with torch.no_grad():
-            return any(layer.replayed for layer in self.empty_cache(1, 1).layers)
+            return any(isinstance(layer.mixer, ReplayCache) for layer in self.empty_cache(1, 1).layers)
 
     def fill(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> None:
         """Reads tokens on into the cache and computes nothing else. padding: as Cache.read's."""
@@ -77,7 +78,7 @@ class CausalLM(nn.Module):
         return self(input_ids, context, lambda hidden, head: score_hidden(hidden[0], head, labels, softcap))
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return compute_logits(hidden, head, self.config.logit_softcap)
+        return soft_cap(F.linear(hidden, head), self.config.logit_softcap)
 
     @property
     def config(self) -> ModelConfig:

@@ -10,8 +10,8 @@ from pydantic import Field
 from llmtrain.config.base import PositiveInt, Probability, Problem, Section, free
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
+from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
-from llmtrain.models.sections.norm import NormBackend, NormConfig
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
 Block = Annotated[AttentionBlock | Mamba2Block | SharedAttentionBlock, Field(discriminator="type")]

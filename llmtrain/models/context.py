@@ -58,7 +58,12 @@ class ContextCache:
         self, layers: Iterable[LayerMixers], seq_len: int, device: torch.device, document_ids: Tensor | None = None
     ) -> list[BlockContext]:
         """One context per layer; equal keys share one object. document_ids: [batch, T] of a packed batch."""
-        contexts = {} if document_ids is not None else self._of_length(seq_len, device)
+        contexts: dict[Any, Any] = {}
+        if document_ids is None:
+            contexts = self._by_length.setdefault((seq_len, device), contexts)
+            self._by_length.move_to_end((seq_len, device))
+            if len(self._by_length) > self.lengths:
+                self._by_length.popitem(last=False)
 
         def context_of(mixer: Mixer) -> Any:
             key = (type(mixer), mixer.context_key)
@@ -72,10 +77,3 @@ class ContextCache:
             BlockContext(context_of(mixer), context_of(shared) if shared is not None else None)
             for mixer, shared in layers
         ]
-
-    def _of_length(self, seq_len: int, device: torch.device) -> dict[Any, Any]:
-        contexts = self._by_length.setdefault((seq_len, device), {})
-        self._by_length.move_to_end((seq_len, device))
-        while len(self._by_length) > self.lengths:
-            self._by_length.popitem(last=False)
-        return contexts

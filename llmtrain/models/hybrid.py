@@ -92,7 +92,9 @@ class HybridLM(nn.Module):
             raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
         positions = None
         if self.positions is not None:
-            positions = seq_len if document_ids is None else _places(document_ids)
+            positions = seq_len
+            if document_ids is not None:  # each token's place in its document
+                positions = torch.arange(seq_len, device=device) - documents_of(document_ids).starts
         return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids), positions)
 
     def prefix_refusal(self) -> str | None:
@@ -147,8 +149,3 @@ class HybridLM(nn.Module):
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         """The part of `flops` that the mixers' saved operators spare selective checkpointing."""
         return sum((block.saved_flops(seq_len, causal) for block in self._layers()), Flops())
-
-
-def _places(document_ids: Tensor) -> Tensor:
-    """Each token's place in its document, from 0. [batch, T] -> like it."""
-    return torch.arange(document_ids.shape[1], device=document_ids.device) - documents_of(document_ids).starts

@@ -18,9 +18,7 @@ from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, constant, normal
-from llmtrain.models.sections.mlp import MLPConfig
-from llmtrain.models.sections.norm import NormConfig
-from llmtrain.models.sections.positions import LinearScaling, Llama3Scaling, RotaryPosition
+from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
 
 
 class Linear(nn.Linear):

@@ -23,16 +23,16 @@ IGNORE = -100
 
 @dataclass
 class LossOutput:
-    """Scalars on the model's device, in fp32 or wider. Without any label all are 0."""
+    """Scalars on the model's device, in fp32 or wider. Without any label all are 0.
+
+    loss: ce + z, to differentiate. ce: mean cross entropy per label, in nats; detached. z: the weighted z-loss; detached.
+    n_tokens: tokens with a label.
+    """
 
     loss: Tensor
-    """ce + z: what to differentiate."""
     ce: Tensor
-    """Mean cross entropy per label, in nats; detached."""
     z: Tensor
-    """The weighted z-loss; detached."""
     n_tokens: Tensor
-    """Tokens with a label."""
 
 
 @dataclass
@@ -72,11 +72,6 @@ def score_hidden(
         likelihood = -F.cross_entropy(logits, label, reduction="none")
         parts.append((likelihood, logits.argmax(dim=-1) == label))
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
-
-
-def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """hidden: [..., d_model], after the final norm; weight: [vocab_size, d_model] -> [..., vocab_size]."""
-    return soft_cap(F.linear(hidden, weight), softcap)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -154,11 +149,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             sums.append(torch.stack((ce, z)))
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[at : at + len(h)])
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits.t(), h)
+            if d_weight is not None and d_weight.dtype == h.dtype:
+                d_weight.addmm_(d_logits.t(), h)
+            elif d_weight is not None:
+                d_weight.add_(d_logits.t() @ h)  # the sum in fp32
         ce, z = torch.stack(sums).sum(0).unbind()
-        ctx.gradients = (d_hidden, d_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
         ce, z = ce.clone(), z.clone()
         ctx.mark_non_differentiable(ce, z)
         return ce + z, ce, z
@@ -208,11 +204,3 @@ def _logit_gradient(
 @functools.cache
 def _compiled_logit_gradient():
     return torch.compile(_logit_gradient, dynamic=False)
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the sum in total's dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)

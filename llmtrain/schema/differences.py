@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from llmtrain.config.base import Section
 from llmtrain.config.schema_tree import default_value, is_free
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.layers import NormConfig
 from llmtrain.schema.config import Config
 
 ABSENT = object()

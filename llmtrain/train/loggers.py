@@ -21,7 +21,7 @@ from llmtrain.schema.wandb import go_offline_without_key
 
 
 class StepLogger(LoggerDestination):
-    """Gathers what Composer logs in pieces during a step; rank 0 writes it once, under the step's number."""
+    """Gathers what Composer logs in pieces during a step, and writes it once, under the step's number."""
 
     def __init__(self, interval: int = 1):
         self.interval = interval
@@ -45,7 +45,7 @@ class StepLogger(LoggerDestination):
     def _flush(self, state: State) -> None:
         # JSON has no NaN; a metric that is not finite is left out rather than make the line unreadable.
         finite = {name: value for name, value in self.pending.items() if math.isfinite(value)}
-        if finite and dist.get_global_rank() == 0:
+        if finite:
             self.write(state.timestamp.batch.value, {"tokens": state.timestamp.token.value, **finite})
         self.pending.clear()
 
@@ -73,18 +73,16 @@ class TensorBoardLogger(StepLogger):
         self.folder = folder
 
     def init(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(self.folder))
+        self.writer = SummaryWriter(str(self.folder))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            self.writer.close()
+        self.writer.close()
 
 
 class WandbLogger(StepLogger):
@@ -95,12 +93,9 @@ class WandbLogger(StepLogger):
 
     def __init__(self, config: Config, folder: Path):
         super().__init__(config.logging.interval)
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
 
     def init(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
-            return
         import wandb
 
         options = self.config.logging.wandb
@@ -123,8 +118,7 @@ class WandbLogger(StepLogger):
         self.run.log({"step": step, **metrics})
 
     def close(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            self.run.finish()
+        self.run.finish()
 
 
 def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
@@ -177,7 +171,8 @@ class ProgressLogger(LoggerDestination):
     def eval_end(self, state: State, logger: Logger) -> None:
         loss = self.metrics.get("metrics/validation/cross_entropy")
         if loss is not None:
-            self._write(f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}")
+            text = f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}"
+            self.progress.console.print(text) if self.progress else run_log.info(text)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.close(state, logger)
@@ -186,9 +181,6 @@ class ProgressLogger(LoggerDestination):
         if self.progress:
             self.progress.stop()
             self.progress = None
-
-    def _write(self, text: str) -> None:
-        self.progress.console.print(text) if self.progress else run_log.info(text)
 
     def _text(self) -> str:
         parts = []
@@ -209,10 +201,13 @@ class ProgressLogger(LoggerDestination):
 
 
 def build_loggers(config: Config, folder: Path, total_steps: int) -> list[LoggerDestination]:
-    """Return every destination of this run. Rank 0 alone shows progress, and writes the metrics of all."""
-    loggers: list[LoggerDestination] = [JSONLLogger(folder / "metrics.jsonl", config.logging.interval)]
-    if dist.get_global_rank() == 0:
-        loggers.append(ProgressLogger(total_steps, config.logging.progress_bar))
+    """Return every destination of this run: on rank 0, which writes the metrics of all; none on others."""
+    if dist.get_global_rank() != 0:
+        return []
+    loggers: list[LoggerDestination] = [
+        JSONLLogger(folder / "metrics.jsonl", config.logging.interval),
+        ProgressLogger(total_steps, config.logging.progress_bar),
+    ]
     if config.logging.tensorboard:
         loggers.append(TensorBoardLogger(folder / "tensorboard", config.logging.interval))
     if config.logging.wandb:

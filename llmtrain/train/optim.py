@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Container
+from typing import Any
 
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from torch import nn
 
 from llmtrain.models.mixers.base import no_decay_parameters
@@ -29,33 +32,29 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     for name, parameter in model.named_parameters():
         groups[decays(name, parameter, exempt, config.decay_embeddings)].append(parameter)
     optimizer = importlib.import_module(f"llmtrain.train.optimizers.{config.type}")
-    return optimizer.build(
-        config,
-        [
-            {"params": groups[True], "weight_decay": config.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-    )
+    decay = {True: config.weight_decay, False: 0.0}
+    return optimizer.build(config, [{"params": groups[key], "weight_decay": decay[key]} for key in (True, False)])
 
 
-class LearningRate:
-    """The learning rate at a step, from the schedule of a config resolved to steps.
+class LearningRate(Callback):
+    """Sets the learning rate at the start of each step, from the schedule of a config resolved to steps.
 
-    A pure function of the step: a resumed run needs no scheduler state.
+    A pure function of the step: a resumed run needs no state of it. Composer's own schedulers run one step late and keep
+    state.
     """
 
     def __init__(self, config: Config, total_steps: int, steps_per_epoch: int | None):
-        schedule = config.schedule
-        length = {
-            "tokens_per_step": config.tokens_per_step,
-            "steps_per_epoch": steps_per_epoch,
-            "total_steps": total_steps,
-        }
-        self.lr = config.optimizer.lr
-        self.total = total_steps
-        self.warmup = schedule.warmup.steps(**length)
-        self.decay = schedule.decay.steps(**length) if schedule.decay else 0
-        self.schedule = schedule
+        self.schedule = schedule = config.schedule
+        self.lr, self.total = config.optimizer.lr, total_steps
+        length: dict[str, Any] = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": steps_per_epoch}
+        self.warmup = schedule.warmup.steps(**length, total_steps=total_steps)
+        self.decay = schedule.decay.steps(**length, total_steps=total_steps) if schedule.decay else 0
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        rate = self(state.timestamp.batch.value)
+        for group in state.optimizers[0].param_groups:
+            group["lr"] = rate
+        logger.log_metrics({"optimizer/lr": rate})
 
     def __call__(self, step: int) -> float:
         """step: optimizer steps already taken (0 for the first)."""

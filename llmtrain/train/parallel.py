@@ -1,9 +1,13 @@
-"""Activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function."""
+"""Activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
+
+Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
+stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,9 +20,8 @@ from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.mixers.base import mixers_of
+from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.schema.training import ActivationCheckpointing, Sharding, TrainConfig
-from llmtrain.train.precision import fp32_modules, mixed_precision_policy
 
 
 def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> None:
@@ -84,6 +87,10 @@ def compile_layers(model: HybridLM, fullgraph: bool = True) -> None:
         block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=False)
 
 
+def compute_dtype(precision: Literal["fp32", "amp_bf16"]) -> torch.dtype:
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
 def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMesh:
     """One dimension to shard over, or (replicate, shard) for hybrid sharding."""
     if config.strategy != "hybrid":
@@ -96,25 +103,37 @@ def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMes
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     """FSDP2: one group per layer, and one for what is used throughout (embedding, shared blocks, norm, head)."""
-    policy = mixed_precision_policy(config.precision)
+    policy = MixedPrecisionPolicy()
+    if config.precision != "fp32":
+        # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
+        # finds tensors (in tuples, dicts and dataclasses): rotary tables, ALiBi's slopes, the states of a cache.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        _shard_fp32(model, mesh)
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
-    if config.precision != "fp32":
-        _shard_fp32(model, mesh)
     for block in model.hybrid.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
-    """Gives the parameters that must not be cast one group of their own, gathered once per forward.
+    """Gives the parameters that must not be cast, by what the mixers declare, one group of their own, gathered once per
+    forward.
 
     Their modules are read, never called (a hook inside a compiled layer would break its graph), so the
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
-    modules = fp32_modules(model.hybrid)
+    parameters = fp32_parameters(model.hybrid)
+    modules = [
+        model.hybrid.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    ]
     if not modules:
         return
+    for module in modules:
+        others = {id(p) for p in module.parameters()} - {id(p) for p in parameters.values()}
+        assert not others, (
+            f"{type(module).__name__} holds fp32 parameters beside others; they need a module of their own"
+        )
     group = fully_shard(modules, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
     assert isinstance(group, list)
     first = group[0]

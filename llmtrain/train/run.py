@@ -29,15 +29,13 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
-from llmtrain.train.callbacks.schedule import Schedule
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer
-from llmtrain.train.parallel import parallelize
-from llmtrain.train.precision import compute_dtype
+from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import require_same_run
 from llmtrain.train.shared_folder import require_shared
@@ -98,15 +96,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     else:
         model.init_weights(config.seed)
 
-    steps_per_epoch = len(loader)
-    total_steps = config.train.duration.steps(
-        tokens_per_step=config.tokens_per_step, steps_per_epoch=steps_per_epoch, total_steps=None
-    )
-    length: dict[str, Any] = {
-        "tokens_per_step": config.tokens_per_step,
-        "steps_per_epoch": steps_per_epoch,
-        "total_steps": total_steps,
-    }
+    length: dict[str, Any] = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": len(loader)}
+    length["total_steps"] = total_steps = config.train.duration.steps(**length, total_steps=None)
     retention = Retention(checkpoint.keep_last, checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1))
     saver = Saver(
         folder / "checkpoints",
@@ -134,7 +125,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         accumulate_train_batch_on_tokens=True,
         callbacks=[
             StepRNG(config.seed),
-            Schedule(LearningRate(config, total_steps, steps_per_epoch)),
+            LearningRate(config, total_steps, len(loader)),
             GradientSync(causal_lm, config.train.sharding.sync_every_microbatch),
             Stability(config.train),
             Throughput(cost),
@@ -151,7 +142,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         progress_bar=False,
     )
     if resumed:
-        continue_from(trainer.state, resumed.require().clock, resumed.require().data)
+        trainer.state.timestamp.load_state_dict(resumed.require().clock)
+        trainer.state._load_dataset_state({"train": resumed.require().data["position"]})
         run_log.info(f"resumed from {resumed.folder} (step {resumed.step} of {total_steps})")
     with uploads, saver, preemption, contextlib.closing(trainer):
         if trainer.state.timestamp.batch.value < total_steps:
@@ -209,9 +201,3 @@ def data_position(state: State, config: Config) -> dict[str, Any]:
     assert isinstance(dataset, TokenDataset)
     seen = state.timestamp.sample_in_epoch.value
     return {"position": dataset.state_dict(seen, True), "fingerprint": data_fingerprint(config.data)}
-
-
-def continue_from(state: State, clock: dict[str, Any], data: dict[str, Any]) -> None:
-    """Set Composer's clock and the dataset to where the checkpoint was taken."""
-    state.timestamp.load_state_dict(clock)
-    state._load_dataset_state({"train": data["position"]})

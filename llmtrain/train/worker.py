@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -95,8 +97,6 @@ def set_aside(folder: Path) -> None:
 
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
-    from llmtrain.train.silence_warnings import silence_warnings
-
     silence_warnings()
     from llmtrain.train.report import report
     from llmtrain.train.run import train
@@ -106,6 +106,25 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
     report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
     outcome.uploads.finish()
     return 0
+
+
+def silence_warnings() -> None:
+    """Filter warnings of Composer and its libraries that every start would print, and no user can act on.
+
+    Nothing is filtered with LLMTRAIN_VERBOSE=1.
+    """
+    if os.environ.get("LLMTRAIN_VERBOSE"):
+        return
+    warnings.filterwarnings("ignore", module=r"(composer|streaming|torchmetrics|google|pydantic|torch_optimizer)\b.*")
+    # The Trainer is given an evaluation interval also when there is no validation data.
+    warnings.filterwarnings("ignore", message=r"Specifying `eval_interval")
+    # Invalid escapes in torchao, which Composer imports.
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    logging.getLogger("composer").setLevel(logging.ERROR)
+    logging.getLogger("streaming").setLevel(logging.ERROR)
+    # Python's resource tracker, a process of its own, warns of StreamingDataset's segments after a failed run;
+    # the next run removes them.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 
 def _report(error: BaseException, folder: Path | None, world: World) -> None:

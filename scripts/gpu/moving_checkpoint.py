@@ -158,7 +158,7 @@ def _rank(args: argparse.Namespace) -> int:
     from composer.utils import dist
 
     from llmtrain.train import run as training
-    from llmtrain.train.silence_warnings import silence_warnings
+    from llmtrain.train.worker import silence_warnings
 
     class Interrupted(Exception):
         pass

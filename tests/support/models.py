@@ -11,7 +11,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.sections.norm import NormBackend
+from llmtrain.models.sections.layers import NormBackend
 
 VOCAB = 97
 GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,18 +112,15 @@ class Family(Protocol):
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Convert config.json to a `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
-        ...
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """Convert our config to config.json, loadable without remote code; the caller adds dtype and token ids.
 
         Raises UnsupportedModelError with every reason.
         """
-        ...
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         """Weights for all parameters of HybridLM(config), in its order. config: from read_config, or valid for write_config."""
-        ...
 
 
 def family_of_hf_config(published: Mapping[str, Any]) -> Family:
@@ -156,12 +153,6 @@ def family_for_model(config: ModelConfig) -> Family:
 
 def families() -> list[Family]:
     return [_load(name) for name in _FAMILIES]
-
-
-def unused_tensors(weights: Iterable[Weight], names: Iterable[str]) -> list[str]:
-    """Published tensors that belong to no weight, and would be lost."""
-    taken = {name for weight in weights for part in weight.parts for name in part.names}
-    return sorted(set(names) - taken)
 
 
 def _load(name: str) -> Family:

@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,22 +33,13 @@ _DTYPES = {
 }
 
 
-class _Shard(Protocol):
-    """One file of tensors."""
-
-    def names(self) -> list[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def read(self, name: str) -> Tensor: ...
-
-
 class HFCheckpoint(Mapping[str, Tensor]):
     """The tensors of a folder by name, each read from its file when asked for, in the dtype it is stored in.
 
     config: the content of config.json. Opened by open_hf_checkpoint.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], shards: dict[Path, _Shard]):
+    def __init__(self, folder: Path, config: dict[str, Any], shards: Mapping[Path, _Safetensors | _Pickle]):
         self.folder, self.config = folder, config
         self._shards = shards
         self._file_of: dict[str, Path] = {}
@@ -57,10 +48,6 @@ class HFCheckpoint(Mapping[str, Tensor]):
                 if name in self._file_of:
                     raise UserError(f"tensor {name} is in two files: {self._file_of[name]} and {file}")
                 self._file_of[name] = file
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -73,12 +60,9 @@ class HFCheckpoint(Mapping[str, Tensor]):
         """Stored dtype of a tensor. Raises UserError for one that torch does not have."""
         return self._shards[self._file_of[name]].dtype(name)
 
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """The tensor, on the CPU. Raises KeyError for an unknown name, ValueError for a damaged file."""
         return self._shards[self._file_of[name]].read(name)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
         return name in self._file_of
@@ -108,7 +92,7 @@ def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
     raise UserError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
 
 
-def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> dict[Path, _Shard]:
+def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> Mapping[Path, _Safetensors | _Pickle]:
     promised = _read_json(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index} has no weight_map")
@@ -116,7 +100,7 @@ def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> dict
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
         raise UserError(f"{index} names {len(absent)} shards that are missing: {', '.join(absent[:5])}")
-    shards: dict[Path, _Shard] = {file: kind(file) for file in files.values()}
+    shards = {file: kind(file) for file in files.values()}
     held = {file: set(shard.names()) for file, shard in shards.items()}
     for tensor, name in promised.items():
         if tensor not in held[files[name]]:

@@ -91,25 +91,14 @@ class Llama:
         mlp = block.mlp and block.mlp.type
         unless(mlp == "swiglu", f"{key}.mlp", mlp, f"{name} has an MLP in every layer; set mlp: {{type: swiglu, ...}}")
         unless(block.clip_qkv is None, f"{key}.clip_qkv", block.clip_qkv, f"{name} has none; set clip_qkv: null")
+        bias, scale, d = block.out_bias, block.softmax_scale, config.d_model
         unless(
-            block.qkv_bias == block.out_bias,
-            f"{key}.out_bias",
-            block.out_bias,
-            f"{name} has one setting for both; set it like qkv_bias",
+            bias == block.qkv_bias, f"{key}.out_bias", bias, f"{name} has one setting for both; set it like qkv_bias"
         )
-        usual = block.spec(config.d_model).head_dim ** -0.5
-        unless(
-            block.softmax_scale is None or math.isclose(block.softmax_scale, usual),
-            f"{key}.softmax_scale",
-            block.softmax_scale,
-            f"{name} has head_dim^-0.5; set softmax_scale: null",
-        )
-        unless(
-            config.d_model % block.n_heads == 0,
-            f"{key}.n_heads",
-            block.n_heads,
-            f"{name} needs a divisor of d_model ({config.d_model}), even with a head_dim of its own",
-        )
+        usual = scale is None or math.isclose(scale, block.spec(d).head_dim ** -0.5)
+        unless(usual, f"{key}.softmax_scale", scale, f"{name} has head_dim^-0.5; set softmax_scale: null")
+        needed = f"{name} needs a divisor of d_model ({d}), even with a head_dim of its own"
+        unless(d % block.n_heads == 0, f"{key}.n_heads", block.n_heads, needed)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         _, block = settings.only_block(config, AttentionBlock, self.architecture, Refusals())

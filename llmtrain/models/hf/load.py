@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Weight, family_of_hf_config, unused_tensors
+from llmtrain.models.hf.family import Weight, family_of_hf_config
 from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
 
@@ -53,23 +53,15 @@ def model_from_tensors(
     model.to_empty(device="cpu")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for weight, tensor in read_weights(tensors, weights):
-            parameters.pop(weight.ours).copy_(tensor)
+        for weight in weights:
+            try:
+                joined = weight.join(tensors)
+            except ValueError as error:
+                place = f"{tensors.folder}: " if isinstance(tensors, HFCheckpoint) else ""
+                raise UserError(f"{place}{error}") from error
+            parameters.pop(weight.ours).copy_(joined)
     assert not parameters, f"no published tensor for {', '.join(parameters)}"
     return model.eval()
-
-
-def read_weights(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-    """Yield every weight with its value, one after another. Raises UserError for copies that differ; run `check_tensors`
-    first for all errors that need no reading."""
-    for weight in weights:
-        try:
-            joined = weight.join(tensors)
-        except ValueError as error:
-            raise UserError(
-                f"{tensors.folder}: {error}" if isinstance(tensors, HFCheckpoint) else str(error)
-            ) from error
-        yield weight, joined
 
 
 def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> None:
@@ -90,7 +82,8 @@ def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> N
                     wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(part.shape)}")
                 if dtype not in _READABLE:
                     wrong.append(f"{_where(tensors, name)} is stored as {dtype}; only plain floating point is read")
-    lost = [name for name in unused_tensors(weights, tensors) if not _HARMLESS.search(name)]
+    known = {name for weight in weights for part in weight.parts for name in part.names}
+    lost = sorted(name for name in tensors if name not in known and not _HARMLESS.search(name))
     wrong += [
         f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost" for name in lost
     ]

@@ -102,12 +102,8 @@ class Mamba2:
         settings.refuse_mamba2_features(config, key, block, name, refusals)
         for layer in dict.fromkeys(config.layer_list()):
             refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{name} has no shared blocks")
-        refusals.unless(
-            block.gated_norm_eps in (None, config.norm.eps),
-            f"{key}.gated_norm_eps",
-            block.gated_norm_eps,
-            f"{name} has one eps for all norms; set gated_norm_eps: null",
-        )
+        eps, instead = block.gated_norm_eps, f"{name} has one eps for all norms; set gated_norm_eps: null"
+        refusals.unless(eps in (None, config.norm.eps), f"{key}.gated_norm_eps", eps, instead)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
@@ -129,22 +125,21 @@ def _dt_limit(low: float, high: float) -> dict[str, Any]:
     return {"dt_limit": (float(low), None if math.isinf(high) else float(high))}
 
 
-# mamba_ssm's MambaConfig and Mamba2 module: what is published of state-spaces/mamba2-*.
-
-_SSM_DEFAULTS: dict[str, Any] = {
-    "d_state": 128,
-    "headdim": 64,
-    "expand": 2,
-    "ngroups": 1,
-    "d_conv": 4,
-    "chunk_size": 256,
-    "dt_min": 1e-3,
-    "dt_max": 1e-1,
-    "dt_limit": (0.0, math.inf),
-    "A_init_range": (1, 16),
-    "norm_before_gate": False,
-    "conv_bias": True,
-    "bias": False,
+# mamba_ssm's Mamba2 module, as in what is published of state-spaces/mamba2-*: its setting -> ours, and its default.
+_SSM_SETTINGS: dict[str, tuple[str, Any]] = {
+    "d_state": ("d_state", 128),
+    "headdim": ("head_dim", 64),
+    "expand": ("expand", 2),
+    "ngroups": ("n_groups", 1),
+    "d_conv": ("d_conv", 4),
+    "chunk_size": ("chunk_size", 256),
+    "conv_bias": ("conv_bias", True),
+    "bias": ("proj_bias", False),
+    "norm_before_gate": ("norm_before_gate", False),
+    "dt_limit": ("dt_limit", (0.0, math.inf)),
+    "dt_min": ("dt_min", 1e-3),
+    "dt_max": ("dt_max", 1e-1),
+    "A_init_range": ("a_init_range", (1, 16)),
 }
 # Settings of training or of the kernels only.
 _SSM_HARMLESS = ("dt_init_floor", "use_mem_eff_path", "conv_init")
@@ -164,37 +159,21 @@ def _read_mamba_ssm(published: Mapping[str, Any]) -> dict[str, Any]:
     refusals.unless(layer == "Mamba2", "ssm_cfg.layer", layer, "only Mamba2 layers")
     for key, found in ssm.items():
         known = (
-            key in _SSM_DEFAULTS or key in _SSM_HARMLESS or (key, found) in (("rmsnorm", True), ("D_has_hdim", False))
+            key in _SSM_SETTINGS or key in _SSM_HARMLESS or (key, found) in (("rmsnorm", True), ("D_has_hdim", False))
         )
-        refusals.unless(known, f"ssm_cfg.{key}", found, f"cannot be expressed; there are {', '.join(_SSM_DEFAULTS)}")
+        refusals.unless(known, f"ssm_cfg.{key}", found, f"cannot be expressed; there are {', '.join(_SSM_SETTINGS)}")
     refusals.check()
-    ssm = _SSM_DEFAULTS | ssm
+    block = {ours: ssm.get(theirs, default) for theirs, (ours, default) in _SSM_SETTINGS.items()}
+    block |= {name: float(block[name]) for name in ("dt_min", "dt_max")} | _dt_limit(*block.pop("dt_limit"))
+    block["a_init_range"] = tuple(map(float, block["a_init_range"]))
     multiple = published.get("pad_vocab_size_multiple", 8)
-    a_low, a_high = ssm["A_init_range"]
     return {
         # The published tables are padded.
         "vocab_size": -(-published["vocab_size"] // multiple) * multiple,
         "d_model": published["d_model"],
         "norm": {"type": "rmsnorm", "eps": published.get("norm_epsilon", 1e-5)},
         "tie_embeddings": published.get("tie_embeddings", True),
-        "blocks": {
-            "m": {
-                "type": "mamba2",
-                "d_state": ssm["d_state"],
-                "head_dim": ssm["headdim"],
-                "expand": ssm["expand"],
-                "n_groups": ssm["ngroups"],
-                "d_conv": ssm["d_conv"],
-                "chunk_size": ssm["chunk_size"],
-                "conv_bias": ssm["conv_bias"],
-                "proj_bias": ssm["bias"],
-                "norm_before_gate": ssm["norm_before_gate"],
-                **_dt_limit(*ssm["dt_limit"]),
-                "dt_min": float(ssm["dt_min"]),
-                "dt_max": float(ssm["dt_max"]),
-                "a_init_range": (float(a_low), float(a_high)),
-            }
-        },
+        "blocks": {"m": {"type": "mamba2", **block}},
         "layers": f"m*{published['n_layer']}",
     }
 

@@ -143,32 +143,18 @@ class Mpt:
         unless(config.positions == "none", "model.positions", config.positions, alibi)
         unless(block.position.type == "alibi", f"{key}.position", block.position.type, alibi)
         if block.position.type == "alibi":
-            max_bias = block.position.max_bias
-            unless(
-                max_bias == _MAX_BIAS,
-                f"{key}.position.max_bias",
-                max_bias,
-                f"{name} has 8, whatever its config.json says; set max_bias: 8.0",
-            )
+            found, instead = block.position.max_bias, f"{name} has 8, whatever its config.json says; set max_bias: 8.0"
+            unless(found == _MAX_BIAS, f"{key}.position.max_bias", found, instead)
         for field, value in (("qkv_bias", block.qkv_bias), ("out_bias", block.out_bias)):
             unless(not value, f"{key}.{field}", value, f"{name} has no biases; set {field}: false")
-        unless(
-            block.kv_heads == block.n_heads,
-            f"{key}.n_kv_heads",
-            block.n_kv_heads,
-            f"{name} has as many key and value heads as query heads; set n_kv_heads: null",
-        )
-        unless(
-            block.spec(d).head_dim * block.n_heads == d,
-            f"{key}.head_dim",
-            block.head_dim,
-            f"{name} has d_model / n_heads; set head_dim: null",
-        )
+        instead = f"{name} has as many key and value heads as query heads; set n_kv_heads: null"
+        unless(block.kv_heads == block.n_heads, f"{key}.n_kv_heads", block.n_kv_heads, instead)
+        usual = block.spec(d).head_dim * block.n_heads == d
+        unless(usual, f"{key}.head_dim", block.head_dim, f"{name} has d_model / n_heads; set head_dim: null")
         mlp = block.mlp
         if mlp is None or mlp.type != "gelu":
-            unless(
-                False, f"{key}.mlp", mlp and mlp.type, f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}"
-            )
+            instead = f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}"
+            unless(False, f"{key}.mlp", mlp and mlp.type, instead)
             return
         unless(mlp.d_ff == 4 * d, f"{key}.mlp.d_ff", mlp.d_ff, f"{name} has 4 * d_model ({4 * d})")
         unless(not mlp.bias, f"{key}.mlp.bias", mlp.bias, f"{name} has no biases; set bias: false")

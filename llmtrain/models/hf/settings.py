@@ -11,16 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-from llmtrain.models.config import (
-    AttentionBlock,
-    Block,
-    Mamba2Block,
-    ModelConfig,
-    SharedAttentionBlock,
-)
+from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
-from llmtrain.models.sections.norm import NormConfig
-from llmtrain.models.sections.positions import LinearScaling, Llama3Scaling, RotaryPosition
+from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 
@@ -50,9 +43,6 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-# Reading
-
-
 def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
     """Parse config.json by a class of transformers, which renames old spellings and fills in defaults.
 
@@ -66,9 +56,8 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
         return kind.from_dict(_decode_floats(copy.deepcopy(dict(published))))
     except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"transformers' {kind.__name__} does not accept this config.json: {text}"
-        ) from error
+        reason = f"transformers' {kind.__name__} does not accept this config.json: {text}"
+        raise UnsupportedModelError(reason) from error
 
 
 def _decode_floats(value: Any) -> Any:
@@ -110,19 +99,12 @@ def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
     if kind == "linear":
         position["scaling"] = {"type": "linear", "factor": float(rope["factor"])}
     elif kind == "llama3":
-        position["scaling"] = {
-            "type": "llama3",
-            "factor": float(rope["factor"]),
-            "low_freq_factor": float(rope["low_freq_factor"]),
-            "high_freq_factor": float(rope["high_freq_factor"]),
-            "original_max_seq_len": int(rope["original_max_position_embeddings"]),
-        }
+        factors = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        length = int(rope["original_max_position_embeddings"])
+        position["scaling"] = {"type": "llama3", **factors, "original_max_seq_len": length}
     else:
         refusals.unless(kind == "default", "rope_scaling.rope_type", kind, "there are default, linear and llama3")
     return position
-
-
-# Writing
 
 
 def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +127,9 @@ def write_rotary(position: RotaryPosition) -> dict[str, Any]:
         case LinearScaling(factor=factor):
             scaling = {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as llama3:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": llama3.factor,
-                "low_freq_factor": llama3.low_freq_factor,
-                "high_freq_factor": llama3.high_freq_factor,
-                "original_max_position_embeddings": llama3.original_max_seq_len,
-            }
+            fields = llama3.model_dump(exclude={"type", "original_max_seq_len"})
+            length = llama3.original_max_seq_len
+            scaling = {"rope_type": "llama3", **fields, "original_max_position_embeddings": length}
     return {
         "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"})},
         "rope_theta": position.theta,
@@ -175,9 +153,8 @@ def only_block(
     found = list(used_blocks(config))
     type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
     for name, block in found:
-        refusals.unless(
-            isinstance(block, kind), f"model.blocks.{name}.type", block.type, f"{architecture} has {type_name} layers"
-        )
+        instead = f"{architecture} has {type_name} layers"
+        refusals.unless(isinstance(block, kind), f"model.blocks.{name}.type", block.type, instead)
     refusals.check(OtherLayersError)
     (first, block), *others = found
     for name, other in others:
@@ -186,12 +163,8 @@ def only_block(
             for field in kind.model_fields
             if field not in _NO_FUNCTION and _resolved(block, field, config) != _resolved(other, field, config)
         ]
-        refusals.unless(
-            not differing,
-            f"model.blocks.{name}",
-            f"unlike {first} in {', '.join(differing)}",
-            f"{architecture} has one kind of layer; make them equal",
-        )
+        unlike, instead = ", ".join(differing), f"{architecture} has one kind of layer; make them equal"
+        refusals.unless(not differing, f"model.blocks.{name}", f"unlike {first} in {unlike}", instead)
     assert isinstance(block, kind)
     return f"model.blocks.{first}", block
 
@@ -205,26 +178,16 @@ def refuse_model_features(config: ModelConfig, architecture: str, norm: str, ref
 
     Learned positions are refused by the caller, with what to set instead.
     """
-    refusals.unless(
-        config.logit_softcap is None,
-        "model.logit_softcap",
-        config.logit_softcap,
-        f"{architecture} has none; set logit_softcap: null",
-    )
-    _refuse_norm("model.norm", config.norm, architecture, norm, refusals)
+    unless, softcap, found = refusals.unless, config.logit_softcap, config.norm
+    unless(softcap is None, "model.logit_softcap", softcap, f"{architecture} has none; set logit_softcap: null")
+    unless(found.type == norm, "model.norm.type", found.type, f"{architecture} has {norm}; set type: {norm}")
+    unless(not found.bias, "model.norm.bias", found.bias, f"{architecture} has no bias there; set bias: false")
 
 
-def refuse_own_norm(
-    key: str,
-    block: AttentionBlock | Mamba2Block | SharedAttentionBlock,
-    config: ModelConfig,
-    architecture: str,
-    refusals: Refusals,
-) -> None:
+def refuse_own_norm(key: str, block: Block, config: ModelConfig, architecture: str, refusals: Refusals) -> None:
     """Refuse a block with a norm of its own: the published classes have one norm setting."""
     same = _resolved(block, "norm", config) == config.norm.function
-    found = "another than model.norm"
-    refusals.unless(same, f"{key}.norm", found, f"{architecture} has one for all; set norm: null")
+    refusals.unless(same, f"{key}.norm", "another than model.norm", f"{architecture} has one for all; set norm: null")
 
 
 def refuse_attention_features(
@@ -232,15 +195,8 @@ def refuse_attention_features(
 ) -> None:
     """Refuse features that no published attention layer has."""
     for field, plain in (("qk_norm", "none"), ("sliding_window", None), ("softcap", None)):
-        found = getattr(block, field)
-        refusals.unless(
-            found == plain, f"{key}.{field}", found, f"{architecture} has none; set {field}: {_as_yaml(plain)}"
-        )
-
-
-def _refuse_norm(key: str, found: NormConfig, architecture: str, norm: str, refusals: Refusals) -> None:
-    refusals.unless(found.type == norm, f"{key}.type", found.type, f"{architecture} has {norm}; set type: {norm}")
-    refusals.unless(not found.bias, f"{key}.bias", found.bias, f"{architecture} has no bias there; set bias: false")
+        found, instead = getattr(block, field), f"{architecture} has none; set {field}: {_as_yaml(plain)}"
+        refusals.unless(found == plain, f"{key}.{field}", found, instead)
 
 
 def refuse_mamba2_features(
@@ -251,10 +207,6 @@ def refuse_mamba2_features(
     positions = config.positions
     unless(positions == "none", "model.positions", positions, f"{architecture} has none; set positions: none")
     unless(block.mlp is None, f"{key}.mlp", block.mlp and block.mlp.type, f"{architecture} has none; set mlp: null")
-    unless(
-        not block.norm_before_gate,
-        f"{key}.norm_before_gate",
-        block.norm_before_gate,
-        f"{architecture} gates first; set norm_before_gate: false",
-    )
+    instead = f"{architecture} gates first; set norm_before_gate: false"
+    unless(not block.norm_before_gate, f"{key}.norm_before_gate", block.norm_before_gate, instead)
     refuse_own_norm(key, block, config, architecture, refusals)

@@ -116,15 +116,11 @@ class Zamba2:
         name = self.architecture
         settings.refuse_model_features(config, name, "rmsnorm", refusals)
         settings.refuse_mamba2_features(config, key, block, name, refusals)
-        refusals.unless(block.conv_bias, f"{key}.conv_bias", False, f"{name} has one; set conv_bias: true")
-        eps = block.gated_norm_eps or config.norm.eps
-        refusals.unless(
-            eps == _GATED_NORM_EPS, f"{key}.gated_norm_eps", eps, f"{name} has 1e-5; set gated_norm_eps: 1.0e-5"
-        )
-        high = block.dt_limit and block.dt_limit[1]
-        refusals.unless(
-            high is None, f"{key}.dt_limit", block.dt_limit, f"{name} has no upper limit; set dt_limit: [low, null]"
-        )
+        unless, eps, limit = refusals.unless, block.gated_norm_eps or config.norm.eps, block.dt_limit
+        unless(block.conv_bias, f"{key}.conv_bias", False, f"{name} has one; set conv_bias: true")
+        unless(eps == _GATED_NORM_EPS, f"{key}.gated_norm_eps", eps, f"{name} has 1e-5; set gated_norm_eps: 1.0e-5")
+        open_ended = limit is None or limit[1] is None
+        unless(open_ended, f"{key}.dt_limit", limit, f"{name} has no upper limit; set dt_limit: [low, null]")
 
     def _refuse_shared(
         self, config: ModelConfig, key: str, shared: SharedAttentionBlock, mixer: Mamba2Block, refusals: Refusals
@@ -136,43 +132,26 @@ class Zamba2:
         unless(shared.clip_qkv is None, f"{key}.clip_qkv", shared.clip_qkv, f"{name} has none; set clip_qkv: null")
         for field, value in (("qkv_bias", shared.qkv_bias), ("out_bias", shared.out_bias)):
             unless(not value, f"{key}.{field}", value, f"{name} has no biases in attention; set {field}: false")
-        kind = shared.position.type
-        unless(
-            kind in ("none", "rotary"), f"{key}.position", kind, f"{name} has rotary ones or none; set {{type: rotary}}"
-        )
-        unless(
-            shared.softmax_scale is None or math.isclose(shared.softmax_scale, (spec.head_dim / 2) ** -0.5),
-            f"{key}.softmax_scale",
-            shared.softmax_scale,
-            f"{name} has (head_dim / 2)^-0.5; set softmax_scale: null",
-        )
-        unless(shared.mlp.type in ("geglu", "swiglu"), f"{key}.mlp.type", shared.mlp.type, f"{name} has a gated MLP")
-        unless(
-            shared.mlp.bias == mixer.proj_bias,
-            f"{key}.mlp.bias",
-            shared.mlp.bias,
-            f"{name} has one setting for this and the Mamba layers' proj_bias ({mixer.proj_bias}); set them alike",
-        )
+        kind, scale, mlp, tied = shared.position.type, shared.softmax_scale, shared.mlp, config.tie_embeddings
+        instead = f"{name} has rotary ones or none; set {{type: rotary}}"
+        unless(kind in ("none", "rotary"), f"{key}.position", kind, instead)
+        usual = scale is None or math.isclose(scale, (spec.head_dim / 2) ** -0.5)
+        unless(usual, f"{key}.softmax_scale", scale, f"{name} has (head_dim / 2)^-0.5; set softmax_scale: null")
+        unless(mlp.type in ("geglu", "swiglu"), f"{key}.mlp.type", mlp.type, f"{name} has a gated MLP")
+        bias = mixer.proj_bias
+        instead = f"{name} has one setting for this and the Mamba layers' proj_bias ({bias}); set them alike"
+        unless(mlp.bias == bias, f"{key}.mlp.bias", mlp.bias, instead)
         uses = sum(layer.shared is not None for layer in config.layer_list())
-        unless(
-            config.tie_embeddings or shared.n_shared == uses,
-            "model.tie_embeddings",
-            config.tie_embeddings,
-            f"{name} in transformers 5 then unties its shared blocks too; set tie_embeddings: true",
-        )
+        instead = f"{name} in transformers 5 then unties its shared blocks too; set tie_embeddings: true"
+        unless(tied or shared.n_shared == uses, "model.tie_embeddings", tied, instead)
         unless(shared.n_shared <= uses, f"{key}.n_shared", shared.n_shared, f"only {uses} are ever used; set that")
         rank, attn_rank = shared.adapter_rank, shared.attn_adapter_rank
         unless(rank is not None, f"{key}.adapter_rank", rank, f"{name} has adapters in every use; set a rank")
-        unless(
-            attn_rank in (None, rank), f"{key}.attn_adapter_rank", attn_rank, f"{name} has one rank; set it to {rank}"
-        )
-        if attn_rank is not None:
-            unless(
-                spec.n_heads * spec.head_dim == width and spec.n_kv_heads == spec.n_heads,
-                f"{key}.attn_adapter_rank",
-                attn_rank,
-                f"{name} has these adapters only where queries, keys and values are 2 * d_model wide",
-            )
+        attn_key = f"{key}.attn_adapter_rank"
+        unless(attn_rank in (None, rank), attn_key, attn_rank, f"{name} has one rank; set it to {rank}")
+        wide = spec.n_heads * spec.head_dim == width and spec.n_kv_heads == spec.n_heads
+        instead = f"{name} has these adapters only where queries, keys and values are 2 * d_model wide"
+        unless(attn_rank is None or wide, attn_key, attn_rank, instead)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
@@ -235,12 +214,8 @@ def _shared_block(config: ModelConfig, refusals: Refusals) -> tuple[str, SharedA
     names = list(dict.fromkeys(layer.shared for layer in config.layer_list() if layer.shared))
     if not names:
         return "", None
-    refusals.unless(
-        len(names) == 1,
-        "model.layers",
-        config.layers,
-        f"Zamba2ForCausalLM has one kind of shared block, not {' and '.join(names)}; n_shared makes copies",
-    )
+    instead = f"Zamba2ForCausalLM has one kind of shared block, not {' and '.join(names)}; n_shared makes copies"
+    refusals.unless(len(names) == 1, "model.layers", config.layers, instead)
     block = config.blocks[names[0]]
     assert isinstance(block, SharedAttentionBlock)
     return f"model.blocks.{names[0]}", block
@@ -281,25 +256,15 @@ def _refuse_published(config: Any, refusals: Refusals) -> None:
     limit = getattr(config, "time_step_limit", None)  # in many files, and passed over by the class
     limited = limit is not None and list(limit) not in ([0, math.inf], [config.time_step_min, math.inf])
     unless(not limited, "time_step_limit", limit, "Zamba2ForCausalLM has [time_step_min, Infinity] in its place")
-    unless(
-        config.mamba_headdim * config.n_mamba_heads == config.mamba_expand * config.hidden_size,
-        "n_mamba_heads",
-        config.n_mamba_heads,
-        f"times mamba_headdim ({config.mamba_headdim}) must be mamba_expand * hidden_size",
-    )
-    unless(
-        config.attention_hidden_size == 2 * config.hidden_size,
-        "attention_hidden_size",
-        config.attention_hidden_size,
-        f"must be 2 * hidden_size ({2 * config.hidden_size})",
-    )
+    heads, head_dim, d = config.n_mamba_heads, config.mamba_headdim, config.hidden_size
+    needed = f"times mamba_headdim ({head_dim}) must be mamba_expand * hidden_size"
+    unless(head_dim * heads == config.mamba_expand * d, "n_mamba_heads", heads, needed)
+    width = config.attention_hidden_size
+    unless(width == 2 * d, "attention_hidden_size", width, f"must be 2 * hidden_size ({2 * d})")
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.attention_head_dim
-    unless(
-        not config.use_shared_attention_adapter or (kv_heads == heads and heads * head_dim == 2 * config.hidden_size),
-        "use_shared_attention_adapter",
-        True,
-        "Zamba2ForCausalLM has these adapters only where queries, keys and values are 2 * hidden_size wide",
-    )
+    possible = not config.use_shared_attention_adapter or (kv_heads == heads and heads * head_dim == 2 * d)
+    instead = "Zamba2ForCausalLM has these adapters only where queries, keys and values are 2 * hidden_size wide"
+    unless(possible, "use_shared_attention_adapter", True, instead)
 
 
 def _read_shared(config: Any, uses: int, rotary: dict[str, Any] | None) -> dict[str, Any]:

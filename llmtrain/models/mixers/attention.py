@@ -149,9 +149,8 @@ class AttentionCache(MixerCache):
         return replace(self, k=k, v=v)
 
     def context(self, span: Span) -> AttentionContext:
-        return AttentionContext(
-            self.mixer.tables_at(span.memoize, span.positions), None, partial(self.attend, span=span)
-        )
+        rotary = self.mixer.tables_at(span.memoize, span.positions)
+        return AttentionContext(rotary, None, partial(self.attend, span=span))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""

@@ -56,12 +56,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def __init__(
-        self,
-        block: BlockSection,
-        config: ModelConfig,
-        platform: Platform,
-        dtype: torch.dtype,
-        documents: bool = False,
+        self, block: BlockSection, config: ModelConfig, platform: Platform, dtype: torch.dtype, documents: bool = False
     ):
         """block: its section of the config. dtype: of activations in the kernels. platform, documents: as HybridLM's."""
         super().__init__()

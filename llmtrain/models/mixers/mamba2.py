@@ -21,14 +21,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
-from llmtrain.models.init import (
-    InitScale,
-    Rule,
-    constant,
-    inverse_softplus_of_log_uniform,
-    log_of_uniform,
-    uniform,
-)
+from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform, uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
@@ -88,12 +81,7 @@ class Mamba2(Mixer):
     fp32_parameters = no_decay_parameters = ("ssm.A_log", "ssm.D", "ssm.dt_bias")
 
     def __init__(
-        self,
-        block: Mamba2Block,
-        config: ModelConfig,
-        platform: Platform,
-        dtype: torch.dtype,
-        documents: bool = False,
+        self, block: Mamba2Block, config: ModelConfig, platform: Platform, dtype: torch.dtype, documents: bool = False
     ):
         super().__init__(block, config, platform, dtype, documents)
         dtype_name = str(dtype).removeprefix("torch.")
@@ -179,41 +167,34 @@ class Mamba2Cache(MixerCache):
     def context(self, span: Span) -> CachedMamba2:
         return CachedMamba2(self, span)
 
-    def convolve(self, x: Tensor, span: Span) -> Tensor:
-        """x: [batch, T, channels] -> like x."""
-        conv = self.mixer.conv
-        if x.shape[1] == 1:
-            return self.conv_step(x[:, 0], self.window, conv.weight, conv.bias)[:, None]
-        before = self.window.shape[2]
-        x = torch.cat((self.window.transpose(1, 2), span.without_padding(x)), dim=1)
-        if before:
-            self.window.copy_(x[:, -before:].transpose(1, 2))
-        return conv(x)[:, before:]
-
-    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, span: Span) -> Tensor:
-        """Scan with the arguments of the ssd kernel; x: [batch, T, heads, head_dim] -> like x."""
-        ssm = self.mixer.ssm
-        if x.shape[1] == 1:
-            y = self.ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], ssm.D, ssm.dt_bias, self.state)
-            return y[:, None]
-        # Zeros add nothing to a state of zeros, whatever their time step: padding leaves no trace.
-        y, final = self.mixer.kernel(span.without_padding(x), dt, A, B, C, ssm.D, ssm.dt_bias, self.state)
-        self.state.copy_(final)
-        return y
-
 
 @dataclass
 class CachedMamba2:
-    """A Mamba-2 layer's context when it reads on from a cache."""
+    """A Mamba-2 layer's context when it reads on from a cache, into it."""
 
     cache: Mamba2Cache
     span: Span
 
     def convolve(self, x: Tensor) -> Tensor:
-        return self.cache.convolve(x, self.span)
+        """x: [batch, T, channels] -> like x."""
+        cache, conv = self.cache, self.cache.mixer.conv
+        if x.shape[1] == 1:
+            return cache.conv_step(x[:, 0], cache.window, conv.weight, conv.bias)[:, None]
+        before = cache.window.shape[2]
+        x = torch.cat((cache.window.transpose(1, 2), self.span.without_padding(x)), dim=1)
+        if before:
+            cache.window.copy_(x[:, -before:].transpose(1, 2))
+        return conv(x)[:, before:]
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        return self.cache.scan(x, dt, A, B, C, self.span)
+        """Scan with the arguments of the ssd kernel; x: [batch, T, heads, head_dim] -> like x."""
+        cache, ssm = self.cache, self.cache.mixer.ssm
+        if x.shape[1] == 1:
+            return cache.ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], ssm.D, ssm.dt_bias, cache.state)[:, None]
+        # Zeros add nothing to a state of zeros, whatever their time step: padding leaves no trace.
+        y, final = cache.mixer.kernel(self.span.without_padding(x), dt, A, B, C, ssm.D, ssm.dt_bias, cache.state)
+        cache.state.copy_(final)
+        return y
 
 
 @dataclass(frozen=True)

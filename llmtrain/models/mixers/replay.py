@@ -20,10 +20,6 @@ class ReplayCache(MixerCache):
 
     inputs: Tensor
 
-    @classmethod
-    def empty(cls, batch: int, capacity: int, d_model: int, dtype: torch.dtype, device: torch.device) -> ReplayCache:
-        return cls(torch.zeros(batch, capacity, d_model, dtype=dtype, device=device))
-
     def rows(self, rows: slice) -> ReplayCache:
         return replace(self, inputs=self.inputs[rows])
 

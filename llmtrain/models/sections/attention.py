@@ -12,7 +12,7 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection, Kernel
-from llmtrain.models.sections.positions import NoPosition, Position
+from llmtrain.models.sections.layers import NoPosition, Position
 
 AttentionBackend = Literal[
     "auto",

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from llmtrain.config.base import Problem, Section
 from llmtrain.kernels.registry import Operation, Spec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.mlp import MLPConfig
-from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.layers import MLPConfig, NormConfig
 
 
 class Kernel(NamedTuple):

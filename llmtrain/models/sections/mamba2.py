@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
@@ -49,8 +50,9 @@ class Mamba2Block(BlockSection):
     def problems(self) -> Iterator[Problem]:
         if self.dt_min > self.dt_max:
             yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
-        if self.dt_limit is not None and not 0 <= self.dt_limit[0] < _or_infinity(self.dt_limit[1]):
-            yield Problem("dt_limit", list(self.dt_limit), "must be [low, high] with 0 <= low < high, or [low, null]")
+        low, high = self.dt_limit or (0.0, None)
+        if not 0 <= low < (math.inf if high is None else high):
+            yield Problem("dt_limit", [low, high], "must be [low, high] with 0 <= low < high, or [low, null]")
         if not 0 < self.a_init_range[0] <= self.a_init_range[1]:
             yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with 0 < low <= high")
 
@@ -97,7 +99,3 @@ class Mamba2Block(BlockSection):
         else:
             in_fp32 = d_inner * self.d_state / self.chunk_size + self.n_groups * self.chunk_size
         return SavedBytes(width * elements + 4 * in_fp32, width * in_proj)
-
-
-def _or_infinity(limit: float | None) -> float:
-    return float("inf") if limit is None else limit

@@ -9,7 +9,7 @@ from pydantic import Field
 from llmtrain.config.base import PositiveInt
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.attention import AttentionSection
-from llmtrain.models.sections.mlp import MLPConfig
+from llmtrain.models.sections.layers import MLPConfig
 
 
 class SharedAttentionBlock(AttentionSection):

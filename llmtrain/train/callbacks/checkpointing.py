@@ -29,11 +29,8 @@ class Checkpointing(Callback):
         data_position: Callable[[State], dict[str, Any]],
         interval: int,
     ):
-        self.saver = saver
-        self.preemption = preemption
-        self.config = config
-        self.data_position = data_position
-        self.interval = interval
+        self.saver, self.preemption, self.interval = saver, preemption, interval
+        self.config, self.data_position = config, data_position
         self.prepared = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:

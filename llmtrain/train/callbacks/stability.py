@@ -27,10 +27,8 @@ class Stability(Callback):
 
     def __init__(self, config: TrainConfig):
         self.max_norm = config.clip_grad_norm if config.clip_grad_norm is not None else math.inf
-        self.policy = config.nonfinite
-        self.max_skipped = config.max_skipped_steps
-        self.skipped_in_a_row = 0
-        self.skipped = 0
+        self.policy, self.max_skipped = config.nonfinite, config.max_skipped_steps
+        self.skipped = self.skipped_in_a_row = 0
         self._loss: torch.Tensor | None = None
 
     def after_loss(self, state: State, logger: Logger) -> None:

@@ -53,8 +53,7 @@ def _peak(config: TrainConfig, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    dtype = "bf16" if config.precision == "amp_bf16" else "fp32"
-    return peak_flops(properties.name, dtype, properties.multi_processor_count)
+    return peak_flops(properties.name, config.precision, properties.multi_processor_count)
 
 
 class Throughput(Callback):

@@ -7,7 +7,7 @@ import torch
 
 from llmtrain.kernels import platform
 from llmtrain.models.layers import Norm
-from llmtrain.models.sections.norm import NormConfig
+from llmtrain.models.sections.layers import NormConfig
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,14 @@ from llmtrain.models.hf.llama import FAMILY as LLAMA
 from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
 from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hf.zamba2 import FAMILY as ZAMBA2
-from llmtrain.models.sections.mlp import MLPConfig
-from llmtrain.models.sections.norm import NormConfig
-from llmtrain.models.sections.positions import AlibiPosition, LinearScaling, Llama3Scaling, RotaryPosition
+from llmtrain.models.sections.layers import (
+    AlibiPosition,
+    LinearScaling,
+    Llama3Scaling,
+    MLPConfig,
+    NormConfig,
+    RotaryPosition,
+)
 
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 4}
 MAMBA: dict[str, Any] = {"type": "mamba2", "d_state": 16, "head_dim": 8}

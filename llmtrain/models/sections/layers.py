@@ -1,4 +1,4 @@
-"""The sections of position information inside attention. No torch here."""
+"""The sections of the small parts of blocks: norms, feed-forward layers, positions inside attention. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,52 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveInt, Problem, Section
+from llmtrain.config.base import PositiveInt, Problem, Section, free
+from llmtrain.kernels.norm.spec import NormSpec
+from llmtrain.models.costs import SavedBytes
+
+NormBackend = Literal["auto", "reference", "triton"]
+
+
+class NormConfig(Section):
+    """A normalisation layer over the last dimension."""
+
+    type: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    bias: bool = False
+    """LayerNorm's additive bias. RMSNorm has none."""
+    eps: Annotated[float, Field(gt=0)] = 1e-5
+    backend: NormBackend = free("auto")
+    """In training steps. Validation, scoring and generation, and norms of queries and keys, are plain PyTorch. What is named
+    must be able to serve wherever the model trains.
+    """
+
+    @property
+    def function(self) -> NormConfig:
+        """The same norm with the default backend: what it computes."""
+        return self.model_copy(update={"backend": "auto"})
+
+    def problems(self) -> Iterator[Problem]:
+        if self.type == "rmsnorm" and self.bias:
+            yield Problem("bias", True, "RMSNorm has no bias; set bias: false or type: layernorm")
+
+    def spec(self, dim: int, dtype: str = "bfloat16") -> NormSpec:
+        """The kernel's view of a norm over `dim` channels."""
+        return NormSpec(dim, self.type, self.bias, self.eps, dtype)
+
+
+class MLPConfig(Section):
+    """Feed-forward layer: `gelu` has two matrices, `swiglu` and `geglu` three."""
+
+    type: Literal["gelu", "swiglu", "geglu"] = "swiglu"
+    d_ff: PositiveInt
+    """Hidden width."""
+    bias: bool = False
+
+    def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
+        """See BlockSection.saved_bytes."""
+        up = self.d_ff if self.type == "gelu" else 2 * self.d_ff
+        # Input and output of the norm, the first projection's output, and the second's input.
+        return SavedBytes(width * (2 * d_model + up + self.d_ff), width * up)
 
 
 class NoPosition(Section):
