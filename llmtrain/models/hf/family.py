@@ -112,15 +112,18 @@ class Family(Protocol):
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Convert config.json to a `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
+        ...
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """Convert our config to config.json, loadable without remote code; the caller adds dtype and token ids.
 
         Raises UnsupportedModelError with every reason.
         """
+        ...
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         """Weights for all parameters of HybridLM(config), in its order. config: from read_config, or valid for write_config."""
+        ...
 
 
 def family_of_hf_config(published: Mapping[str, Any]) -> Family:
