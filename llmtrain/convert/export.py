@@ -19,6 +19,7 @@ from llmtrain.config.output_folder import atomic_folder, refuse_existing, requir
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.generate.load import checkpoint_model_config, checkpoint_tokenizer_path
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
@@ -63,7 +64,7 @@ def export(
     """
     refuse_existing(out)
     folder, manifest = Repository(checkpoint).open()
-    config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
+    config = checkpoint_model_config(folder, manifest)
     family = family_for_model(config)
     weights = family.weights(config)
     text = load_tokenizer(tokenizer or _find_tokenizer(folder, manifest))
@@ -97,8 +98,6 @@ def _key(weight: Weight) -> str:
 
 
 def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
-    from llmtrain.generate.load import checkpoint_tokenizer_path
-
     try:
         return checkpoint_tokenizer_path(folder, manifest)
     except ValueError as error:

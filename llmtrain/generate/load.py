@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from llmtrain.checkpoint import save_load
-from llmtrain.checkpoint.format.manifest import Manifest
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.decode import decode
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
@@ -42,7 +42,7 @@ def load_model(
         model, own = load_hf(folder, dtype=dtype), folder
     else:
         folder, manifest = Repository(source).open()
-        config = ModelConfig.model_validate_json(json.dumps(manifest.config["model"]))
+        config = checkpoint_model_config(folder, manifest)
         here = detect(device)
         with torch.device("meta"):
             model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
@@ -53,6 +53,15 @@ def load_model(
         assert own is not None
         tokenizer = load_tokenizer(own)
     return CausalLM(model.cast(dtype)).to(device).eval(), tokenizer
+
+
+def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:
+    """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not know."""
+    config, problems = decode(ModelConfig, manifest.config["model"])
+    if problems:
+        unknown = "; ".join(f"model.{problem.path}: {problem.message}" for problem in problems)
+        raise CheckpointError(f"{folder} holds a model of another version of llmtrain ({unknown})")
+    return config
 
 
 def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:

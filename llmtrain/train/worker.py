@@ -130,6 +130,8 @@ def silence_warnings() -> None:
 def _report(error: BaseException, folder: Path | None, world: World) -> None:
     """Print an error of this rank, unless another rank reports it. The traceback of a fault goes to RUN/errors."""
     if isinstance(error, KeyboardInterrupt):
+        if world.is_main:
+            print_error(error)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends what waits below
     if isinstance(error, Preempted):  # every rank raises it, at the same step
