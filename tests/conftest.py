@@ -53,9 +53,12 @@ def shards(tmp_path_factory) -> Path:
     return folder / "shards"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """ranks(n): a group of n processes, the same one for all tests until it breaks."""
+    """ranks(n): a group of n processes, the same one for all tests of a file until it breaks.
+
+    Not for the whole session: gloo polls in every process group that a run has made, which costs a tenth of a core or more.
+    """
     groups: dict[int, Ranks] = {}
 
     def group(size: int) -> Ranks:
