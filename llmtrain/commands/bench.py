@@ -50,7 +50,7 @@ def _add_tune(commands) -> None:
         "--kernels",
         nargs="+",
         metavar="PART",
-        help="some parts only: forward, dq, dkdv; walk, scan, ...; forward, backward",
+        help="some parts only: forward, dq, dkdv; sequential_scan, chunk_scan, ...; forward, backward",
     )
     sub.add_argument("--quick", action="store_true", help="fewer candidates")
     sub.add_argument("--top", type=int, default=5, metavar="N", help="rows to show per kernel (default 5)")
