@@ -1,10 +1,24 @@
 # docker build --target cuda -t llmtrain:cuda .
 # docker build --target rocm -t llmtrain:rocm .
-# docker run --gpus all --ipc=host -v "$PWD:/workspace" llmtrain:cuda train yamls/pretrain/mpt-1b.yaml
+# docker run --gpus all --ipc=host -v "$PWD:/workspace" llmtrain:cuda train mpt-1b
 # docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render --ipc=host \
-#     -v "$PWD:/workspace" llmtrain:rocm train yamls/pretrain/mpt-1b.yaml
+#     -v "$PWD:/workspace" llmtrain:rocm train mpt-1b
+# Both targets install the wheels of the first stage, as `pip install dist/*.whl` does (README.md).
+# UV_EXCLUDE_NEWER: as in pyproject.toml, whose overrides UV_NO_CONFIG leaves out: the wheels need none.
 # UV_COMPILE_BYTECODE: the image's user may not write any, and each rank would compile all it imports at every start.
-# --ipc=host: StreamingDataset and NCCL share memory between the ranks. The shipped YAMLs lie in /opt/llmtrain/yamls.
+# --ipc=host: StreamingDataset and NCCL share memory between the ranks.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# llmtrain's wheel, with its YAMLs and tasks inside, and those of Composer and streaming that it requires.
+FROM python:3.12-slim-bookworm AS wheels
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE llmtrain_lm_eval.py ./
+COPY scripts/build_wheels.py scripts/
+COPY llmtrain llmtrain
+COPY eval eval
+COPY yamls yamls
+RUN python scripts/build_wheels.py /wheels
 
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA: torch's wheels bring CUDA, cuDNN and NCCL; the host brings the driver. Triton needs a C compiler to run.
@@ -22,20 +36,19 @@ ENV PIP_NO_CACHE_DIR=1 \
     UV_LINK_MODE=copy \
     UV_COMPILE_BYTECODE=1 \
     UV_PYTHON_DOWNLOADS=never \
+    UV_NO_CONFIG=1 \
+    UV_EXCLUDE_NEWER=2026-11-15T00:00:00Z \
     PYTHONUNBUFFERED=1
 RUN pip install 'uv==0.13.*'
 
 WORKDIR /opt/llmtrain
 # Dependencies first: this layer, most of the image, changes only with pyproject.toml.
-COPY pyproject.toml README.md LICENSE ./
-RUN uv sync --no-dev --no-install-project
-COPY llmtrain llmtrain
-COPY eval eval
-COPY scripts scripts
-COPY yamls yamls
-RUN uv sync --no-dev --no-editable
+COPY pyproject.toml ./
+COPY --from=wheels /wheels/mosaicml* wheels/
+RUN uv pip install --system wheels/*.whl -r pyproject.toml
+COPY --from=wheels /wheels/llmtrain* wheels/
+RUN uv pip install --system wheels/*.whl
 
-ENV PATH=/opt/llmtrain/.venv/bin:$PATH
 USER 1000
 WORKDIR /workspace
 ENTRYPOINT ["llmtrain"]
@@ -65,6 +78,8 @@ ENV PIP_NO_CACHE_DIR=1 \
     UV_LINK_MODE=copy \
     UV_COMPILE_BYTECODE=1 \
     UV_PYTHON_DOWNLOADS=never \
+    UV_NO_CONFIG=1 \
+    UV_EXCLUDE_NEWER=2026-11-15T00:00:00Z \
     PYTHONUNBUFFERED=1
 
 # Root until everything is installed: the image's environment belongs to root.
@@ -72,17 +87,13 @@ ENV PIP_NO_CACHE_DIR=1 \
 USER 0
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /opt/llmtrain
-COPY pyproject.toml README.md LICENSE ./
-COPY scripts scripts
-COPY llmtrain llmtrain
-COPY eval eval
-COPY yamls yamls
-# --no-config: the overrides of pyproject.toml name a torch; those on the command line take their place.
+COPY scripts/keep_torch.py scripts/
+COPY --from=wheels /wheels wheels/
 RUN python3 -m pip install 'uv==0.13.*' \
     && python3 scripts/keep_torch.py versions > /tmp/before \
     && python3 scripts/keep_torch.py overrides > /tmp/overrides.txt \
-    && python3 -m uv pip install --no-config --exclude-newer "$(python3 scripts/keep_torch.py cutoff)" \
-        --python "$(command -v python3)" --break-system-packages --override /tmp/overrides.txt . \
+    && python3 -m uv pip install --python "$(command -v python3)" --break-system-packages \
+        --override /tmp/overrides.txt wheels/*.whl \
     && python3 scripts/keep_torch.py versions | diff /tmp/before - \
     && python3 -c "import torch, llmtrain.cli; assert torch.version.hip, 'torch is no longer the ROCm build'" \
     && rm /tmp/before /tmp/overrides.txt \

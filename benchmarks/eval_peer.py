@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
-from llmtrain.eval.task import Documents, Task
+from llmtrain.eval.task import Documents, NativeTask
 from llmtrain.eval.tasks.documents import group_by_category
 from llmtrain.eval.tasks.sections import LmEvalPrompting
 
@@ -46,8 +46,8 @@ def load_peer(folder: str, max_length: int, dtype: str) -> Any:
     return made(pretrained=folder, device="cuda" if torch.cuda.is_available() else "cpu", **options)
 
 
-def instances(task: Task, documents: Documents, shots: int) -> list[tuple[int, Any]]:
-    """(document's index, Instance) for each request, in the order of Task.requests, without the premises of PMI scores."""
+def instances(task: NativeTask, documents: Documents, shots: int) -> list[tuple[int, Any]]:
+    """(document's index, Instance) for each request, in the order of NativeTask.requests, without the premises of PMI scores."""
     from lm_eval.api.instance import Instance
 
     assert isinstance(task.settings, LmEvalPrompting)

@@ -29,6 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
+from benchmarks.plan_work import work
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.errors import UserError, exit_with
@@ -37,8 +38,7 @@ from llmtrain.eval.runner import frozen_gc
 from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.overlap import Prefetcher, Steps, no_host_work, run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
-from llmtrain.eval.task import Documents, Task, load_task
-from llmtrain.eval.tasks.documents import document_text
+from llmtrain.eval.task import Documents, NativeTask, load_task
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM
@@ -180,7 +180,7 @@ def _parse(task: str) -> tuple[str, str]:
 
 def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
     """Tokenizer trained on the documents, so that their tokens are as long as a real tokenizer's."""
-    texts = [document_text(one) for some in documents for one in some.everything]
+    texts = [one.text for some in documents for one in some.everything]
     made = train_bpe(texts, _VOCAB if vocab is None else vocab, or_fewer=vocab is None)
     if vocab is None and made.vocab_size < _VOCAB:
         print(f"a tokenizer of {made.vocab_size:,} tokens: the tasks' text yields no more")
@@ -209,14 +209,14 @@ def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -
 
 
 def _requests(
-    task: Task, documents: Documents, shots: int, tokenizer: TextTokenizer
+    task: NativeTask, documents: Documents, shots: int, tokenizer: TextTokenizer
 ) -> Steps[list[LoglikelihoodRequest]]:
     made = yield from task.request_steps(documents, tokenizer, shots, pmi=False)
     return [one for one in made if isinstance(one, LoglikelihoodRequest)]
 
 
 def _score(
-    scorer: HybridScorer, task: Task, requests: list[LoglikelihoodRequest], host_work: Callable[[], bool]
+    scorer: HybridScorer, task: NativeTask, requests: list[LoglikelihoodRequest], host_work: Callable[[], bool]
 ) -> list[float]:
     found = scorer.loglikelihood(requests, window=task.window(scorer.window) - 1, host_work=host_work)
     return [one.log_likelihood for one in found]
@@ -224,8 +224,8 @@ def _score(
 
 def _counted(title: str, documents: Documents, requests: list[LoglikelihoodRequest], scorer: HybridScorer) -> Measured:
     naive = sum(min(len(one.context) + len(one.continuation) - 1, scorer.window) for one in requests)
-    plan = scorer.plan
-    return Measured(title, len(documents), [], plan.tokens, plan.slots, naive, plan.calls)
+    done = work(scorer.plan)
+    return Measured(title, len(documents), [], done.tokens, done.slots, naive, done.calls)
 
 
 def _peer(folder: str, max_length: int) -> Any:

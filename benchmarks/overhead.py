@@ -67,7 +67,8 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
 
     from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
-    from llmtrain.train.optim import LearningRate, build_optimizer
+    from llmtrain.schema.schedule import resolve
+    from llmtrain.train.optim import build_optimizer
     from llmtrain.train.parallel import compile_layers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +90,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
     optimizer = build_optimizer(weights, config.optimizer)
-    rate = LearningRate(config, int(config.train.duration.value), None)
+    rate = resolve(config)
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
     ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device=device)
     labels = ids.roll(-1, 1)
@@ -133,7 +134,7 @@ def mfu(config: Config, tokens_per_second: float) -> float:
         model = HybridLM(config.model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cost = token_cost(model, config.train, config.data.seq_len, device)
-    return tokens_per_second * cost.foundry / cost.peak if cost.peak else float("nan")
+    return tokens_per_second * cost.foundry / cost.peak.flops if cost.peak.flops else float("nan")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.task import Documents, Task, load_task
+from llmtrain.eval.task import Documents, NativeTask, load_task
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 from llmtrain.train.loggers import read_metrics
@@ -56,7 +56,7 @@ class TaskRequests:
     """A task with its requests."""
 
     title: str
-    task: Task
+    task: NativeTask
     shots: int
     documents: Documents
     requests: list[LoglikelihoodRequest]
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if different else 0
 
 
-def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str, tuple[Task, int, Documents]]]:
+def _read(names: Sequence[str], data_dir: str, limit: int) -> Iterator[tuple[str, tuple[NativeTask, int, Documents]]]:
     """(task, shots, documents) by title. Raises UserError when the folder holds none of the tasks, or bad records."""
     some = False
     for title in names:

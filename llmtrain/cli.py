@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from llmtrain import __version__
 from llmtrain.commands.bench import add_bench
 from llmtrain.commands.check import add_check
 from llmtrain.commands.checkpoint import add_checkpoint
+from llmtrain.commands.compare import add_compare
 from llmtrain.commands.convert import add_export, add_import
+from llmtrain.commands.data import add_data
 from llmtrain.commands.describe import add_describe, add_mfu
 from llmtrain.commands.doctor import add_doctor
 from llmtrain.commands.eval import add_decontaminate, add_eval
 from llmtrain.commands.generate import add_generate
+from llmtrain.commands.migrate import add_migrate
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
 from llmtrain.commands.train import add_train
@@ -27,13 +32,16 @@ def parser() -> argparse.ArgumentParser:
     for add in (
         add_train,
         add_prepare,
+        add_data,
         add_check,
         add_describe,
         add_eval,
+        add_compare,
         add_decontaminate,
         add_generate,
         add_import,
         add_export,
+        add_migrate,
         add_checkpoint,
         add_mfu,
         add_doctor,
@@ -47,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status (see `llmtrain.errors`)."""
     root = parser()
+    given = list(sys.argv[1:] if argv is None else argv)
+    if any(word == "" and before not in ("--prompt", "--stop") for before, word in pairwise(["", *given])):
+        root.error("one of the arguments is empty; if a shell variable stands there, it has no value")
     args, rest = root.parse_known_args(argv)
     if rest and "overrides" in args and not any(word.startswith("-") for word in rest):
         args.overrides += rest  # `FILE --nproc 2 a.b=c`: argparse returns positionals after an option as the rest

@@ -1,6 +1,6 @@
 """The exit statuses of every command, and the errors that carry them.
 
-0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C) · 143 preempted (SIGTERM), and saved
+0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C) · 143 preempted (SIGTERM), saved after a step
 
 The text of an error below is all that a user needs, and is printed alone. Any other exception is a fault of the program, of
 a library or of the machine: status 1, with its traceback.

@@ -43,12 +43,35 @@ class _Terminal(logging.Handler):
         if record.name == file_log.name:
             return
         text = self.timed.format(record) if _rank() else record.getMessage()
-        print(text, file=sys.stdout if record.name == run_log.name else sys.stderr, flush=True)
+        # Standard output may be a file on a full disk, or a terminal that is gone: no reason to end a run.
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stdout if record.name == run_log.name else sys.stderr, flush=True)
 
 
 class _File(logging.FileHandler):
+    """A full disk must not fail the run, nor fill the terminal with tracebacks: it is told once, and again when it is over."""
+
+    failed = False
+    _errors = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self._errors = self.failed, 0
+        super().emit(record)
+        if before and not self._errors and self.failed:
+            self.failed = False
+            log.info(f"{self.baseFilename} is written again")
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must not fail the run, nor fill the terminal with tracebacks."""
+        self._errors += 1
+        if not self.failed:
+            self.failed = True
+            log.warning(
+                f"WARNING: {self.baseFilename} cannot be written: {sys.exc_info()[1]}; the run goes on without it"
+            )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 @contextlib.contextmanager

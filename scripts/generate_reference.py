@@ -1,4 +1,4 @@
-"""Write every file that is generated from the schema: JSON schemas for editors, and the key reference in docs/reference."""
+"""Write every file that is generated: JSON schemas for editors, the key reference, and the migration page's table of keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from llmtrain.config.schema_tree import (
     is_free,
     is_section,
     sections_by_type,
+    usual_type,
 )
+from llmtrain.convert.foundry.keys import table
 from llmtrain.eval.report.gauntlet import Gauntlet
 from llmtrain.eval.run_config import EvalRun
 from llmtrain.eval.tasks.config import TaskConfig
@@ -31,12 +33,14 @@ from llmtrain.schema.json_schema import schema_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
+MIGRATION = ROOT / "docs" / "migrating-from-llm-foundry.md"
 NOTE = "<!-- Generated from the schema: python scripts/generate_reference.py -->\n"
 ABOUT = """Every key of every YAML, generated from the classes that decode it. Unknown keys and values of another type
 are errors; `llmtrain check FILE` reports all of them at once, and the rules that connect several keys.
 
 Any value may be an interpolation: `${section.key}` is the value of another key, `${oc.env:NAME}` that of an environment
-variable. A length of training is a number with a unit: `300 steps`, `26e9 tokens`, `2 epochs`, or `5 %` of the run.
+variable, as text; where a number belongs, `${oc.decode:${oc.env:NAME}}`. A length of training is a number with a unit:
+`300 steps`, `26e9 tokens`, `2 epochs`, or `5 %` of the run.
 
 *On resume*: a key that "may change" can have another value when the same run is started again. A change of a "fixed" key
 is refused, because it would be another experiment; `llmtrain train FILE --fresh` then starts anew."""
@@ -68,7 +72,16 @@ def generated() -> dict[Path, str]:
         ROOT / "eval" / "tasks" / "schema.json": plain_json_schema(TaskConfig),
         ROOT / "eval" / "gauntlets" / "schema.json": plain_json_schema(Gauntlet),
         **{PAGES / name: text for name, text in reference().items()},
+        **({MIGRATION: migration_page()} if MIGRATION.exists() else {}),
     }
+
+
+def migration_page() -> str:
+    """Text of the migration page, with the table of keys between its two marks."""
+    page = MIGRATION.read_text(encoding="utf-8")
+    return re.sub(
+        r"(<!-- keys: .*? -->\n).*(<!-- end of keys -->)", lambda m: f"{m[1]}{table()}{m[2]}", page, flags=re.S
+    )
 
 
 def plain_json_schema(section: type[Section]) -> str:
@@ -92,12 +105,14 @@ def reference() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """A section at a path. tag: the `type` that selects it among others there. free: all below it may change on resume."""
+    """A section at a path. tag: the `type` that selects it among others there. free: all below it may change on resume. usual: it
+    is the one without a `type`."""
 
     path: str
     section: type[Section]
     tag: str | None = None
     free: bool = False
+    usual: bool = False
 
     @property
     def title(self) -> str:
@@ -170,7 +185,7 @@ def _table(place: Place, page: Page, pages: list[Page]) -> str:
     rows = [head, ["---"] * len(head)]
     for name, field in sorted(place.section.model_fields.items(), key=lambda item: item[0] != "type"):
         inner = list(_inside(field.annotation, "", False))
-        required = field.is_required() or (name == "type" and place.tag is not None)
+        required = field.is_required() or (name == "type" and place.tag is not None and not place.usual)
         cells = [f"`{name}`", _value(place, name, field, page, pages)]
         cells.append("required" if required else _default(field))
         if page.resume:
@@ -200,7 +215,7 @@ def _link(place: Place, label: str, page: Page, pages: list[Page]) -> str | None
         if other.resume != page.resume or (not page.resume and other is not page):
             continue
         for places in _by_section(other.places).values():
-            if any((one.path, one.section) == (place.path, place.section) for one in places):
+            if any((one.path, one.section, one.tag) == (place.path, place.section, place.tag) for one in places):
                 target = "" if other is page else other.file
                 anchor = "" if other.title == places[0].title else f"#{anchor_of(places[0].title)}"
                 return f"[{label}]({target}{anchor})" if target + anchor else None
@@ -225,7 +240,7 @@ def _inside(annotation: Any, path: str, free: bool) -> Iterator[Place]:
     """Sections that a value of this type is made of. NAME stands for an entry's name, N for its number."""
     options = sections_by_type(annotation)
     for tag, section in options.items():
-        yield Place(path, section, tag, free)
+        yield Place(path, section, tag, free, tag == usual_type(annotation))
     for member in alternatives_of(annotation):
         if is_section(member) and not options:
             yield Place(path, member, None, free)

@@ -5,8 +5,10 @@ A checkpoint appears, is replaced and disappears in one rename each, so that wha
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import uuid
 from pathlib import Path
 
 from llmtrain.checkpoint.base import Checkpoint, Progress, no_progress
@@ -106,6 +108,16 @@ def folders(root: Path) -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
+def misplaced(root: Path) -> list[Path]:
+    """Entries that are named like a checkpoint's folder, finished or not, and are none."""
+    named = (
+        path
+        for path in sorted(root.glob("step-*"))
+        if _FOLDER.fullmatch(path.name) or _IN_PROGRESS.fullmatch(path.name)
+    )
+    return [path for path in named if not path.is_dir()]
+
+
 def list_local(path: Path) -> list[LocalCheckpoint]:
     """Every checkpoint of the run at `path`, oldest first, whole or not; or the one checkpoint that `path` itself is."""
     if (path / manifests.NAME).is_file():
@@ -116,8 +128,10 @@ def list_local(path: Path) -> list[LocalCheckpoint]:
 
 
 def clear(folder: Path, make: bool = False) -> None:
-    """Delete a folder that is no checkpoint (any more), if it exists. make: make it anew."""
-    if folder.exists():
+    """Delete a folder that is no checkpoint (any more), or a file of its name, if it exists. make: make it anew."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
     if make:
         folder.mkdir(parents=True)
@@ -129,6 +143,8 @@ def replace(partial: Path, final: Path) -> None:
     After a kill in between, the renamed one still counts (see `folders`), and `recover` gives it its name back.
     """
     aside = final.with_name(final.name + REPLACED)
+    if os.path.lexists(final) and not final.is_dir():  # put there while the run trained: not ours to delete
+        final.rename(final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}"))
     if final.exists():  # the same step saved again, for instance after a resume with other settings
         clear(aside)
         final.rename(aside)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,16 @@ from llmtrain.errors import RunError
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 # Settings of how this machine computes the step: a checkpoint of a GPU must not ask a CPU for a fused kernel.
 MACHINE_SETTINGS = (".foreach", ".fused", ".capturable", ".differentiable")
+
+
+class Part(Protocol):
+    """Something else that a checkpoint holds beside parameters and optimizer, under names of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors (sharded in any way, loaded in place) and plain values, which the part does not change afterwards."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class SaveError(CheckpointError):
@@ -148,17 +158,29 @@ def load(
     *,
     manifest: Manifest | None = None,
     verify: bool = True,
+    parts: Sequence[Part] = (),
+    ema: bool = False,
 ) -> None:
-    """Load parameters, and optimizer state if an optimizer is given, into a model sharded in any way. Called by every rank.
+    """Load parameters, and optimizer state if an optimizer is given, into a model sharded in any way; and `parts`. Called by
+    every rank.
+
+    ema: the moving averages of the parameters in their place.
 
     verify: compare the hashes of the files that are read, each rank those of a share of them.
     Raises CheckpointError, on every rank, for a file that is missing or damaged, and tensors that do not fit.
     """
     manifest = manifest or manifests.read(folder)
     full = _full_state(model, optimizer)
+    own = [part.state_dict() for part in parts]
     state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
+    for found in own:
+        state |= found
+    prefix = indexes.weights_prefix(folder, manifest, ema)
+    state = {prefix + name.removeprefix("model.") if name.startswith("model.") else name: state[name] for name in state}
     load_state(folder, manifest, state, verify=verify)
-    set_model_state_dict(model, _part(state, "model."))
+    for part, found in zip(parts, own, strict=True):
+        part.load_state_dict({name: state[name] for name in found})
+    set_model_state_dict(model, _part(state, prefix))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, _part(full | state, "optimizer."), options=_BY_NAME)
 
@@ -178,10 +200,13 @@ def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verif
             raise CheckpointError(f"{folder} cannot be loaded: {first_failure(error)[1]}") from error
 
 
-def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Sequence[Part] = ()) -> dict[str, Any]:
     """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded."""
     full = _full_state(model, optimizer)
-    return {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
+    state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
+    for part in parts:
+        state |= part.state_dict()
+    return state
 
 
 def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

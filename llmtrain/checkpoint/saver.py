@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.retention import Retention
-from llmtrain.checkpoint.save_load import RunState, SaveError
+from llmtrain.checkpoint.save_load import Part, RunState, SaveError
 from llmtrain.checkpoint.staging import Staging
 
 _SECONDS_AFTER_A_FAILURE = 60.0
@@ -26,7 +27,8 @@ class Saver:
     earlier checkpoints stay as they were. `finish` raises it. Use it as a context manager.
 
     group: a gloo group that nothing else uses: the thread's messages must not come between those of the step. It is
-    destroyed at the end. warn: called on every rank. blocked_seconds: duration of the last `save`, for which the step waited.
+    destroyed at the end. warn: called on every rank. parts: what a checkpoint holds beside model and optimizer.
+    blocked_seconds: duration of the last `save`, for which the step waited.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Saver:
         background: bool,
         group: dist.ProcessGroup,
         warn: Callable[[str], None],
+        parts: Sequence[Part] = (),
     ):
+        self._parts = parts
         self.root, self.model, self.optimizer, self.retention = root, model, optimizer, retention
         self.background, self.warn = background, warn
         self._group = group
@@ -52,7 +56,7 @@ class Saver:
     def prepare(self) -> None:
         """Allocate the buffers of background saves. Call it once the optimizer has a state: after the first step."""
         if self.background:
-            self._staging.prepare(save_load.local_tensors(save_load.flat_state(self.model, self.optimizer)))
+            self._staging.prepare(save_load.local_tensors(self._state()))
 
     def save(self, run: RunState) -> None:
         """Save the state as it is now. In the background: returns when it has been copied.
@@ -68,7 +72,7 @@ class Saver:
             )
         self.poll()
         self._step = run.step
-        state = save_load.flat_state(self.model, self.optimizer)
+        state = self._state()
         tensors = save_load.local_tensors(state)
         if self.background:
             tensors = self._staging.copy(tensors)
@@ -84,6 +88,9 @@ class Saver:
         if not self.background:
             self._thread.join()
         self.blocked_seconds = time.perf_counter() - began
+
+    def _state(self) -> dict[str, Any]:
+        return save_load.flat_state(self.model, self.optimizer, self._parts)
 
     @property
     def busy(self) -> bool:

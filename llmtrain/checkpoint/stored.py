@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from filelock import FileLock
-
 from llmtrain.checkpoint.base import Checkpoint, Progress, no_progress
 from llmtrain.checkpoint.download import download, verify
 from llmtrain.checkpoint.format import index as indexes
@@ -19,6 +17,7 @@ from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.local import LocalCheckpoint, folder_name
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
+from llmtrain.config.addresses import local_problem
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 
@@ -42,6 +41,11 @@ class StoredCheckpoint(Checkpoint):
         _ = self.manifest  # read now, where the caller expects a StoreError
 
     def _read(self) -> Manifest | CheckpointError:
+        if self.partial:  # also where a pipe has the manifest's name
+            return CheckpointError(
+                f"{self.address} is not a complete checkpoint: it has no {manifests.NAME} (being uploaded or deleted, or that "
+                "was cut short)"
+            )
         try:
             manifest = manifests.parse(self.address, self.store.read(self.prefix + manifests.NAME))
             for name, record in manifest.files.items():
@@ -93,8 +97,13 @@ class StoredCheckpoint(Checkpoint):
 
     def fetch(self) -> Path:
         """A copy in LLMTRAIN_CACHE (default ~/.cache/llmtrain), made once; any number of processes may call this."""
+        from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
+
         manifest = self.require()
-        cache = Path(os.environ.get("LLMTRAIN_CACHE", "~/.cache/llmtrain")).expanduser() / "checkpoints"
+        place = os.environ.get("LLMTRAIN_CACHE", "~/.cache/llmtrain")
+        if problem := local_problem(place):
+            raise CheckpointError(f"LLMTRAIN_CACHE: {problem}, found {place!r}")
+        cache = Path(place).expanduser() / "checkpoints"
         # The save, too, is in the name: another one of the same step is another folder.
         root = cache / hashlib.sha256(f"{self.address} {manifest.save_id}".encode()).hexdigest()[:16]
         root.mkdir(parents=True, exist_ok=True)

@@ -48,8 +48,10 @@ def summary(checkpoint: Checkpoint, config_file: str | None) -> Iterator[str]:
 
 
 def _tensors(index: Index) -> Iterator[str]:
-    for part in ("model", "optimizer"):
+    for part in ("model", "optimizer", "ema"):
         found = [record for name, record in index.tensors.items() if name.startswith(f"{part}.")]
+        if part == "ema" and not found:
+            continue
         elements = sum(math.prod(record.shape) for record in found)
         nbytes = sum(math.prod(record.shape) * _itemsize(record.dtype) for record in found)
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in Counter(r.dtype for r in found).most_common())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import xxhash
 from llmtrain.checkpoint.base import Progress, no_progress
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
-from llmtrain.checkpoint.format.threads import in_threads
+from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
 from llmtrain.checkpoint.local import folder_name
 from llmtrain.checkpoint.stores.base import ObjectStore
 
@@ -46,7 +45,14 @@ def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress
     has what it had before, or, if that was another save of this step, nothing under this name.
     """
     began = time.monotonic()
-    counter = _Counter(progress)
+    total = 0
+
+    def count(size: int) -> None:
+        nonlocal total
+        total += size
+        progress(size)
+
+    sent = one_at_a_time(count)
     with contextlib.ExitStack() as stack:
         text, manifest, files = _open(folder, stack)
         prefix = f"{folder_name(manifest.step)}/"
@@ -56,13 +62,13 @@ def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress
             raise CheckpointError(f"{folder} is incomplete: {min(missing)} is missing")
         if not store.holds(prefix + manifests.NAME, len(text), digest):
             store.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
-            send(store, prefix, files, manifest.files, counter.add)
-            store.put(prefix + manifests.NAME, own, len(text), digest, counter.add)
+            send(store, prefix, files, manifest.files, sent)
+            store.put(prefix + manifests.NAME, own, len(text), digest, sent)
         for name in store.sizes(prefix):  # files that only an earlier save of this step had
             if name.removeprefix(prefix) not in {manifests.NAME, *manifest.files}:
                 store.delete(name)
         store.abandon(prefix)
-    return Uploaded(f"{store.url}/{prefix[:-1]}", manifest.nbytes, counter.total, time.monotonic() - began)
+    return Uploaded(f"{store.url}/{prefix[:-1]}", manifest.nbytes, total, time.monotonic() - began)
 
 
 def send(
@@ -109,17 +115,3 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[bytes, Manifest, d
     if not folder.is_dir():  # its files may be some of those it had
         raise GoneError(f"{folder} was deleted before it was uploaded")
     return text, manifest, files
-
-
-class _Counter:
-    """Sum of the bytes that the threads report."""
-
-    def __init__(self, progress: Progress):
-        self.total = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            self.total += size
-            self._progress(size)

@@ -49,11 +49,16 @@ class Uploader:
         self._thread = threading.Thread(target=self._watch, name="uploader", daemon=True)
         self._thread.start()
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait, at most so long, as `close` does; True once everything is uploaded or has failed once more."""
+        self._closing.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def close(self, seconds: float | None = None) -> bool:
         """Wait, at most so long, until every checkpoint is uploaded or has failed once more. True if all are uploaded; if not,
         reports it: the next start of the run continues the upload."""
-        self._closing.set()
-        self._thread.join(seconds)
+        self.wait(seconds)
         left = [folder for folder, _ in self._pending()]
         if left:
             unfinished = "is not finished" if self._thread.is_alive() else "failed"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from llmtrain.commands.arguments import output_path
+
 
 def add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure and tune the kernels on this machine")
@@ -56,7 +58,9 @@ def _add_tune(commands) -> None:
     sub.add_argument("--top", type=int, default=5, metavar="N", help="rows to show per kernel (default 5)")
     sub.add_argument("--workers", type=int, metavar="N", help="processes that compile (default: one per core)")
     where = sub.add_mutually_exclusive_group()
-    where.add_argument("--out", type=Path, metavar="FILE", help="write the row there (use it by LLMTRAIN_TUNING=FILE)")
+    where.add_argument(
+        "--out", type=output_path, metavar="FILE", help="write the row there (use it by LLMTRAIN_TUNING=FILE)"
+    )
     where.add_argument("--into-package", action="store_true", help="write the shipped table of this architecture")
     where.add_argument("--dry-run", action="store_true", help="write nothing")
     sub.set_defaults(func=tune)
@@ -76,7 +80,9 @@ def _add_kernels(commands) -> None:
     sub.add_argument("--match", metavar="TEXT", help="cells whose name contains this")
     sub.add_argument("--quick", action="store_true", help="one length, no public scan with chunks of 128")
     sub.add_argument("--peer-path", type=Path, metavar="FOLDER", help="where mamba_ssm and causal_conv1d lie")
-    sub.add_argument("--out", type=Path, default=Path("bench-kernels"), metavar="FOLDER", help="default bench-kernels/")
+    sub.add_argument(
+        "--out", type=output_path, default=Path("bench-kernels"), metavar="FOLDER", help="default bench-kernels/"
+    )
     sub.add_argument(
         "--workers", type=int, metavar="N", help="processes that compile (default: one per core, at most 14)"
     )

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from llmtrain.config.config_type import is_evaluation
+from llmtrain.config.report import ConfigError
+from llmtrain.config.shipped import CONFIG_HELP, config_title, find_config
+from llmtrain.config.yaml_source import read_file
 from llmtrain.schema.config import Config
 
 
 def add_check(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("check", help="say everything that is wrong with a config, without running it")
-    parser.add_argument("file", help="the YAML")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    parser = subparsers.add_parser(
+        "check",
+        help="say everything that is wrong with a config, without running it",
+        description="Says everything that is wrong with the YAML of a run or of an evaluation, each with its key, what was found "
+        "and what is allowed. Exit status 2 when anything is.",
     )
+    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="check the batch and the sharding for N ranks (GPUs) too"
     )
@@ -24,9 +31,30 @@ def check(args: argparse.Namespace) -> int:
     """Print one line for a good config. Raises ConfigError, whose text is the report, for any other."""
     from llmtrain.commands.checks import load_runnable
 
+    if _is_evaluation(args.file):
+        print(f"{config_title(args.file)}: OK, {_tasks(args.file, args.overrides)}")
+        return 0
     config = load_runnable(args.file, args.overrides, world_size=args.nproc)
-    print(f"{args.file}: OK, {summary(config, args.nproc)}")
+    print(f"{config_title(args.file)}: OK, {summary(config, args.nproc)}")
     return 0
+
+
+def _is_evaluation(file: str) -> bool:
+    try:
+        return is_evaluation(read_file(find_config(file)).data)
+    except ConfigError:  # which is said by whoever loads it
+        return False
+
+
+def _tasks(file: str, overrides: list[str]) -> str:
+    """One line: `2 tasks: piqa (0-shot), arc_easy (0-shot)`. Raises ConfigError for an eval YAML that cannot be used."""
+    from llmtrain.eval.report.gauntlet import load_gauntlet
+    from llmtrain.eval.run_config import load_eval_run, task_runs
+
+    run = load_eval_run(file, overrides, needs_models=False)
+    titles = [one.title for one in task_runs(run, load_gauntlet(run.gauntlet) if run.gauntlet else None)]
+    more = f", and {len(titles) - 5} more" if len(titles) > 5 else ""
+    return f"{len(titles)} task{'s' * (len(titles) != 1)}: {', '.join(titles[:5])}{more}"
 
 
 def summary(config: Config, world_size: int | None = None) -> str:
@@ -40,8 +68,9 @@ def summary(config: Config, world_size: int | None = None) -> str:
     batch = f"{config.train.global_batch_size} sequences x {config.data.seq_len} tokens"
     line = f"{kinds.total()} layers ({layers}), d_model {config.model.d_model}; {_length(config)} of {batch}"
     if world_size is not None:
-        accumulated = config.grad_accum(world_size)
-        line += f"; on {world_size} ranks {accumulated} microbatches of {config.train.microbatch_size}"
+        accumulated, context = config.grad_accum(world_size), config.train.parallel.context
+        groups = "" if context == 1 else f" in {world_size // context} groups that share sequences"
+        line += f"; on {world_size} ranks{groups} {accumulated} microbatches of {config.train.microbatch_size}"
     return line
 
 

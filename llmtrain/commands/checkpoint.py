@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.commands.arguments import output_path
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_checkpoint(commands) -> None:
         "code is run, whatever a file holds.",
     )
     sub.add_argument("source", metavar="SRC", help="a checkpoint, a run's folder (its newest), or a file of Composer's")
-    sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    sub.add_argument("out", type=output_path, metavar="OUT", help="the folder to make")
     sub.add_argument("--to", choices=("hf", "llmtrain"), required=True, help="hf: what `llmtrain export` writes")
     sub.add_argument("--shards", type=int, metavar="N", help="files of tensors to write, about; default: by size")
     sub.add_argument(
@@ -99,6 +99,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.format.manifest import CheckpointError
+    from llmtrain.checkpoint.local import folder_name
     from llmtrain.checkpoint.repository import Repository
     from llmtrain.progress import ByteBar, format_bytes
 
@@ -106,8 +107,8 @@ def run_verify(args: argparse.Namespace) -> int:
     wrong = 0
     with ByteBar(sys.stderr.isatty(), sum(item.manifest.nbytes for item in found if item.manifest), "verify") as bar:
         for item in found:
-            if item.partial and len(found) > 1:
-                print(f"{item.name}: {item.health}")  # no damage: nothing takes it for a checkpoint
+            if item.in_progress and item.name != folder_name(item.step) and len(found) > 1:
+                print(f"{item.name}: {item.health}")  # no damage: it has not a checkpoint's name
                 continue
             bar.stage(item.name)
             try:
@@ -147,11 +148,10 @@ def run_rm(args: argparse.Namespace) -> int:
             f"{good[-1].name} is the last good checkpoint of {args.run}; add --force to remove even that one (nothing was)"
         )
     for item in selected:
+        what = f"{item.address} ({format_bytes(item.nbytes)}, {item.health})"
         if not args.dry_run:
             item.delete()
-        print(
-            f"{'would remove' if args.dry_run else 'removed'} {item.address} ({format_bytes(item.nbytes)}, {item.health})"
-        )
+        print(f"{'would remove' if args.dry_run else 'removed'} {what}")
     if not selected:
         print("nothing to remove")
     return 0

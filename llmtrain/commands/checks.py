@@ -1,18 +1,21 @@
-"""A config checked against this machine: data folders, the run's folder, eval tasks, initial weights. No torch here."""
+"""A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
+groups against the model's names. No torch here, unless there are groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmtrain.checkpoint.initial_weights import initial_problems
+from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.documents import check_documents
-from llmtrain.data.shards import check_streams, check_vocabulary
+from llmtrain.data.prepare_problems import prepare_problems
+from llmtrain.data.shards import check_streams, check_vocabulary, steps_per_epoch
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import Check, load_config
+from llmtrain.schema.schedule import schedule_problems
 
 
 def load_runnable(
@@ -24,22 +27,54 @@ def load_runnable(
     """
     checks = (
         Check(_data_problems, reads=("data",)),
-        Check(_folder_problems),
+        Check(_mixture_problems, reads=("data", "train.global_batch_size")),
+        Check(_epoch_problems, reads=("data", "train", "schedule")),
+        Check(lambda config: _folder_problems(config, fresh)),
+        Check(_group_problems, reads=("model", "optimizer")),
         Check(_in_context_problems, reads=("eval",)),
-        Check(lambda config: initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
+        Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
     )
     return load_config(path, overrides, world_size=world_size, checks=checks)
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
-    problems = [*check_streams(config.data, config.train.global_batch_size)]
+    problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
     yield from problems or check_documents(config.data)
 
 
-def _folder_problems(config: Config) -> Iterator[Problem]:
-    if reason := unwritable_reason(config.run_dir):
+def _mixture_problems(config: Config) -> Iterator[Problem]:
+    if config.data.mixture:
+        from llmtrain.data.mixture import mixture_problems  # imports numpy
+
+        yield from mixture_problems(config.data, config.train.global_batch_size)
+
+
+def _epoch_problems(config: Config) -> Iterator[Problem]:
+    """Problems of lengths in epochs, where the data is here; those of other lengths keep a config from being one."""
+    yield from schedule_problems(config, steps_per_epoch(config.data, config.train.global_batch_size))
+
+
+def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
+    checkpoints = Path(config.run_dir) / "checkpoints"
+    if reason := unwritable_reason(config.run_dir if fresh else checkpoints):
         yield Problem("run_dir", config.run_dir, reason)
+    elif not fresh and (found := misplaced(checkpoints)):
+        names = ", ".join(path.name for path in found)
+        yield Problem(
+            "run_dir",
+            config.run_dir,
+            f"{checkpoints} has a file where a checkpoint's folder belongs: {names}; move it away",
+        )
+
+
+def _group_problems(config: Config) -> Iterator[Problem]:
+    if config.optimizer.groups:
+        from llmtrain.flops.describe import meta_model  # imports torch
+        from llmtrain.models.parameter_roles import decayed_parameters
+        from llmtrain.schema.parameter_groups import group_problems
+
+        yield from group_problems(config.optimizer, decayed_parameters(meta_model(config.model)))
 
 
 def _in_context_problems(config: Config) -> Iterator[Problem]:
@@ -52,3 +87,12 @@ def _in_context_problems(config: Config) -> Iterator[Problem]:
         load_eval_run(config.eval.icl.file, needs_models=False)
     except UserError as error:
         yield Problem("eval.icl.file", None, str(error))
+
+
+def _initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
+    if config.init_from is None:
+        return
+    # Imported here: a dozen files that other configs do not need.
+    from llmtrain.checkpoint.initial_weights import initial_problems
+
+    yield from initial_problems(config, fresh)

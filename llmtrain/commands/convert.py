@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from pathlib import Path
 
+from llmtrain.commands.arguments import EMA_HELP, output_path
 from llmtrain.errors import UserError
 from llmtrain.logs import log
 
@@ -26,7 +26,7 @@ def add_export(commands) -> None:
         metavar="CHECKPOINT",
         help="a run's folder (its newest checkpoint), or a checkpoint; either may be in a store (s3://bucket/prefix)",
     )
-    sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    sub.add_argument("out", type=output_path, metavar="OUT", help="the folder to make")
     sub.add_argument("--dtype", choices=_DTYPES, default="auto", help="default: auto, as in the checkpoint")
     sub.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights: 5GB (the default), 500MB, ..."
@@ -34,6 +34,13 @@ def add_export(commands) -> None:
     sub.add_argument(
         "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the run's own"
     )
+    sub.add_argument(
+        "--trim-vocab",
+        action="store_true",
+        help="leave out the rows of the embedding and the head beyond the tokenizer's last token, such as the padding to a "
+        "multiple of 128",
+    )
+    sub.add_argument("--ema", action="store_true", help=EMA_HELP)
     sub.set_defaults(func=run_export)
 
 
@@ -41,11 +48,11 @@ def add_import(commands) -> None:
     sub = commands.add_parser(
         "import",
         help="make a checkpoint of a model in Hugging Face format",
-        description="Makes a checkpoint of MPT, Llama, Mamba-2 or Zamba2 weights, for `generate`, `export`, and "
-        "`init_from` in a run's YAML. OUT appears when it is complete.",
+        description="Makes a checkpoint of a published model's weights, for `generate`, `export`, and `init_from` in a run's "
+        "YAML. OUT appears when it is complete. docs/models.md lists the families.",
     )
     sub.add_argument("source", metavar="HF_FOLDER", help="a folder with config.json and weights, or a hub name")
-    sub.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    sub.add_argument("out", type=output_path, metavar="OUT", help="the folder to make")
     sub.set_defaults(func=run_import)
 
 
@@ -65,12 +72,15 @@ def run_export(args: argparse.Namespace) -> int:
         dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
         max_shard_bytes=size,
         tokenizer=args.tokenizer,
+        trim_vocab=args.trim_vocab,
+        ema=args.ema,
         progress=sys.stderr.isatty(),
     )
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in made.dtypes))
     files = "1 file" if made.files == 1 else f"{made.files} files"
+    trimmed = f" without {made.trimmed:,} rows of padding" if made.trimmed else ""
     print(
-        f"{made.checkpoint} -> {made.out}: {made.architecture}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
+        f"{made.checkpoint} -> {made.out}: {made.architecture}{trimmed}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
         f"Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(made.out)!r})"
     )

@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 from llmtrain.flops import mfu as arithmetic
 from llmtrain.flops.peaks import device_by_short_name
@@ -17,7 +18,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
         help="parameters, FLOPs, memory and expected speed of a config",
         description="Says what a config amounts to, in seconds and without a GPU, however large the model is.",
     )
-    parser.add_argument("file", metavar="FILE", help="a training YAML")
+    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those in FILE")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="GPUs of the run (default 1)")
     parser.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: adds expected tokens/s and days")
@@ -30,10 +31,10 @@ def run_describe(args: argparse.Namespace) -> int:
     """Print what a config amounts to. Raises UserError for a bad config, an unknown GPU or an impossible MFU."""
     from llmtrain.schema.load import load_config
 
-    if args.mfu is not None and args.gpu is None:
-        raise UserError("--mfu has no effect without --gpu, whose peak it is a share of")
     device = device_by_short_name(args.gpu) if args.gpu else None
     config = load_config(args.file, args.overrides, world_size=args.world_size)
+    if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
+        raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
     from llmtrain.flops.describe import describe
     from llmtrain.flops.report import print_description
@@ -93,6 +94,12 @@ def run_mfu(args: argparse.Namespace) -> int:
     print(f"MFU              {_percent(arithmetic.mfu(flops.total, rate, peak, args.gpus))}")
     if args.recompute:
         print(f"HFU              {_percent(arithmetic.mfu(hardware, rate, peak, args.gpus))}")
+    most = arithmetic.mfu(max(hardware, flops.total), rate, peak, args.gpus)
+    if most > 1:
+        print(
+            f"{arithmetic.describe_excess(most, peak, source)}. Are --batch and --step-time those of one optimizer step, and "
+            f"is --gpus {args.gpus} right?" + (" The attention term counts whole T x T squares." if args.layers else "")
+        )
     return 0
 
 

@@ -9,25 +9,53 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import UserError, print_error
+from llmtrain.commands.arguments import output_path
+from llmtrain.commands.import_task import import_task
+from llmtrain.commands.processes import chosen_processes, joins_a_launcher
+from llmtrain.errors import print_error
 from llmtrain.logs import log
 
+
+def _shots(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers, such as 5 or 0,5, found {text!r}") from None
+
+
+def _tasks(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names or paths, such as arc_easy,my/task.yaml, found {text!r}")
+    return names
+
+
 _FLAGS = {
+    "tasks": ("A,B", _tasks, "names or paths of tasks, in place of the file's tasks and gauntlet"),
     "data_dir": ("DIR", str, "a folder of local JSONL files, in place of the tasks' sources"),
     "out": ("DIR", str, "the folder of results; default results/NAME"),
+    "shots": ("N,…", _shots, "few-shot examples of all tasks, in place of their own: 5, or 0,5 for both"),
     "limit": ("N", int, "only the first N documents of each task"),
     "max_length": ("N", int, "most tokens a model may read"),
     "max_batch_tokens": ("N", int, "tokens read at a time, padding included"),
 }
 """Settings of the YAML that are also command-line options."""
 
+_FOLDERS = {
+    "lm_eval_folders": ("DIR", "a folder of lm-evaluation-harness's task files; may be repeated"),
+    "allow_code": ("DIR", "a folder whose Python files those tasks may run; may be repeated"),
+}
+"""Lists of folders, of which an option gives one."""
+
 
 def add_eval(commands) -> None:
     sub = commands.add_parser(
         "eval",
         help="score models on in-context-learning tasks",
-        description="Scores models on the tasks of a YAML, such as eval/quick.yaml, on every GPU of this machine (without "
+        description="Scores models on the tasks of a YAML, such as quick, on every GPU of this machine (without "
         "one, on the CPU). Interrupted, the same command continues; repeated, it only writes the results anew.",
+        epilog="`llmtrain eval import-task FILE` prints our YAML for a task file (or the name of a task) of "
+        "lm-evaluation-harness, and says what ours cannot express.",
     )
     add_eval_arguments(sub)
     sub.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, or one)")
@@ -38,7 +66,7 @@ def add_decontaminate(commands) -> None:
     sub = commands.add_parser(
         "decontaminate",
         help="look for the tasks' documents in training data",
-        description="Looks for n-grams of the documents of a YAML's tasks, such as eval/quick.yaml, in MDS shards or text. "
+        description="Looks for n-grams of the documents of a YAML's tasks, such as quick, in MDS shards or text. "
         "A document is hit if one of its n-grams occurs anywhere. Prints a table per task; writes overlap.json and .md.",
     )
     sub.add_argument("file", metavar="FILE", help="the YAML that names tasks or a gauntlet, as for `llmtrain eval`")
@@ -54,7 +82,7 @@ def add_decontaminate(commands) -> None:
     sub.add_argument("--n", type=int, default=13, metavar="N", help="tokens of an n-gram (default 13)")
     sub.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
     sub.add_argument("--text-key", default="text", metavar="KEY", help="field of a JSONL record (default text)")
-    sub.add_argument("--out", type=Path, metavar="DIR", help="the folder of results; default results/NAME")
+    sub.add_argument("--out", type=output_path, metavar="DIR", help="the folder of results; default results/NAME")
     sub.set_defaults(func=run_decontaminate)
 
 
@@ -66,7 +94,12 @@ def run_decontaminate(args: argparse.Namespace) -> int:
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `llmtrain eval` and scripts/eval.py share."""
-    parser.add_argument("file", metavar="FILE", help="the YAML")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="the YAML, or the name of one that llmtrain brings: quick; not needed with --tasks",
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -76,42 +109,47 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (metavar, kind, help) in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
-    parser.add_argument(
-        "--details", action="store_true", help="also write every document's log-likelihoods and answers"
-    )
+
+    for name, (metavar, help) in _FOLDERS.items():
+        parser.add_argument(
+            f"--{name.removesuffix('s').replace('_', '-')}", dest=name, action="append", metavar=metavar, help=help
+        )
 
 
-def overrides_of(args: argparse.Namespace) -> list[str]:
+def file_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """(the YAML, or None where tasks are named on the command line alone; settings that replace its own)."""
     import json
 
-    given = [f"{name}={json.dumps(getattr(args, name))}" for name in _FLAGS if getattr(args, name) is not None]
-    return [*args.overrides, *given, *(["details=true"] if args.details else [])]
+    file, overrides = args.file, list(args.overrides)
+    if file is not None and "=" in file and not os.path.exists(file):
+        file, overrides = None, [file, *overrides]
+    if args.tasks is not None:
+        overrides.insert(0, "gauntlet=null")
+    flags = {name: value for name in (*_FLAGS, *_FOLDERS) if (value := getattr(args, name)) is not None}
+    return file, [*overrides, *(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in flags.items())]
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from llmtrain.distributed.world import launched_by_a_launcher
+    if args.file == "import-task":
+        return import_task(args.overrides, args.lm_eval_folders or [])
     from llmtrain.eval.run_config import load_eval_run
 
-    overrides = overrides_of(args)
-    if launched_by_a_launcher():
-        if args.nproc is not None:
-            raise UserError(
-                "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
-            )
-        return _run_rank(args.file, overrides)
-    run = load_eval_run(args.file, overrides)
-    processes = args.nproc if args.nproc is not None else _gpus() or 1
-    if processes < 1:
-        raise UserError(f"--nproc {processes}: expected at least 1")
+    file, overrides = file_and_overrides(args)
+    if joins_a_launcher(args.nproc):
+        return _run_rank(file, overrides)
+    run = load_eval_run(file, overrides)
+    processes = chosen_processes(args.nproc)
     if processes == 1:
-        return _run(args.file, overrides)
+        return _run(file, overrides)
     from llmtrain.distributed.launch import launch
 
-    return launch([sys.executable, "-m", "llmtrain.cli", "eval", args.file, *overrides], processes, run.out)
+    command = [sys.executable, "-m", "llmtrain.cli", "eval", *([] if file is None else [file]), *overrides]
+    return launch(command, processes, run.out)
 
 
-def _run(file: str, overrides: list[str]) -> int:
+def _run(file: str | None, overrides: list[str]) -> int:
     from llmtrain.distributed.world import world_from_environment
+    from llmtrain.eval.failures import failed_tasks
     from llmtrain.eval.report.results import Report, write_results
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.eval.runner import evaluate
@@ -122,21 +160,23 @@ def _run(file: str, overrides: list[str]) -> int:
         report = evaluate(run, done)
     except (ValueError, KeyboardInterrupt):
         if done and world_from_environment().is_main:
-            write_results(Report(run.name, done), Path(run.out), settings=settings, details=run.details)
+            write_results(Report(run.name, done), Path(run.out), settings=settings)
             log.info(f"{run.out} has what was done: {len(done)} results")
         raise
     if world_from_environment().is_main:
-        written = write_results(report, Path(run.out), settings=settings, details=run.details)
+        written = write_results(report, Path(run.out), settings=settings)
         if run.wandb is not None:
             from llmtrain.eval.report.tracking import log_to_wandb
 
             log_to_wandb(report, run.wandb, Path(run.out), settings)
         print((Path(run.out) / "results.md").read_text(encoding="utf-8"))
-        print(f"written: {', '.join(str(path) for path in written[:4])}", flush=True)
+        print(f"written: {', '.join(str(path) for path in written)}", flush=True)
+    if report.failures:
+        raise failed_tasks(report.failures)
     return 0
 
 
-def _run_rank(file: str, overrides: list[str]) -> int:
+def _run_rank(file: str | None, overrides: list[str]) -> int:
     """Run one rank of several. Returns the exit status, or ends the rank."""
     from llmtrain.distributed.world import exit_status_of_rank
 
@@ -161,9 +201,3 @@ def _leave_group() -> Any:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmtrain.commands.arguments import EMA_HELP
 from llmtrain.errors import UserError
 from llmtrain.logs import log
 
@@ -47,6 +48,7 @@ def add_generate(commands) -> None:
     sub.add_argument("--seed", type=int, default=0, metavar="N")
     sub.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts of --file at a time; default 32")
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
+    sub.add_argument("--ema", action="store_true", help=EMA_HELP)
     sub.set_defaults(func=run_generate)
 
 
@@ -69,7 +71,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     from llmtrain.generate.load import load_model
 
-    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None)
+    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None, ema=args.ema)
     if prompts is not None:
         _answer_file(loaded, prompts, args)
     elif args.prompt is not None:
@@ -130,17 +132,11 @@ def _typed() -> Iterator[str]:
 
 
 def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Namespace) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from llmtrain.generate.text import complete
+    from llmtrain.progress import CountBar
 
     model, tokenizer = loaded
-    from rich.console import Console
-
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(prompts))
+    with CountBar(sys.stderr.isatty(), len(prompts), "prompts") as bar:
         for start in range(0, len(prompts), args.batch_size):
             batch = prompts[start : start + args.batch_size]
             answers: list[dict[str, Any]] = [{"prompt": prompt, "completion": "", "end": None} for prompt in batch]
@@ -156,6 +152,6 @@ def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Nam
                 answers[piece.row]["completion"] += piece.text
                 if piece.end:
                     answers[piece.row]["end"] = piece.end
-                    bar.advance(task)
+                    bar.advance()
             for answer in answers:
                 print(json.dumps(answer, ensure_ascii=False), flush=True)

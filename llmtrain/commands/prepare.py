@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 
+from llmtrain.config.base import parse_share
 from llmtrain.errors import UserError
 from llmtrain.schema.data import PrepareConfig
 
@@ -11,29 +13,65 @@ from llmtrain.schema.data import PrepareConfig
 def add_prepare(commands) -> None:
     sub = commands.add_parser(
         "prepare",
-        help="turn text files, source trees and JSONL into MDS shards",
-        description="Turns text files, source trees and JSONL (.gz and .zst too) into MDS shards with a tokenizer.",
+        help="turn text files, source trees, JSONL, Parquet, Arrow and CSV into MDS shards",
+        description="Turns text files, source trees, JSONL, JSON, Parquet, Arrow and CSV, plain or compressed, into MDS shards "
+        "with a tokenizer. The same command goes on after a kill, and makes anew only what has changed.",
     )
-    sub.add_argument("sources", nargs="+", metavar="SOURCE", help="files, folders, or `stdlib` (Python's own sources)")
+    sub.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="files, folders, globs, s3:// or hf:// addresses, or `stdlib` (Python's own sources)",
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="gets tokenizer/, train/, validation/, manifest.json")
     tokenizer = sub.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", metavar="NAME", help="a tokenizer's folder, tokenizer.json or hub name")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of this size")
     sub.add_argument("--seq-len", type=int, default=2048, metavar="N", help="tokens per sample (default 2048)")
     sub.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
-    sub.add_argument("--text-key", default="text", metavar="KEY", help="field of a JSONL record (default text)")
+    sub.add_argument("--text-key", default="text", metavar="KEY", help="field or column of a record (default text)")
     sub.add_argument("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")
     sub.add_argument("--seed", type=int, default=17, metavar="N", help="of the train/validation split (default 17)")
     sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    sub.add_argument("--skip-bad-records", action="store_true", help="name and skip what cannot be read")
+    sub.add_argument(
+        "--dedup", action="store_true", help="leave out documents whose text equals that of an earlier one"
+    )
+    bad = sub.add_mutually_exclusive_group()
+    bad.add_argument("--skip-bad-records", action="store_true", help="name and skip all that cannot be read")
+    bad.add_argument(
+        "--max-bad", type=_share, default=0.0, metavar="X", help="skip as much: 0.1%% or 0.001 of the text (default 0)"
+    )
     sub.add_argument("--overwrite", action="store_true", help="replace shards made from other sources or settings")
+    several = sub.add_mutually_exclusive_group()
+    several.add_argument(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="make the I-th of N shares of the work (1/N to N/N), for --merge afterwards",
+    )
+    several.add_argument("--merge", action="store_true", help="make nothing, merge the parts that are made")
     sub.set_defaults(func=run_prepare)
+
+
+def _share(text: str) -> float:
+    """The number of `0.001` or `0.1%`."""
+    try:
+        return parse_share(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text}: expected I/N with I from 1 to N")
+    return int(match[1]), int(match[2])
 
 
 def run_prepare(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from llmtrain.data.prepare import prepare
+    from llmtrain.data.prepare import Part, prepare, prepare_part
 
     fields = {name: value for name, value in vars(args).items() if name in PrepareConfig.model_fields}
     try:
@@ -41,5 +79,15 @@ def run_prepare(args: argparse.Namespace) -> int:
     except ValidationError as error:
         lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
         raise UserError("\n".join(lines)) from None
-    print(prepare(config, overwrite=args.overwrite).summary())
+    if args.part is None:
+        print(prepare(config, overwrite=args.overwrite, merge_only=args.merge).summary())
+        return 0
+    part = Part(*args.part)
+    if not prepare_part(config, part, overwrite=args.overwrite):
+        print(
+            f"part {part.index} of {part.count} has compared its documents; once all parts have come so far, give the same "
+            "command again, which makes the shards"
+        )
+        return 0
+    print(f"part {part.index} of {part.count} is made; once all are, give --merge in place of --part")
     return 0

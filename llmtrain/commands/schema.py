@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from llmtrain.commands.arguments import output_path
 from llmtrain.errors import UserError
 
 
 def add_schema(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("schema", help="the JSON schema by which editors complete the YAML")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it here rather than print it")
+    parser.add_argument("--out", type=output_path, metavar="FILE", help="write it here rather than print it")
     parser.set_defaults(func=schema)
 
 
@@ -23,5 +23,5 @@ def schema(args: argparse.Namespace) -> int:
     try:
         args.out.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
-        raise UserError(str(error)) from None
+        raise UserError(f"--out: cannot write {args.out}: {error.strerror or error}") from None
     return 0

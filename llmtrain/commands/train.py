@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from pathlib import Path
 
-from llmtrain.errors import UserError
+from llmtrain.commands.processes import chosen_processes, joins_a_launcher
+from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.schema.config import Config
 
 
@@ -24,7 +25,7 @@ def add_train(commands) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `llmtrain train` and scripts/train.py share."""
-    parser.add_argument("file", metavar="FILE", help="the YAML")
+    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
     # With a default, argparse does not ask for them when FILE is missing.
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
     parser.add_argument(
@@ -33,40 +34,36 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from llmtrain.train.early_sigterm import ended_by_sigterm
+
+    with ended_by_sigterm():
+        return _run_train(args)
+
+
+def _run_train(args: argparse.Namespace) -> int:
     from llmtrain.commands.checks import load_runnable
-    from llmtrain.distributed.world import launched_by_a_launcher
+    from llmtrain.distributed.run_lock import RunLock
     from llmtrain.train.resume import check_resumption, refuse_used_remote
     from llmtrain.train.worker import run_rank, set_aside
 
     def load(ranks: int | None) -> Config:
         return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
 
-    if launched_by_a_launcher():
-        if args.nproc is not None:
-            raise UserError(
-                "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
-            )
-        return run_rank(load, args.file, args.overrides, args.fresh)
+    with contextlib.ExitStack() as held:
+        lock = None
+        if not joins_a_launcher(args.nproc):
+            config = load(args.nproc)
+            lock = held.enter_context(RunLock(config.run_dir))
+            if not args.fresh:
+                check_resumption(config)
+            processes = chosen_processes(args.nproc)
+            if processes > 1:
+                from llmtrain.distributed.launch import launch
 
-    config = load(args.nproc)
-    if not args.fresh:
-        check_resumption(config)
-    processes = args.nproc or _gpus() or 1
-    if processes < 1:
-        raise UserError(f"--nproc {processes}: expected at least 1")
-    if processes == 1:
-        return run_rank(load, args.file, args.overrides, args.fresh)
-    from llmtrain.distributed.launch import launch
-
-    config = load(processes)
-    if args.fresh:
-        refuse_used_remote(config)
-        set_aside(Path(config.run_dir))
-    command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
-    return launch(command, processes, config.run_dir, config.checkpoint.grace_seconds)
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+                config = load(processes)
+                if args.fresh:
+                    refuse_used_remote(config)
+                    set_aside(lock)
+                command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
+                return launch(command, processes, config.run_dir, config.checkpoint.grace_seconds, lock)
+        return run_rank(load, args.file, args.overrides, args.fresh, lock)

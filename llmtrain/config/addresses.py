@@ -1,4 +1,4 @@
-"""Addresses of checkpoint stores: `s3://bucket/prefix`, `file:///folder`, or a path. No torch here."""
+"""Addresses of checkpoint stores: `s3://bucket/prefix`, `file:///folder`, or a path; and paths that are none. No torch here."""
 
 from __future__ import annotations
 
@@ -22,3 +22,23 @@ def address_problem(address: str) -> str | None:
     if scheme == "file" and separator and not rest.startswith("/"):
         return "must be absolute: file:///folder"
     return None if rest or not separator else "names no place"
+
+
+def local_folder(address: str) -> str | None:
+    """The folder of a `file://` address or a path; None for a store elsewhere."""
+    if address.startswith("file://"):
+        return address.removeprefix("file://")
+    return None if is_remote(address) else address
+
+
+def local_problem(path: str) -> str | None:
+    """Fault of the name of a file or folder to write, as a sentence fragment; None for a good one.
+
+    Any scheme is refused, also with one slash: `s3:/bucket` is what pathlib leaves of an address.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|file):", path):
+        return (
+            "expected a path on this machine, without a scheme (what sends a run's checkpoints to a store is "
+            "checkpoint.remote)"
+        )
+    return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -49,7 +50,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -101,8 +102,14 @@ def free(default: Any = ..., **kwargs: Any) -> Any:
     return Field(default, json_schema_extra=extra, **kwargs)
 
 
+def setting_error(message: str) -> PydanticCustomError:
+    """The error of a type's own validator. message: what is allowed, in the user's terms; the value found is added to it."""
+    return PydanticCustomError("setting", "{message}", {"message": message})
+
+
 Unit = Literal["steps", "tokens", "epochs", "fraction"]
 _DURATION = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(steps?|tokens?|epochs?|%)\s*$")
+_MOST = {"steps": 1e10, "tokens": 1e18, "epochs": 1e6}
 
 
 @dataclass(frozen=True)
@@ -118,17 +125,17 @@ class Duration:
             return text
         match = _DURATION.match(text) if isinstance(text, str) else None
         if not match:
-            raise PydanticCustomError(
-                "duration", "expected a number and a unit: '300 steps', '26e9 tokens', '2 epochs' or '5 %'"
-            )
+            raise setting_error("expected a number and a unit: '300 steps', '26e9 tokens', '2 epochs' or '5 %'")
         number = float(match[1].replace("_", ""))
         if match[2] == "%":
             if number > 100:
-                raise PydanticCustomError("duration", "a percentage lies between 0 and 100")
+                raise setting_error("a percentage lies between 0 and 100")
             return cls(number / 100, "fraction")
         unit = match[2].rstrip("s") + "s"
+        if number > _MOST[unit]:
+            raise setting_error(f"expected at most {_MOST[unit]:g} {unit}")
         if unit in ("steps", "tokens") and number != int(number):
-            raise PydanticCustomError("duration", "expected a whole number of {unit}", {"unit": unit})
+            raise setting_error(f"expected a whole number of {unit}")
         return cls(number, unit)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -158,5 +165,47 @@ DurationField = Annotated[
     WithJsonSchema({"type": "string", "pattern": _DURATION.pattern, "examples": ["300 steps", "26e9 tokens", "5 %"]}),
 ]
 
-PositiveInt = Annotated[int, Field(gt=0)]
+
+def _refuse_zero_in_fp32(value: float) -> float:
+    if 0 < value < 1e-30:
+        raise setting_error("is as good as 0 in fp32, in which training computes")
+    return value
+
+
+# Types of numbers, by what they count. Their upper bounds lie where nonsense begins, far above what anybody trains.
+PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
+"""Tokens of a sequence or vocabulary; samples, sequences or steps."""
+Width = Annotated[int, Field(gt=0, le=2**17)]
+"""Channels, heads, ranks or states of a layer."""
+Processes = Annotated[int, Field(gt=0, le=1024)]
+ByteCount = Annotated[int, Field(gt=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e6), AfterValidator(_refuse_zero_in_fp32)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e6)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
+
+
+def parse_share(value: Any) -> Any:
+    """The number of `0.1 %`; any other value as it is, for the type to judge."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        raise setting_error("expected a share such as 0.001 or '0.1 %'") from None
+
+
+Share = Annotated[
+    float,
+    Field(ge=0, le=1),
+    BeforeValidator(parse_share),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9.]+\s*%$", "examples": ["0.1 %"]},
+            ]
+        }
+    ),
+]
 Probability = Annotated[float, Field(ge=0, lt=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin
@@ -144,7 +145,7 @@ class _Failures:
 
     def _wrong_value(self, detail: Any, expected: Any) -> str:
         found = detail["input"]
-        if detail["type"] == "duration":
+        if detail["type"] == "setting":
             return f"{detail['msg']}, found {format_value(found)}"
         choices = (
             [str(choice) for choice in get_args(select_alternative(expected, found))]
@@ -189,7 +190,7 @@ def _partial(
     if path in failing:
         return _ABSENT
     if path and not any(_within(other, [path]) for other in failing | broken):
-        return TypeAdapter(annotation).validate_json(json.dumps(value))
+        return _adapter(annotation).validate_json(json.dumps(value))
     kind = select_alternative(annotation, value)
     prefix = path + "." if path else ""
     if get_origin(kind) is dict:
@@ -212,6 +213,11 @@ def _partial(
         problems.append(Problem(prefix + problem.path, problem.found, problem.message))
         _hide(section, problem.path)
     return section
+
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
 
 
 def _hide(section: Section, path: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +21,15 @@ class OutputError(UserError):
 def unwritable_reason(folder: str | Path) -> str | None:
     """The reason why nothing can be written into `folder`, which need not exist yet; None if it can be written to."""
     path = Path(folder).expanduser().absolute()
-    existing = next(path for path in (path, *path.parents) if path.exists())
+    existing = next(path for path in (path, *path.parents) if os.path.exists(path))
     if not existing.is_dir():
         return f"{existing} is a file, not a folder; choose another"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} may not be written to; choose another"
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # root may write anywhere, but not into /proc
+    except OSError as error:
+        return f"{existing} cannot be written to: {error.strerror}; choose another"
     return None
 
 
@@ -39,7 +45,7 @@ def require_space(out: Path, nbytes: int) -> None:
     """Check that the file system of `out` has `nbytes` free. Raises OutputError otherwise."""
     existing = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
-    stale = _partial(out)
+    stale = partial_folder(out)
     if stale.is_dir():  # it will make room
         free += sum(file.stat().st_size for file in stale.rglob("*") if file.is_file())
     if free < nbytes:
@@ -56,7 +62,7 @@ def atomic_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     process left behind is deleted first. replace: whether `out` may exist. Raises OutputError if it exists and may not,
     before the block or after it, and for any error of the file system.
     """
-    partial, old = _partial(out), out.with_name(f"{out.name}.old")
+    partial, old = partial_folder(out), _old(out)
     if not replace:
         refuse_existing(out)
     try:
@@ -65,20 +71,38 @@ def atomic_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
                 shutil.rmtree(stale)
         partial.mkdir(parents=True)
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            _flush(path)
-        if not replace:
-            refuse_existing(out)
-        elif out.exists():
-            out.rename(old)
-        partial.rename(out)
-        _flush(out.absolute().parent)
-        if replace:
-            shutil.rmtree(old, ignore_errors=True)
+        publish_folder(partial, out, replace=replace)
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish_folder(partial: Path, out: Path, *, replace: bool) -> None:
+    """Rename `partial` to `out` once all of its files have reached the disk. replace: whether `out` may exist."""
+    old = _old(out)
+    for path in (*partial.rglob("*"), partial):
+        _flush(path)
+    if not replace:
+        refuse_existing(out)
+    elif out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+    partial.rename(out)
+    _flush(out.absolute().parent)
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that appears whole, and whose content is on the disk; several processes may write the same."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(temporary, content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -89,8 +113,13 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
+    """The folder in which `out` is made."""
     return out.with_name(f"{out.name}.partial")
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f"{out.name}.old")
 
 
 def _flush(path: Path) -> None:

@@ -10,7 +10,8 @@ import yaml
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.report import suggest
 from llmtrain.config.schema_tree import entry_type, select_alternative
-from llmtrain.config.yaml_source import Loader, YamlSource
+from llmtrain.config.yaml_source import YamlSource, inspect
+from llmtrain.config.yaml_text import MAX_DEPTH, MAX_KEY, MAX_TEXT, Loader, syntax_reason
 
 
 def apply_override(source: YamlSource, override: str, schema: type[Section]) -> None:
@@ -20,13 +21,14 @@ def apply_override(source: YamlSource, override: str, schema: type[Section]) -> 
     key is reported by the decoder.
     """
     path, equals, text = override.partition("=")
-    keys = re.sub(r"\[(\d+)\]", r".\1", path.strip()).split(".")
-    if not equals or not all(keys):
-        return _refuse(source, override, None, "is not of the form a.b=value")
+    keys = re.sub(r"\[([0-9]+)\]", r".\1", path.strip()).split(".")
+    if not equals or len(keys) >= MAX_DEPTH or not all(key.isprintable() and 0 < len(key) <= MAX_KEY for key in keys):
+        return _refuse(source, override.strip()[:MAX_KEY] or "an empty override", None, "is not of the form a.b=value")
+    given = YamlSource("", {})
     try:
-        value = yaml.load(text, Loader)
+        value = _read(given, ".".join(keys), text)
     except yaml.YAMLError as error:
-        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else "a character YAML does not allow"
+        reason = syntax_reason(error) if isinstance(error, yaml.MarkedYAMLError) else "a character YAML does not allow"
         return _refuse(source, ".".join(keys), text, f"is not a YAML value ({reason}); try quotes around it")
     at: Any = source.data
     kind: Any = schema
@@ -35,7 +37,7 @@ def apply_override(source: YamlSource, override: str, schema: type[Section]) -> 
         kind = select_alternative(kind, at)
         index: Any = key
         if isinstance(at, list):
-            index = int(key) if key.isdigit() else len(at)
+            index = int(key) if re.fullmatch("[0-9]{1,6}", key) else len(at)
             if index >= len(at):
                 return _refuse(source, path, None, f"there is no such entry: {above} has {len(at)} entries")
         elif not isinstance(at, dict):
@@ -44,12 +46,25 @@ def apply_override(source: YamlSource, override: str, schema: type[Section]) -> 
             return _refuse(source, path, key, f"there is no such entry; {suggest(key, at, 'there are')}")
         if last:
             _forget(source, path)
+            source.problems += given.problems
+            source.unreadable |= given.unreadable
             at[index] = value
         elif isinstance(at, dict) and at.get(index) is None:
             at[index] = {}
         source.origins.setdefault(path, "override")
         kind = entry_type(kind, index)
         at = at[index]
+
+
+def _read(given: YamlSource, path: str, text: str) -> Any:
+    if len(text) > MAX_TEXT:
+        raise yaml.MarkedYAMLError(None, None, f"more than {MAX_TEXT} characters")
+    loader = Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    inspect(given, node, path)
+    return loader.construct_document(node)
 
 
 def _refuse(source: YamlSource, path: str, found: Any, message: str) -> None:
@@ -59,6 +74,10 @@ def _refuse(source: YamlSource, path: str, found: Any, message: str) -> None:
 
 def _forget(source: YamlSource, path: str) -> None:
     """Drop the origins and problems of a value and of everything below it, which an override replaces."""
-    for other in [other for other in source.origins if other == path or other.startswith(path + ".")]:
-        del source.origins[other]
-    source.problems = [p for p in source.problems if p.path != path and not p.path.startswith(path + ".")]
+
+    def replaced(other: str) -> bool:
+        return other == path or other.startswith(path + ".")
+
+    source.origins = {other: place for other, place in source.origins.items() if not replaced(other)}
+    source.problems = [problem for problem in source.problems if not replaced(problem.path)]
+    source.unreadable = {other for other in source.unreadable if not replaced(other)}

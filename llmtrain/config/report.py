@@ -61,8 +61,11 @@ def _sentence(problem: Problem) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in YAML, cut to a readable length."""
-    text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
+    """Format a value as in YAML, cut to a readable length; without characters that would act on a terminal."""
+    if isinstance(value, str):
+        text = "'" + "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in value[:500]) + "'"
+    else:
+        text = json.dumps(value, default=str)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..." + text[-1]
 
 

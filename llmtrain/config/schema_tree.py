@@ -37,11 +37,15 @@ def select_alternative(annotation: Any, value: Any) -> Any:
     """The alternative that fits `value`; None when its `type` is missing or unknown."""
     options = sections_by_type(annotation)
     if options:
-        usual = next((part.default for part in _constraints(annotation) if isinstance(part, ByType)), None)
-        tag = value.get("type", usual) if isinstance(value, Mapping) else None
+        tag = value.get("type", usual_type(annotation)) if isinstance(value, Mapping) else None
         return options.get(tag) if isinstance(tag, str) else None
     alternatives = alternatives_of(annotation)
     return alternatives[0] if alternatives else None
+
+
+def usual_type(annotation: Any) -> str | None:
+    """The `type` that a mapping without one has; None where it must be written."""
+    return next((part.default for part in _constraints(annotation) if isinstance(part, ByType)), None)
 
 
 def constrained_type(field: FieldInfo) -> Any:
@@ -151,13 +155,13 @@ def _bounds(annotation: Any) -> str:
         "le": "at most {}",
         "min_length": "with at least {} entry",
     }
-    found: list[str] = []
+    found: dict[str, str] = {}
     for part in (annotation, *_arguments(annotation)):
         for constraint in _constraints(part):
-            found += [
-                text.format(getattr(constraint, name)) for name, text in words.items() if hasattr(constraint, name)
-            ]
-    return " " + " and ".join(dict.fromkeys(found)) if found else ""
+            for name, text in words.items():
+                if (bound := getattr(constraint, name, None)) is not None:  # the last is the narrowest
+                    found[name] = text.format(f"{bound:g}" if isinstance(bound, float) else bound)
+    return " " + " and ".join(found.values()) if found else ""
 
 
 def _constraints(annotation: Any) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 
 from llmtrain.config.base import Problem
 from llmtrain.config.report import ConfigError, nearest
+from llmtrain.config.yaml_text import MAX_KEY, MAX_TEXT, Loader, is_merge, make_text, scalar_problem, syntax
 
 
 @dataclass
@@ -38,33 +38,22 @@ def read_file(path: str | Path) -> YamlSource:
     return source
 
 
-class Loader(yaml.SafeLoader):
-    """Scalars follow YAML 1.2, as editors read it: `on` and `yes` are text, 010 is not octal, 1e-4 is a number."""
-
-    yaml_implicit_resolvers: dict = {}
-
-
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+0123456789."),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("merge", r"<<", "<"),
-):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
-
-
 def _read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT + 1)  # no more: it may be a device that never ends
     except FileNotFoundError:
         raise ConfigError(str(path), [Problem("", None, f"no such file; {_files_near(Path(path))}")]) from None
     except IsADirectoryError:
         raise ConfigError(str(path), [Problem("", None, f"is a folder; {_yamls_in(Path(path))}")]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), [Problem("", None, f"is not text (byte {error.start} is not UTF-8)")]) from None
-    except OSError as error:
-        raise ConfigError(str(path), [Problem("", None, f"cannot be read: {os.strerror(error.errno or 0)}")]) from None
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
+        raise ConfigError(str(path), [Problem("", None, f"cannot be read: {reason}")]) from None
+    if len(text) > MAX_TEXT:
+        raise ConfigError(str(path), [Problem("", None, f"has more than {MAX_TEXT} characters, which no config needs")])
+    return text
 
 
 def _files_near(path: Path) -> str:
@@ -82,13 +71,8 @@ def _yamls_in(folder: Path) -> str:
 
 def _parse(source: YamlSource, text: str) -> dict[str, Any]:
     """The file's data; raises ConfigError for what is not one YAML mapping."""
-    if bad := Loader.NON_PRINTABLE.search(text):
-        line = text.count("\n", 0, bad.start()) + 1
-        raise ConfigError(
-            source.title, [Problem("", None, f"line {line}: YAML does not allow the character {bad[0]!r}")]
-        )
-    loader = Loader(text)
     try:
+        loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(
@@ -98,46 +82,43 @@ def _parse(source: YamlSource, text: str) -> dict[str, Any]:
             raise ConfigError(
                 source.title, [Problem("", None, "is not a mapping; it needs lines of the form 'key: value'")]
             )
-        _locate(source, node, "", ())
+        inspect(source, node, "")
         return loader.construct_document(node)
+    except yaml.reader.ReaderError as error:
+        line, bad = text.count("\n", 0, error.position) + 1, text[error.position]
+        raise ConfigError(
+            source.title, [Problem("", None, f"line {line}: YAML does not allow the character {bad!r}")]
+        ) from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(source.title, [Problem("", None, _syntax(error))]) from None
+        raise ConfigError(source.title, [Problem("", None, syntax(error))]) from None
 
 
-def _syntax(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    hint = "; indent with spaces, not tabs" if "'\\t'" in (error.problem or "") else ""
-    since = (
-        f" {error.context} that starts on line {error.context_mark.line + 1}"
-        if error.context and error.context_mark
-        else ""
-    )
-    return f"{place}{error.problem}{since}{hint}"
-
-
-def _locate(source: YamlSource, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> None:
-    """Record the line of every entry and the duplicate keys, and make every key a string, as written."""
-    if any(node is parent for parent in parents):
-        raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", node.start_mark)
+def inspect(source: YamlSource, node: yaml.Node, path: str) -> None:
+    """Record the line of every entry, duplicate keys and impossible scalars, and make every key a string, as written."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             source.origins[join(path, index)] = item.start_mark.line + 1
-            _locate(source, item, join(path, index), (*parents, node))
+            inspect(source, item, join(path, index))
+    if isinstance(node, yaml.ScalarNode) and (reason := scalar_problem(node)):
+        source.problems.append(Problem(path, node.value, reason))
+        source.unreadable.add(path)
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable() or not 0 < len(key.value) <= MAX_KEY:
             raise yaml.MarkedYAMLError(None, None, "a key must be a plain name", key.start_mark)
-        if key.tag == "tag:yaml.org,2002:merge":
+    seen: dict[str, int] = {}
+    for key, value in sorted(node.value, key=lambda pair: not is_merge(pair[0])):  # what is written takes precedence
+        if is_merge(key):
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                inspect(source, merged, path)
             continue
-        key.tag = "tag:yaml.org,2002:str"
+        make_text(key)
         entry, line = join(path, key.value), key.start_mark.line + 1
         if key.value in seen:
             source.problems.append(Problem(entry, None, f"given twice, first on line {seen[key.value]}; keep one"))
         seen[key.value] = source.origins[entry] = line
-        _locate(source, value, entry, (*parents, node))
+        inspect(source, value, entry)
 
 
 def join(path: str, key: Any) -> str:

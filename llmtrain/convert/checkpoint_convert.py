@@ -15,25 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
-from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
-from llmtrain.checkpoint.format.manifest import FileRecord, Manifest, OldFormatError
-from llmtrain.checkpoint.format.storage import FILE_BYTES
-from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, Entry, TensorFile, split_into_files
+from llmtrain.checkpoint.format.manifest import Manifest, OldFormatError
+from llmtrain.checkpoint.format.tensor_file import Entry
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
-from llmtrain.convert.composer import TensorReader, is_composer_checkpoint, open_composer_checkpoint
+from llmtrain.convert.composer import is_composer_checkpoint, open_composer_checkpoint
 from llmtrain.convert.dcp import DcpTensors
-from llmtrain.convert.export import export
+from llmtrain.convert.export import SMALL_FILES, export, piece_counts
+from llmtrain.convert.lazy_checkpoint import write_tensors
+from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
 
-_PIECE_ELEMENTS = 2**20
-_SMALL_FILES = 64 * 2**20
 _FP32 = torch.float32
 
 
@@ -79,30 +76,24 @@ def write(content: CheckpointContent, out: Path, *, shards: int | None, progress
 
     shards: approximate number of files, as a tensor is never split. Default: files of the size that a save writes.
     """
-    entries = {name: entry for name, (entry, _) in content.parts.items()}
-    total = sum(entry.nbytes for entry in entries.values())
-    require_space(out, total + _SMALL_FILES)
-    groups = split_into_files(entries.values(), FILE_BYTES if shards is None else max(-(-total // shards), 1))
+    entries = [entry for entry, _ in content.parts.values()]
+    total = sum(entry.nbytes for entry in entries)
+    require_space(out, total + SMALL_FILES)
+    size = None if shards is None else max(-(-total // shards), 1)
     save_id = str(uuid.uuid4())
+
+    def pieces(entry: Entry) -> Iterator[Tensor]:
+        for name in content.parts[entry.name][1]:
+            for piece in content.source.elements(name, piece_counts(math.prod(content.source.shape(name) or ()))):
+                yield piece.to(entry.dtype)
+
     with ByteBar(progress, total, title="convert") as bar, atomic_folder(out) as partial:
-        index = Index(save_id, {}, dict(content.values))
-        files: dict[str, FileRecord] = {}
-        for number, group in enumerate(groups):
-            name = f"tensors-{number:05d}.safetensors"
-            with TensorFile(partial / name, group, {"format": "pt", "save_id": save_id}) as file:
-                for entry in group:
-                    for piece in _pieces(content.source, content.parts[entry.name]):
-                        file.append(piece)
-                        bar.advance(piece.nbytes)
-                    piece = Piece([0] * len(entry.shape), list(entry.shape), name, entry.name)
-                    index.tensors[entry.name] = TensorRecord(DTYPE_NAMES[entry.dtype], list(entry.shape), [piece])
-            files[name] = file.record
-        files[indexes.NAME] = indexes.write(partial, index)
+        files = write_tensors(partial, entries, pieces, bar.advance, save_id, content.values, size)
         for extra in content.extras:
             copy = shutil.copytree if extra.is_dir() else shutil.copyfile
             copy(extra, partial / extra.name)
-        manifests.write(partial, Manifest(save_id=save_id, files=dict(sorted(files.items())), **content.about))
-    return sum(record["bytes"] for record in files.values()), len(groups)
+        manifests.write(partial, Manifest(save_id=save_id, files=files, **content.about))
+    return sum(record["bytes"] for record in files.values()), len(files) - 1  # the index is one of them
 
 
 def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> str:
@@ -116,15 +107,6 @@ def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     made = export(source, out, dtype=dtype, max_shard_bytes=size, tokenizer=args.tokenizer, progress=progress)
     return f"{made.checkpoint} -> {made.out}: {made.architecture}, {format_bytes(made.nbytes)} in {made.files} file(s)"
-
-
-def _pieces(source: TensorReader, parts: tuple[Entry, list[str]]) -> Iterator[Tensor]:
-    entry, names = parts
-    for name in names:
-        total = math.prod(source.shape(name) or ())
-        counts = [min(_PIECE_ELEMENTS, total - start) for start in range(0, total, _PIECE_ELEMENTS)]
-        for piece in source.elements(name, counts):
-            yield piece.to(entry.dtype)
 
 
 def _open_ours(source: str) -> CheckpointContent:

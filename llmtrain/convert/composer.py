@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +19,16 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.format.tensor_file import Entry
 from llmtrain.config.decode import decode
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
 from llmtrain.convert.dcp import DcpTensors
+from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Part, Weight
+from llmtrain.models.hf.foreign_files import reason
 from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hybrid import HybridLM
 
@@ -42,46 +45,25 @@ _SAFE_GLOBALS: list[Any] = [
 ]
 
 
-class TensorReader(Protocol):
-    """Reader of named tensors by consecutive elements, such as CheckpointTensors and DcpTensors."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def names(self, prefix: str) -> list[str]: ...
-    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]: ...
-
-
-class FileTensors:
+class FileTensors(TensorReader):
     """The tensors of a torch.save file, mapped into memory rather than read. config: config.json, if it holds one."""
 
     def __init__(self, file: Path):
         try:
             with torch.serialization.safe_globals(_SAFE_GLOBALS):
                 content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-        except (
-            Exception
-        ) as error:  # unpickling raises what it likes; torch's text goes on to advise against its own caution
-            reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-            reason = reason.strip().splitlines()[0].partition(" Please use ")[0]
-            raise CheckpointError(f"{file} is damaged, or no checkpoint of plain data: {reason}") from error
+        except Exception as error:  # unpickling raises what it likes
+            raise CheckpointError(f"{file} is damaged, or no checkpoint of plain data: {reason(error)}") from error
         state = content.get("state") if isinstance(content, Mapping) else None
         if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
             raise CheckpointError(f"{file} is no checkpoint of Composer: it has no state.model")
         self._tensors = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+        super().__init__(file, [Entry(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()])
         integrations: Any = state.get("integrations") or {}
         huggingface = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
         self.config: dict[str, Any] | None = None
         if isinstance(huggingface, Mapping):
             self.config = huggingface.get("model", {}).get("config", {}).get("content")
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self._tensors[name].shape) if name in self._tensors else None
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def names(self, prefix: str) -> list[str]:
-        return [name for name in self._tensors if name.startswith(prefix)]
 
     def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
         flat, start = self._tensors[name].detach().reshape(-1), 0

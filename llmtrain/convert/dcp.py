@@ -6,11 +6,9 @@ index alone; the tensors' own small pickles are read by torch's, with weights_on
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.format.tensor_file import Entry
+from llmtrain.convert.tensor_reader import PieceReader, Window
+from llmtrain.models.hf.foreign_files import reason
 
 METADATA = ".metadata"
 # Classes in an index of torch 2.0 to 2.11: plain data that runs no code.
@@ -63,7 +64,7 @@ def read_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no {METADATA}") from None
     except Exception as error:  # unpickling raises what it likes
-        raise CheckpointError(f"{folder / METADATA} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {reason(error)}") from error
     if not isinstance(found, Metadata) or not found.storage_data:
         raise CheckpointError(f"{folder / METADATA} is no index of a distributed checkpoint")
     for place in found.storage_data.values():
@@ -72,8 +73,8 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
-class DcpTensors:
-    """The tensors of a DCP folder, by name. No process group is needed.
+class DcpTensors(PieceReader):
+    """The tensors of a DCP folder, by name.
 
     The index says in which file, and where in it, each piece of a tensor is. A piece is what torch.save writes: a zip
     archive, uncompressed, whose data/0 are the elements. Its checksums are compared, so that a flipped bit is found, which
@@ -81,20 +82,10 @@ class DcpTensors:
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
         self._index = read_metadata(folder)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor; None when there is no such tensor."""
-        found = self._index.state_dict_metadata.get(name)
-        return tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensor(name).properties.dtype
-
-    def names(self, prefix: str) -> list[str]:
         found = self._index.state_dict_metadata.items()
-        return [name for name, kind in found if name.startswith(prefix) and isinstance(kind, TensorStorageMetadata)]
+        tensors = [(name, kind) for name, kind in found if isinstance(kind, TensorStorageMetadata)]
+        super().__init__(folder, [Entry(name, kind.properties.dtype, tuple(kind.size)) for name, kind in tensors])
 
     def values(self, prefix: str) -> dict[str, Any]:
         """Values that are no tensors, by name. Raises CheckpointError for a value that needs more than weights_only."""
@@ -104,66 +95,29 @@ class DcpTensors:
                 continue
             place: Any = self._index.storage_data[MetadataIndex(name)]
             try:
-                with (self._folder / place.relative_path).open("rb", buffering=0) as raw:
-                    window: Any = _Window(raw, place.offset, place.length)
+                with (self._place / place.relative_path).open("rb", buffering=0) as raw:
+                    window: Any = Window(raw, place.offset, place.length)
                     found[name] = torch.load(window, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
-                raise CheckpointError(f"{self._folder}: {name} cannot be read: {error}") from error
+                raise CheckpointError(f"{self._place}: {name} cannot be read: {reason(error)}") from error
         return found
 
-    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
-        """Yield a tensor's elements in order, as flat tensors of `counts` elements each, which must sum up to all of them.
-
-        Raises CheckpointError for a piece that is damaged.
-        """
-        try:
+    def _pieces(self, name: str) -> Iterator[IO[bytes]]:
+        tensor: Any = self._index.state_dict_metadata[name]
+        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]  # ranks that had no row have an empty one
+        self._refuse_other_dimensions(name, [chunk.sizes for chunk in chunks])
+        for chunk in sorted(chunks, key=lambda chunk: tuple(chunk.offsets)):
             with ExitStack() as stack:
-                yield from self._elements(name, counts, stack)
-        except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{self._folder} is damaged: tensor {name}: {error}") from error
-
-    def _elements(self, name: str, counts: Iterable[int], stack: ExitStack) -> Iterator[Tensor]:
-        pieces = iter(self._pieces(name))
-        source: IO[bytes] = io.BytesIO()
-        for count in counts:
-            wanted = torch.empty(count, dtype=self.dtype(name))
-            view = wanted.view(torch.uint8).numpy().data
-            while view:
-                got = source.readinto(view)  # type: ignore[attr-defined]
-                if not got:
-                    piece = next(pieces, None)
-                    if piece is None:
-                        raise EOFError("too few elements")
-                    stack.close()
-                    source = self._open(name, piece, stack)
-                view = view[got:]
-            yield wanted
-        # zipfile compares the checksum where the data ends.
-        if source.read(1) or next(pieces, None):
-            raise EOFError("too many elements")
-
-    def _tensor(self, name: str) -> TensorStorageMetadata:
-        found = self._index.state_dict_metadata[name]
-        assert isinstance(found, TensorStorageMetadata), name
-        return found
-
-    def _pieces(self, name: str) -> list[ChunkStorageMetadata]:
-        """Pieces in order, without the empty ones of ranks that had no row."""
-        tensor = self._tensor(name)
-        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
-        # FSDP2 shards the first dimension, so a piece is a run of elements.
-        if any(chunk.sizes[1:] != tensor.size[1:] for chunk in chunks):
-            raise CheckpointError(f"{self._folder}: {name} is sharded along another dimension than its first")
-        return sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+                yield self._open(name, chunk, stack)
 
     def _open(self, name: str, chunk: ChunkStorageMetadata, stack: ExitStack) -> IO[bytes]:
         """Open the elements of a piece, as bytes."""
         place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
-        raw = stack.enter_context((self._folder / place.relative_path).open("rb", buffering=0))
+        raw = stack.enter_context((self._place / place.relative_path).open("rb", buffering=0))
         # On the meta device torch.load reads dtype, shape and strides, not the data.
-        window: Any = _Window(raw, place.offset, place.length)
+        window: Any = Window(raw, place.offset, place.length)
         meta_tensor = torch.load(window, map_location="meta", weights_only=True)
-        archive = stack.enter_context(zipfile.ZipFile(_Window(raw, place.offset, place.length)))
+        archive = stack.enter_context(zipfile.ZipFile(Window(raw, place.offset, place.length)))
         data = next(info for info in archive.infolist() if info.filename.split("/", 1)[-1] == "data/0")
         if (
             meta_tensor.dtype != self.dtype(name)
@@ -177,30 +131,3 @@ class DcpTensors:
 def _is_plain(meta_tensor: Tensor, data: zipfile.ZipInfo) -> bool:
     """Check that a file holds exactly the elements of a tensor, in order."""
     return meta_tensor.is_contiguous() and meta_tensor.storage_offset() == 0 and data.file_size == meta_tensor.nbytes
-
-
-class _Window(io.RawIOBase):
-    """A byte range of a file, as a file. torch's own (checkpoint.utils) seeks wrongly from the end, where zipfile begins."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int):
-        self._handle, self._offset, self._length, self._at = file.fileno(), offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(self._length - self._at, 0)]
-        got = os.preadv(self._handle, [view], self._offset + self._at)
-        self._at += got
-        return got

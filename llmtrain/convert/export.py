@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
@@ -26,13 +28,13 @@ from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
 """Number of elements in memory at a time."""
-_SMALL_FILES = 64 * 2**20
+SMALL_FILES = 64 * 2**20
 """An allowance for headers, configs and the tokenizer in the check of disk space."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export. nbytes: bytes of all tensors; files: number of files with tensors."""
+    """Result of an export. nbytes: bytes of all tensors; files: number of files with tensors; trimmed: tokens left out."""
 
     out: Path
     checkpoint: Path
@@ -40,6 +42,7 @@ class Exported:
     dtypes: set[torch.dtype]
     nbytes: int
     files: int
+    trimmed: int
 
 
 def export(
@@ -49,6 +52,8 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     tokenizer: str | None = None,
+    trim_vocab: bool = False,
+    ema: bool = False,
     progress: bool = False,
 ) -> Exported:
     """Write config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears complete.
@@ -57,6 +62,8 @@ def export(
     dtype: of every tensor; default: as in the checkpoint. Mamba-2's A_log, D and dt_bias are no exception: the classes
         in transformers keep no parameter in fp32, they cast all to the dtype of config.json when they load.
     tokenizer: a folder, tokenizer.json or hub name; default: the checkpoint's.
+    trim_vocab: leave out the rows of embedding and head beyond the tokenizer's last token.
+    ema: the moving average of the weights, which a run with train.ema keeps.
 
     Raises UserError, before it reads or writes a weight, for anything at `out`, no checkpoint, a model that no
     published class expresses, a tokenizer that does not fit, tensors that are not the config's, too little disk space;
@@ -66,35 +73,34 @@ def export(
     folder, manifest = Repository(checkpoint).open()
     config = checkpoint_model_config(folder, manifest)
     family = family_for_model(config)
-    weights = family.weights(config)
     text = load_tokenizer(tokenizer or _find_tokenizer(folder, manifest))
     _check_tokenizer(text, config)
+    prefix = indexes.weights_prefix(folder, manifest, ema)
     tensors = CheckpointTensors(folder, manifest)
-    _check_tensors(tensors, weights, folder)
+    _check_tensors(tensors, family.weights(config), folder, prefix)
+    trimmed = config.vocab_size - text.vocab_size if trim_vocab else 0
+    config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
+    weights = family.weights(config)
 
     parts = [part for weight in weights for part in weight.parts]
-    source = {part.name: tensors.dtype(_key(weight)) for weight in weights for part in weight.parts}
+    source = {part.name: tensors.dtype(prefix + weight.ours) for weight in weights for part in weight.parts}
     entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
     shards = split_into_files(entries, max_shard_bytes)
     nbytes = sum(entry.nbytes for entry in entries)
-    require_space(out, nbytes + _SMALL_FILES)
-    manifests.verify(folder, manifest, names=tensors.files(_key(weight) for weight in weights))
+    require_space(out, nbytes + SMALL_FILES)
+    manifests.verify(folder, manifest, names=tensors.files(prefix + weight.ours for weight in weights))
 
     with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
         # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
         main = max(entries, key=lambda entry: entry.nbytes).dtype
         _write_configs(partial, family.write_config(config), main, text)
-        pieces = _pieces(tensors, weights)
+        pieces = _pieces(tensors, weights, prefix)
         for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
             _write_shard(partial / name, shard, pieces, bar.advance)
         if len(shards) > 1:
             _write_index(partial, shards, nbytes)
     dtypes = {entry.dtype for entry in entries}
-    return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards))
-
-
-def _key(weight: Weight) -> str:
-    return f"model.{weight.ours}"
+    return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
 
 
 def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
@@ -112,33 +118,43 @@ def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
         )
 
 
-def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Path) -> None:
+def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Path, prefix: str) -> None:
     """Compare names and shapes. Raises CheckpointError with every parameter that is missing, wrong, or would be lost."""
     wrong = []
     for weight in weights:
-        shape = tensors.shape(_key(weight))
+        shape = tensors.shape(prefix + weight.ours)
         if shape is None:
             wrong.append(f"{weight.ours} {list(weight.shape)} is missing")
         elif shape != weight.shape:
             wrong.append(f"{weight.ours} has shape {list(shape)}, its config says {list(weight.shape)}")
-    known = {_key(weight) for weight in weights}
-    lost = [name.removeprefix("model.") for name in tensors.names("model.") if name not in known]
+    known = {prefix + weight.ours for weight in weights}
+    lost = [name.removeprefix(prefix) for name in tensors.names(prefix) if name not in known]
     wrong += [f"{name} has no place in the model of its config" for name in lost]
     if wrong:
         raise CheckpointError(f"{folder} does not hold the parameters of its config:\n  " + "\n  ".join(wrong[:20]))
 
 
-def _pieces(tensors: CheckpointTensors, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (published name, some of its elements), in order: our parameter is the flat concatenation of its parts."""
+def _pieces(tensors: CheckpointTensors, weights: list[Weight], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (published name, some of its elements), in order: our parameter is the flat concatenation of its parts. What the
+    checkpoint has beyond is rows of the vocabulary that are left out."""
     for weight in weights:
-        plan = [(part.name, count) for part in weight.parts for count in _counts(part.size)]
-        elements = tensors.elements(_key(weight), [count for _, count in plan])
+        plan = [(part.name, count) for part in weight.parts for count in piece_counts(part.size)]
+        if weight.reordered:  # read whole
+            whole = tensors.elements(prefix + weight.ours, [math.prod(weight.shape)])
+            split = weight.split(next(whole).view(weight.shape))
+            elements = (piece for part in split.values() for piece in part.reshape(-1).split(PIECE_ELEMENTS))
+            next(whole, None)
+        else:
+            rest = math.prod(tensors.shape(prefix + weight.ours) or ()) - math.prod(weight.shape)
+            elements = tensors.elements(prefix + weight.ours, [*(count for _, count in plan), *piece_counts(rest)])
         for name, _ in plan:
             yield name, next(elements)
-        next(elements, None)  # which raises if there are more
+        for _ in elements:  # raises if there are more
+            pass
 
 
-def _counts(total: int) -> list[int]:
+def piece_counts(total: int) -> list[int]:
+    """Elements of the pieces in which a tensor of `total` elements is read."""
     return [min(PIECE_ELEMENTS, total - start) for start in range(0, total, PIECE_ELEMENTS)]
 
 
@@ -147,7 +163,7 @@ def _write_shard(
 ) -> None:
     with TensorFile(path, entries, {"format": "pt"}) as file:  # transformers asks for the format
         for entry in entries:
-            for _ in _counts(entry.elements):
+            for _ in piece_counts(entry.elements):
                 name, piece = next(pieces)
                 assert name == entry.name, (name, entry.name)
                 cast = piece.to(entry.dtype)

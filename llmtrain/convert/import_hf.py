@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.checkpoint.save_load import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
@@ -28,7 +28,6 @@ from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, find_hf_folder, open_
 from llmtrain.models.hf.load import check_tensors
 from llmtrain.progress import ByteBar
 
-_SMALL_FILES = 64 * 2**20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -63,13 +62,13 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     tokenizer = _load_own_tokenizer(folder)
     parameters = sum(part.size for weight in weights for part in weight.parts)
     nbytes = parameters * torch.float32.itemsize
-    require_space(out, nbytes + _SMALL_FILES)
+    require_space(out, nbytes + SMALL_FILES)
 
     with ByteBar(progress, nbytes, title="import") as bar, atomic_folder(out) as partial:
         save_id = str(uuid.uuid4())
         files = write_parameters(partial, _lazy_tensors(published, weights), bar.advance, save_id)
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, folder, partial / "tokenizer")
+            tokenizer.save(partial / "tokenizer")
         (partial / "model.yaml").write_text(_model_yaml(section, source), encoding="utf-8")
         manifests.write(
             partial,
@@ -115,13 +114,6 @@ def _load_own_tokenizer(folder: Path) -> TextTokenizer | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     return load_tokenizer(folder)
-
-
-def _save_tokenizer(tokenizer: TextTokenizer, source: Path, folder: Path) -> None:
-    tokenizer.save(folder)
-    template = source / "chat_template.jinja"
-    if template.is_file():
-        shutil.copyfile(template, folder / template.name)
 
 
 def _model_yaml(section: dict[str, Any], source: str) -> str:

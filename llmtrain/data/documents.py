@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.data.prepared_folder import MANIFEST, read_manifest
-from llmtrain.data.shards import ShardError
+from llmtrain.data.shard_index import ShardError
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 

@@ -1,7 +1,8 @@
-"""`llmtrain prepare`: text sources -> tokenizer -> MDS shards.
+"""`llmtrain prepare`: sources -> tokenizer -> partitions -> MDS shards.
 
-The result depends on the sources and the settings, not on the number of processes: the text is divided into the same
-units, workers only tokenise, and this process alone packs and writes, in order.
+The result depends on the sources and the settings, not on the number of processes or machines: the sources are cut into
+partitions, each of which one process reads, tokenises, packs and writes. A partition that is finished stays finished: the same
+command goes on after a kill, and `overwrite` makes anew only what has changed.
 """
 
 from __future__ import annotations
@@ -11,117 +12,399 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
-from llmtrain.config.output_folder import atomic_folder
-from llmtrain.data.corpus import CorpusWriter
-from llmtrain.data.encode import EncodeSettings, encode_units
+from llmtrain.config.output_folder import OutputError, partial_folder, publish_folder, replace_file
+from llmtrain.data.dedup import find_duplicates, has_hashes, without
+from llmtrain.data.merge import TEXT_KEEPERS, merge, refuse_bad
 from llmtrain.data.packing import is_held_out, token_dtype
+from llmtrain.data.partition_maker import (
+    REPORTS,
+    SPLITS,
+    MakeSettings,
+    PartitionReport,
+    copy_partition,
+    read_report,
+    unreadable,
+)
+from llmtrain.data.partitions import Partition, cut, identify, splits
 from llmtrain.data.prepared_folder import (
+    FORMAT,
     MANIFEST,
     PreparedFolder,
     describe_inputs,
+    file_marks,
     find_reusable,
     fingerprint,
     lock_folder,
 )
-from llmtrain.data.records import DocumentPiece, Unit, read_pieces, read_units, sample_units
-from llmtrain.data.source_files import PrepareError, SourceFile, list_files
+from llmtrain.data.records import DocumentPiece, SetAside, Slice, read_slice, whole
+from llmtrain.data.source_files import PassedOver, PrepareError, SourceFile, list_files
+from llmtrain.data.token_kinds import token_kind
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from llmtrain.data.workers import Task, available_cores, make_partitions
+from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
 
 BPE_SAMPLE_BYTES = 64 << 20
 """About the most text that a tokenizer is trained on, taken evenly from the sources' training split."""
-COMPRESSION_GUESS = 3
-"""Text bytes per compressed byte, for the progress bar's total."""
+SAMPLE_SLICE_BYTES = 1 << 20
 
-__all__ = ["PrepareError", "PreparedFolder", "prepare"]
+__all__ = ["Part", "PrepareError", "PreparedFolder", "prepare", "prepare_part"]
 
 
-def prepare(config: PrepareConfig, progress: bool = True, overwrite: bool = False) -> PreparedFolder:
+@dataclass(frozen=True)
+class Part:
+    """Share of the work for one of several processes: every `count`-th partition, from the `index`-th, both from 1."""
+
+    index: int
+    count: int
+
+
+def prepare(
+    config: PrepareConfig, progress: bool = True, overwrite: bool = False, merge_only: bool = False
+) -> PreparedFolder:
     """Write train/, validation/, tokenizer/ and manifest.json into `config.out`, unless the same are there already.
 
-    Raises PrepareError (missing sources, bad records, a folder made with other settings), OutputError (no disk space) and
-    TokenizerError.
+    merge_only: make no partition, but merge those that `prepare_part` has made.
+    Raises PrepareError (missing sources, bad records, a folder made with other settings, partitions that are missing),
+    OutputError (no disk space) and TokenizerError.
     """
     out = Path(config.out).expanduser().absolute()
-    files = list_files(config.sources)
+    work = _Work(config, out)
     with lock_folder(out):
-        inputs = describe_inputs(config, files)
+        inputs = work.describe()
         manifest = find_reusable(out, inputs, overwrite)
         if manifest is not None:
             return PreparedFolder(out, manifest, reused=True)
-        with atomic_folder(out, replace=True) as folder:
-            manifest = _make(config, files, inputs, folder, progress)
+        with _write_errors(out):
+            manifest = work.run(inputs, progress, merge_only)
+            publish_folder(work.folder, out, replace=True)
     return PreparedFolder(out, manifest, reused=False)
 
 
-def _make(
-    config: PrepareConfig, files: list[SourceFile], inputs: dict[str, Any], folder: Path, progress: bool
-) -> dict[str, Any]:
-    with ByteBar(progress, sum(file.size * (COMPRESSION_GUESS if file.compression else 1) for file in files)) as bar:
-        bar.stage("tokenizer")
-        tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else _train_tokenizer(config, files)
-        tokenizer.save(folder / "tokenizer")
-        writer = CorpusWriter(folder, config, tokenizer.vocab_size, tokenizer.eod_id)
-        bar.stage("shards")
-        settings = _encode_settings(config, tokenizer)
-        for unit in encode_units(read_units(files), settings, config.workers or os.cpu_count() or 1):
-            finished = writer.add(unit)
-            bar.advance(unit.stored_bytes)
-            if finished:
-                break
-        bar.stage("baselines")
-        counts = writer.finish()
-    manifest = {
-        "fingerprint": fingerprint(inputs),
-        "inputs": inputs,
-        "tokenizer": {
-            "vocab_size": tokenizer.vocab_size,
-            "eod_token": tokenizer.eod_token,
+def prepare_part(config: PrepareConfig, part: Part, progress: bool = True, overwrite: bool = False) -> bool:
+    """Make a share of the partitions of `config.out`, for `prepare` to merge. The parts may be made at the same time, by
+    machines that share the folder. Returns False where with `dedup` other parts have not hashed their documents yet: once they
+    have, the same call makes the partitions.
+
+    Raises what `prepare` raises, and PrepareError with max_bytes, which needs all in order.
+    """
+    if config.max_bytes is not None:
+        raise PrepareError("max_bytes takes the partitions one after the other, so it cannot be made in parts")
+    out = Path(config.out).expanduser().absolute()
+    work = _Work(config, out)
+    with lock_folder(out.with_name(f"{out.name}.part-{part.index}-of-{part.count}")), _write_errors(out):
+        inputs = work.describe()
+        return find_reusable(out, inputs, overwrite) is not None or work.run_part(inputs, progress, part)
+
+
+@contextmanager
+def _write_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error}") from error
+
+
+def _refuse_own_folder(out: Path, files: list[SourceFile]) -> None:
+    mine = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (out, partial_folder(out)))
+    for file in files:
+        if file.path.startswith("/") and os.path.realpath(file.path).startswith(mine):
+            raise PrepareError(
+                f"{out} lies inside a source ({file.path}), of which it would become a part; name another --out"
+            )
+
+
+def _refuse_token_files(files: list[SourceFile]) -> None:
+    """Raise PrepareError for token files, where the tokenizer is to be trained."""
+    for file in files:
+        if token_kind(file.path, file.from_folder):
+            raise PrepareError(f"{file.path} holds tokens: name the tokenizer that they were made with (--tokenizer)")
+
+
+class _Work:
+    """The making of one folder, in `folder`, which stays until it is complete. Raises PrepareError for its sources."""
+
+    def __init__(self, config: PrepareConfig, out: Path) -> None:
+        self.config, self.out, self.folder = config, out, partial_folder(out)
+        self.passed_over = PassedOver()
+        self.files = list_files(config.sources, self.passed_over)
+        self.total = sum(file.size for file in self.files)
+        _refuse_own_folder(out, self.files)
+        if config.vocab_size:
+            _refuse_token_files(self.files)
+
+    def describe(self) -> dict[str, Any]:
+        """All inputs that the folder depends on."""
+        self.marks = file_marks(self.files)
+        return describe_inputs(self.config, self.files, self.marks)
+
+    def run(self, inputs: dict[str, Any], progress: bool, merge_only: bool) -> dict[str, Any]:
+        """Make all partitions and merge them. Returns the manifest."""
+        config, folder = self.config, self.folder
+        with ByteBar(progress, self.total * (1 + config.dedup)) as bar:
+            bar.stage("tokenizer")
+            tokenizer = self._tokenizer(inputs)
+            bar.stage("shards")
+            tasks = self._tasks(self._partitions(tokenizer))
+            if config.dedup:
+                self._hash(tasks, tokenizer, bar, merge_only)
+                tasks = self._without_duplicates(tasks)
+            self._tell_stale([task.partition for task in tasks])
+            reports = self._make(tasks, tokenizer, bar, merge_only)
+            bar.stage("merging")
+            partitions = [task.partition for task in tasks]
+            counts = merge(
+                folder, config, tokenizer.vocab_size, tokenizer.eod_id, partitions, reports, self.passed_over
+            )
+        manifest = {
+            "fingerprint": fingerprint(inputs),
+            "inputs": inputs,
+            "tokenizer": {
+                "vocab_size": tokenizer.vocab_size,
+                "eod_token": tokenizer.eod_token,
+                "eod_id": tokenizer.eod_id,
+                "digest": hashlib.blake2b(
+                    (folder / "tokenizer/tokenizer.json").read_bytes(), digest_size=16
+                ).hexdigest(),
+            },
+            "seq_len": config.seq_len,
+            "dtype": token_dtype(tokenizer.vocab_size),
+            **counts,
+            "versions": {
+                "python": platform.python_version(),
+                "llmtrain": __version__,
+                **{name: version(name) for name in ("mosaicml-streaming", "tokenizers", "numpy")},
+            },
+        }
+        replace_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        return manifest
+
+    def run_part(self, inputs: dict[str, Any], progress: bool, part: Part) -> bool:
+        """Make the partitions of one part. Returns False if they wait for the hashes of another."""
+        mine = slice(part.index - 1, None, part.count)
+        total = self.total * (1 + self.config.dedup) // part.count
+        with ByteBar(progress, total, f"part {part.index} of {part.count}") as bar:
+            bar.stage("tokenizer")
+            with lock_folder(self.out.with_name(f"{self.out.name}.tokenizer")):
+                tokenizer = self._tokenizer(inputs)
+            bar.stage("shards")
+            tasks = self._tasks(self._partitions(tokenizer))
+            if self.config.dedup:
+                self._hash(tasks[mine], tokenizer, bar, merge_only=False)
+                if self._unhashed(tasks):
+                    return False
+                tasks = self._without_duplicates(tasks)
+            self._tell_stale([task.partition for task in tasks])
+            self._make(tasks[mine], tokenizer, bar, merge_only=False)
+        return True
+
+    def _tokenizer(self, inputs: dict[str, Any]) -> TextTokenizer:
+        """The tokenizer, in the folder. One that is trained here is trained once."""
+        for name in (*SPLITS, REPORTS):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        made_from = self.folder / REPORTS / "tokenizer"
+        if self.config.vocab_size and made_from.is_file() and made_from.read_text() == fingerprint(inputs):
+            return load_tokenizer(self.folder / "tokenizer")
+        tokenizer = load_tokenizer(self.config.tokenizer) if self.config.tokenizer else self._train_tokenizer()
+        tokenizer.save(self.folder / "tokenizer")
+        replace_file(made_from, fingerprint(inputs).encode())
+        return tokenizer
+
+    def _tell_stale(self, partitions: list[Partition]) -> None:
+        ids = {partition.id for partition in partitions}
+        stale = [file for file in (self.folder / REPORTS).glob("*.json") if file.stem.partition("-")[0] not in ids]
+        if stale:
+            log.info(
+                f"{self.folder} holds {len(stale)} partitions of other settings, or of files that have changed since: they are "
+                "made anew"
+            )
+
+    def _train_tokenizer(self) -> TextTokenizer:
+        assert self.config.vocab_size is not None  # PrepareConfig.problems()
+        return train_bpe(training_texts(self.config, self.files), self.config.vocab_size)
+
+    def _partitions(self, tokenizer: TextTokenizer) -> list[Partition]:
+        config = self.config
+        settings = {
+            "format": FORMAT,
+            "tokenizer": hashlib.blake2b(tokenizer.backend.to_str().encode(), digest_size=16).hexdigest(),
             "eod_id": tokenizer.eod_id,
-            "digest": hashlib.blake2b((folder / "tokenizer/tokenizer.json").read_bytes(), digest_size=16).hexdigest(),
-        },
-        "seq_len": config.seq_len,
-        "dtype": token_dtype(tokenizer.vocab_size),
-        **counts,
-        "versions": {
-            "python": platform.python_version(),
-            "llmtrain": __version__,
-            **{name: version(name) for name in ("mosaicml-streaming", "tokenizers", "numpy")},
-        },
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return manifest
+            **{
+                name: getattr(config, name)
+                for name in ("seq_len", "text_key", "seed", "validation_fraction", "max_bytes")
+            },
+        }
+        return identify(list(cut(self.files, config.text_key)), self.marks, settings)
+
+    def _tasks(self, partitions: list[Partition]) -> list[Task]:
+        keeps_text = self.config.validation_fraction > 0
+        return [
+            Task(partition, self.config.max_bytes, keeps_text and number < TEXT_KEEPERS)
+            for number, partition in enumerate(partitions)
+        ]
+
+    def _unhashed(self, tasks: list[Task]) -> list[Task]:
+        return [task for task in tasks if not has_hashes(self.folder / REPORTS, task.partition)]
+
+    def _hash(self, tasks: list[Task], tokenizer: TextTokenizer, bar: ByteBar, merge_only: bool) -> None:
+        """Hash the documents of the partitions, of those that have no hashes yet."""
+        todo = [replace(task, only_hashes=True) for task in self._unhashed(tasks)]
+        if merge_only and todo:
+            raise PrepareError(_missing(self.folder, todo, len(tasks)))
+        bar.advance(sum(task.partition.stored_bytes for task in tasks) - sum(t.partition.stored_bytes for t in todo))
+        for _ in make_partitions(todo, self._settings(tokenizer), self._workers(), bar.advance):
+            pass
+
+    def _without_duplicates(self, tasks: list[Task]) -> list[Task]:
+        copies = find_duplicates(self.folder / REPORTS, [task.partition for task in tasks])
+        return [
+            replace(task, partition=without(task.partition, positions), duplicates=positions)
+            for task, positions in zip(tasks, copies, strict=True)
+        ]
+
+    def _make(
+        self, tasks: list[Task], tokenizer: TextTokenizer, bar: ByteBar, merge_only: bool
+    ) -> list[PartitionReport]:
+        """Reports of the tasks, in their order, up to the one that reaches max_bytes."""
+        made: dict[int, PartitionReport] = {}
+        for number, task in enumerate(tasks):
+            if report := self._finished(task):
+                made[number] = report
+                bar.advance(task.partition.stored_bytes)
+        todo = [number for number in range(len(tasks)) if number not in made]
+        if merge_only and todo:
+            raise PrepareError(_missing(self.folder, [tasks[number] for number in todo], len(tasks)))
+        settings = self._settings(tokenizer)
+        results = make_partitions([tasks[number] for number in todo], settings, self._workers(), bar.advance)
+        with closing(results):
+            while (last := self._last(made, len(tasks))) is None:
+                at, report = next(results)
+                assert report is not None
+                made[todo[at]] = report
+                if report.bad_count:
+                    self._refuse_bad(tasks, made)
+        self._refuse_bad(tasks, made)  # what was made before may have been allowed more
+        before = sum(made[number].read_bytes for number in range(last))
+        reports = [made[number] for number in range(last + 1)]
+        if self.config.max_bytes is not None and last and before + reports[-1].read_bytes > self.config.max_bytes:
+            left = self.config.max_bytes - before
+            partition = Partition(f"{tasks[last].partition.id}-{left}", tasks[last].partition.slices)
+            task = replace(tasks[last], partition=partition, limit=left)
+            [(_, report)] = make_partitions([task], settings, 1, bar.advance)
+            assert report is not None
+            reports[-1] = report
+        return reports
+
+    def _last(self, made: dict[int, PartitionReport], count: int) -> int | None:
+        """Number of the last task that is needed; None while it is not known."""
+        if self.config.max_bytes is None:
+            return count - 1 if len(made) == count else None
+        read = 0
+        for number in range(count):
+            if number not in made:
+                return None
+            read += made[number].read_bytes
+            if read >= self.config.max_bytes:
+                return number
+        return count - 1
+
+    def _finished(self, task: Task) -> PartitionReport | None:
+        """The report of a partition that was made before: for this folder, or for the one that it replaces."""
+        for folder in (self.folder, self.out):
+            report = read_report(folder, task.partition.id)
+            if not report or report.keeps_text < task.keeps_text or (report.bad_count and stops_at_bad(self.config)):
+                continue
+            if folder == self.folder or copy_partition(folder, self.folder, report):
+                return report
+        return None
+
+    def _refuse_bad(self, tasks: list[Task], made: dict[int, PartitionReport]) -> None:
+        if not self.config.skip_bad_records:
+            done = sum(tasks[number].partition.stored_bytes for number in made)
+            refuse_bad(list(made.values()), done, self.total, self.config.max_bad)
+
+    def _workers(self) -> int:
+        return self.config.workers or available_cores()
+
+    def _settings(self, tokenizer: TextTokenizer) -> MakeSettings:
+        config = self.config
+        return MakeSettings(
+            folder=self.folder,
+            tokenizer=tokenizer.backend.to_str(),
+            eod_id=tokenizer.eod_id,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=config.seq_len,
+            text_key=config.text_key,
+            seed=config.seed,
+            validation_fraction=config.validation_fraction,
+            stop_at_bad=stops_at_bad(config),
+        )
 
 
-def _encode_settings(config: PrepareConfig, tokenizer: TextTokenizer) -> EncodeSettings:
-    return EncodeSettings(
-        tokenizer=tokenizer.backend.to_str(),
-        eod_id=tokenizer.eod_id,
-        text_key=config.text_key,
-        seed=config.seed,
-        validation_fraction=config.validation_fraction,
+def _missing(folder: Path, tasks: list[Task], count: int) -> str:
+    first = tasks[0].partition.slices[0]
+    return (
+        f"{len(tasks)} of {count} partitions are not in {folder} yet, the first of them from byte {first.begin:,} of "
+        f"{first.file.path}; run the parts that are missing with --part, or the same command without --merge, which makes them"
     )
 
 
-def _train_tokenizer(config: PrepareConfig, files: list[SourceFile]) -> TextTokenizer:
-    assert config.vocab_size is not None  # PrepareConfig.problems()
-    return train_bpe(
-        _training_texts(config, sample_units(files, BPE_SAMPLE_BYTES, config.max_bytes)), config.vocab_size
-    )
+def stops_at_bad(config: PrepareConfig) -> bool:
+    """True if the first record that cannot be read is an error."""
+    return not config.skip_bad_records and config.max_bad == 0
 
 
-def _training_texts(config: PrepareConfig, units: Iterator[Unit]) -> Iterator[str]:
-    """Texts of the training split. Bad records are skipped here and reported when the shards are written."""
-    for unit in units:
-        for span in unit:
-            for piece in read_pieces(span, config.text_key):
-                if isinstance(piece, DocumentPiece) and not is_held_out(
-                    piece.name, config.seed, config.validation_fraction
-                ):
-                    yield piece.text
+def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
+    """Texts of the training split to train a tokenizer on. Bad records are skipped here and reported when the shards are made.
+
+    Raises PrepareError for a file that cannot be read.
+    """
+    for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, config.text_key):
+        read = 0
+        try:
+            for piece in read_slice(part, config.text_key):
+                if isinstance(piece, DocumentPiece):
+                    read += len(piece.text)
+                    if not is_held_out(piece.name, config.seed, config.validation_fraction):
+                        yield piece.text
+                if most is not None and read >= most:
+                    break
+        except SetAside as error:
+            if error.bad.fatal and stops_at_bad(config):
+                raise unreadable(error.bad) from error
+
+
+def sample_slices(
+    files: list[SourceFile], sample_bytes: int, max_bytes: int | None, text_key: str
+) -> Iterator[tuple[Slice, int | None]]:
+    """Slices of about `sample_bytes` in all, spread evenly over the first `max_bytes` of the files, with the most to read of each.
+
+    Of a file that is read from its beginning only, the beginning is taken.
+    """
+    total = sum(file.size for file in files)
+    total = min(total, max_bytes or total)
+    share = min(1.0, sample_bytes / max(total, 1))
+    credit, seen = 0.0, 0
+    for file in files:
+        if seen >= total:
+            return
+        seen += file.size
+        if share == 1.0:
+            yield whole(file), None
+        elif file.size > SAMPLE_SLICE_BYTES and not splits(file, text_key):
+            yield whole(file), int(file.size * share)
+        else:
+            for begin in range(0, file.size, SAMPLE_SLICE_BYTES):
+                part = Slice(file, begin, min(begin + SAMPLE_SLICE_BYTES, file.size))
+                credit += (part.end - part.begin) * share
+                if credit >= part.end - part.begin:
+                    yield part, None
+                    credit -= part.end - part.begin

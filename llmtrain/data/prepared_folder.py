@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from llmtrain.data.source_files import PrepareError, SourceFile
+from llmtrain.data.shard_index import ShardError, read_index
+from llmtrain.data.source_files import PassedOver, PrepareError, SourceFile
+from llmtrain.data.storage import open_file
+from llmtrain.data.token_kinds import mark_of_side_file
 from llmtrain.schema.data import PrepareConfig
 
-FORMAT = 1
-"""Version of the shards. Increase it whenever the same settings give different shards: older folders are not reused."""
+FORMAT = 2
+"""Version of the shards. Increase it whenever the same settings give different shards."""
+_EARLIER_FORMATS = {1}
+"""Versions whose folders are used as they are: 1 packed all sources as one partition."""
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""
@@ -29,6 +32,7 @@ SETTINGS = (
     "validation_fraction",
     "text_key",
     "max_bytes",
+    "dedup",
     "skip_bad_records",
     "seed",
 )
@@ -49,6 +53,7 @@ class PreparedFolder:
     def summary(self) -> str:
         """A line per split with its counts, and the records that were skipped."""
         lines = [f"{self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"]
+        passed_over = PassedOver(self.manifest.get("passed_over", {}))
         for name, split in self.manifest["splits"].items():
             lines.append(
                 f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens, "
@@ -59,16 +64,34 @@ class PreparedFolder:
             lines.append(f"  skipped {skipped['count']:,} unreadable files or records:")
             lines += [f"    {record}" for record in skipped["first"]]
             lines += ["    ..."] if skipped["count"] > len(skipped["first"]) else []
+        if (copies := self.manifest.get("duplicates", {"count": 0}))["count"]:
+            lines.append(f"  left out {copies['count']:,} documents that equal earlier ones:")
+            lines += [f"    {name}" for name in copies["first"]]
+            lines += ["    ..."] if copies["count"] > len(copies["first"]) else []
+        if named := passed_over.lines():
+            lines += ["  passed over in folders:", *(f"    {line}" for line in named)]
         return "\n".join(lines)
 
 
-def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
-    """All inputs the shards depend on: settings, tokenizer, and every source file by content (or size and mtime)."""
-    by_content = sum(file.size for file in files) <= HASHED_BYTES
+def file_marks(files: list[SourceFile]) -> dict[SourceFile, str]:
+    """A mark of each file's content: its digest, or for large corpora its size and time of modification."""
+    by_content = _by_content(files)
+    return {
+        file: (_content_digest(file.path) if by_content else f"{file.size} {file.mtime_ns}")
+        + mark_of_side_file(file.path, _content_digest, by_content)
+        for file in files
+    }
+
+
+def _by_content(files: list[SourceFile]) -> bool:
+    return sum(file.size for file in files) <= HASHED_BYTES
+
+
+def describe_inputs(config: PrepareConfig, files: list[SourceFile], marks: dict[SourceFile, str]) -> dict[str, Any]:
+    """All inputs the shards depend on: settings, tokenizer, and every source file by its mark."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        mark = _content_digest(file.path) if by_content else f"{file.size} {file.mtime_ns}"
-        digest.update(f"{file.name}\0{mark}\n".encode("utf-8", "surrogateescape"))
+        digest.update(f"{file.name}\0{marks[file]}\n".encode("utf-8", "surrogateescape"))
     settings = {name: getattr(config, name) for name in SETTINGS}
     return {
         "format": FORMAT,
@@ -76,7 +99,7 @@ def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str,
         "files": {
             "count": len(files),
             "bytes": sum(file.size for file in files),
-            "compared_by": "content" if by_content else "size and mtime",
+            "compared_by": "content" if _by_content(files) else "size and mtime",
             "digest": digest.hexdigest(),
         },
         "tokenizer_digest": _tokenizer_digest(config.tokenizer),
@@ -85,8 +108,8 @@ def describe_inputs(config: PrepareConfig, files: list[SourceFile]) -> dict[str,
 
 def _content_digest(path: str) -> str:
     try:
-        with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "blake2b").hexdigest()
+        with open_file(path) as stream:
+            return hashlib.file_digest(stream, "blake2b").hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         raise PrepareError(f"{path}: {error.strerror or error}") from error
 
@@ -128,14 +151,16 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
         raise PrepareError(
             f"{out} exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
         )
-    if manifest["fingerprint"] != fingerprint(inputs):
-        differences = "\n  ".join(_differences(manifest["inputs"], inputs))
+    made = {"dedup": False} | manifest["inputs"]
+    if made.get("format") in _EARLIER_FORMATS:
+        made["format"] = FORMAT
+    if differences := "\n  ".join(_differences(made, inputs)):
         raise PrepareError(
             f"{out} holds shards made otherwise:\n  {differences}\n"
             "prepare into another folder, or replace it with --overwrite"
         )
-    for name in manifest["splits"]:
-        _require_shards(out / name)
+    for name, split in manifest["splits"].items():
+        _require_shards(out / name, split["samples"])
     return manifest
 
 
@@ -152,21 +177,26 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {before!r} then, {after!r} now"
 
 
-def _require_shards(folder: Path) -> None:
-    """Check that every shard of the index exists, compressed or not. Raises PrepareError."""
+def _require_shards(folder: Path, samples: int) -> None:
+    """Check that every shard of the index exists, compressed or not, and so many samples in all. Raises PrepareError."""
     try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise PrepareError(
-            f"{folder}/index.json cannot be read ({error}); make the folder anew with --overwrite"
-        ) from error
-    for shard in index["shards"]:
+        index = read_index(folder)
+    except ShardError as error:
+        raise PrepareError(f"{error}; make the folder anew with --overwrite") from error
+    if index is None:
+        raise PrepareError(f"{folder}/index.json is missing; make the folder anew with --overwrite")
+    for shard in index.shards:
         parts = [part for part in (shard["zip_data"], shard["raw_data"]) if part]
         sizes = {part["basename"]: part["bytes"] for part in parts}
         if not any(_size(folder / name) == size for name, size in sizes.items()):
             raise PrepareError(
                 f"{folder / parts[0]['basename']} is missing or cut short; make the folder anew with --overwrite"
             )
+    if index.samples != samples:
+        raise PrepareError(
+            f"{folder}/index.json counts {index.samples:,} samples, {MANIFEST} {samples:,}: one of them was changed; "
+            "make the folder anew with --overwrite"
+        )
 
 
 def _size(file: Path) -> int | None:
@@ -176,9 +206,13 @@ def _size(file: Path) -> int | None:
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
     """Lock `out` against other processes that prepare it. Raises PrepareError if its parent cannot be written to."""
+    from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
+
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out.parent / f".{out.name}.lock")
+        path = out.parent / f".{out.name}.lock"
+        path.touch()  # FileLock waits for ever where no file can be made
+        lock = FileLock(path)
         lock.acquire()
     except OSError as error:
         raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error

@@ -1,40 +1,33 @@
-"""Dividing source files into units of work, and reading their documents. At most one unit is in memory.
-
-A unit is about a megabyte: several small files, a byte range of a large one, or a block of lines of a compressed one
-(which can only be read from its beginning: the parent process decompresses it, the workers do the rest). Ranges
-and blocks begin and end at line breaks.
-"""
+"""Reading the documents of a part of a source file. Memory: a block of about a megabyte, or the longest record."""
 
 from __future__ import annotations
 
-import gzip
-import io
+import codecs
 import json
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
-import zstandard
+from llmtrain.data.compression import DAMAGES, decompress
+from llmtrain.data.formats import Format, NotText, plain_name, sniff
+from llmtrain.data.source_files import SourceFile
+from llmtrain.data.storage import open_file
 
-from llmtrain.data.source_files import PrepareError, SourceFile
-
-UNIT_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
+"""A text longer than this is several pieces, each of the lines that begin in one block of the file."""
+LONGEST_LINE = 8 << 20
+"""A line of a text that is longer is cut, between two characters. A record is never cut."""
+_UNITS = {"text": "file", "jsonl": "line"}
+"""What the number of a document counts; `record` for all other formats."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Whole lines of one file: those that begin in [begin, end), counted in bytes of the uncompressed file."""
+class Slice:
+    """Part of a file: what begins in [begin, end), in bytes as stored. Lines and row groups are not cut."""
 
     file: SourceFile
     begin: int
     end: int
-    last: bool
-    """True for the span at the end of the file."""
-    data: bytes | None = None
-    """The lines themselves, when the file is compressed."""
-    first_line: int | None = None
-    """1-based number of the first line; None when that would need reading the text before it."""
 
 
 @dataclass(frozen=True)
@@ -44,232 +37,242 @@ class DocumentPiece:
     name: str
     text: str
     ends: bool
+    record: int = 0
+    """Number of the record, from 0: among the lines that begin in its slice, or else in the file."""
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that could not be read. where: file:line (or the file); why: a phrase."""
+    """A record that could not be read. where: file:line (or the file); why: a phrase; nbytes: what is lost."""
 
     where: str
     why: str
     fatal: bool = True
-    """False for a file found in a folder that turned out not to be text: always skipped and named."""
+    """False for a file found in a folder that turned out not to be text: always passed over and named."""
+    nbytes: int = 0
+    is_slice: bool = False
+    """True for all of a slice; `nbytes` are then as stored, which may be compressed, and else of text."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
 
 
-Unit = list[Span]
+class SetAside(Exception):
+    """A slice of which nothing is to be used, also not the pieces read so far: it is damaged, or is no text."""
+
+    def __init__(self, bad: BadRecord) -> None:
+        super().__init__(str(bad))
+        self.bad = replace(bad, is_slice=True)
 
 
-def read_units(files: list[SourceFile], unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
-    """Divide the files into units, in order and independently of the number of workers.
+def whole(file: SourceFile) -> Slice:
+    return Slice(file, 0, file.size)
 
-    Raises PrepareError for a compressed file that is damaged.
+
+def read_slice(
+    part: Slice, text_key: str, told: Callable[[str, int], None] | None = None
+) -> Iterator[DocumentPiece | BadRecord]:
+    """Yield the documents of a slice and its unreadable records. Raises SetAside.
+
+    text_key: the field of a record that holds its text; `a.b` is the field b of the field a, unless there is a field `a.b`.
+    told: called with what a record's number counts (see provenance.SourceSlice), and at the end with the lines of the slice.
     """
-    unit: Unit = []
-    size = 0
-    for file in files:
-        for span in _compressed_spans(file, unit_bytes) if file.compression else _plain_spans(file, unit_bytes):
-            unit.append(span)
-            size += span.end - span.begin
-            if size >= unit_bytes:
-                yield unit
-                unit, size = [], 0
-    if unit:
-        yield unit
-
-
-def sample_units(files: list[SourceFile], sample_bytes: int, max_bytes: int | None) -> Iterator[Unit]:
-    """Units of about `sample_bytes` of text in all, spread evenly over the first `max_bytes` of the files.
-
-    Of a compressed file the beginning is taken: the rest cannot be read without decompressing everything before it.
-    """
-    total = sum(file.size for file in files)
-    total = min(total, max_bytes or total)
-    share = min(1.0, sample_bytes / max(total, 1))
-    credit, seen = 0.0, 0
-    for file in files:
-        if seen >= total:
-            return
-        if file.compression:
-            credit += file.size * share
-            for span in _compressed_spans(file, UNIT_BYTES):
-                if credit <= 0:
-                    break
-                yield [span]
-                credit -= span.end - span.begin if share < 1 else 0
-        else:
-            for span in _plain_spans(file, UNIT_BYTES):
-                credit += (span.end - span.begin) * share
-                if credit >= span.end - span.begin:
-                    yield [span]
-                    credit -= span.end - span.begin
-        seen += file.size
-
-
-def _plain_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
-    for begin in range(0, file.size, unit_bytes):
-        end = min(begin + unit_bytes, file.size)
-        yield Span(file, begin, end, last=end == file.size, first_line=1 if begin == 0 else None)
-
-
-def open_compressed(file: SourceFile) -> io.BufferedReader:
-    """The file's uncompressed bytes. Raises PrepareError if it cannot be opened."""
+    file = part.file
+    where, found = file.path, None
     try:
-        raw = gzip.GzipFile(file.path) if file.compression == "gz" else _ZstReader(file.path)
-    except OSError as error:
-        raise PrepareError(f"{file.path}: {error.strerror or error}") from error
-    return io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20)
+        with open_file(file.path) as stream:
+            found = sniff(stream, file.name, text_key, file.from_folder)
+            stream.seek(0)
+            with decompress(stream, found.compression) as plain:
+                source, unit = _Source(part, found, text_key, plain), _UNITS.get(found.kind, "record")
+                if told:
+                    told(unit, 0)
+                yield from _read(source)
+                if told:
+                    told(unit, source.lines)
+    except NotText as error:
+        raise SetAside(BadRecord(where, str(error), not file.from_folder, part.end - part.begin)) from error
+    except DAMAGES as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if found and (found.compression or found.kind in ("parquet", "arrow")):
+            reason = f"damaged {found.compression or found.kind} file: {reason}"
+        raise SetAside(BadRecord(where, reason, nbytes=part.end - part.begin)) from error
 
 
-class _ZstReader(io.RawIOBase):
-    """Uncompressed bytes of a .zst file of one or more frames.
+@dataclass
+class _Source:
+    """An open slice. stream: uncompressed bytes from the file's beginning."""
 
-    zstandard's own stream_reader treats a truncated file as complete; here it is an EOFError, as in gzip.
-    """
+    part: Slice
+    format: Format
+    text_key: str
+    stream: BinaryIO
+    lines: int = 0
+    """Lines that were read, of JSON lines."""
 
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 - closed in close()
-        self._frame = None
-        self._ready = memoryview(b"")
+    @property
+    def end(self) -> int | None:
+        """End of the slice in the stream; None for a compressed file, which is always read whole."""
+        return None if self.format.compression else self.part.end
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._file.read(1 << 17)
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            self._ready = memoryview(self._decompress(data))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _decompress(self, data: bytes) -> bytes:
-        parts = []
-        while data:
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            parts.append(self._frame.decompress(data))
-            data = b""
-            if self._frame.eof:
-                data, self._frame = self._frame.unused_data, None
-        return b"".join(parts)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def name(self, at: int) -> str:
+        """Name of the record at a byte or row: the same for a compressed file."""
+        return f"{plain_name(self.part.file.name) if self.format.compression else self.part.file.name}@{at}"
 
 
-def _compressed_spans(file: SourceFile, unit_bytes: int) -> Iterator[Span]:
-    offset, line = 0, 1
-    with open_compressed(file) as stream:
-        while True:
-            try:
-                data = stream.read(unit_bytes)
-                data += stream.readline() if data else b""
-                # Empty at the end of the file.
-                following = stream.peek(1) if data else b""
-            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-                raise PrepareError(f"{file.path}: damaged {file.compression} file: {error}") from error
-            if not data:
-                return
-            yield Span(file, offset, offset + len(data), last=not following, data=data, first_line=line)
-            offset += len(data)
-            line += data.count(b"\n")
-
-
-def read_pieces(span: Span, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
-    """Yield the documents of a span and its unreadable records."""
-    try:
-        data, offset = (span.data, span.begin) if span.data is not None else _read_range(span)
-    except OSError as error:
-        yield BadRecord(span.file.path, error.strerror or str(error))
-        return
-    if span.file.kind == "jsonl":
-        yield from _json_lines(span, data, offset, text_key)
-        return
-    fault = "not text: it holds a NUL byte" if b"\0" in data else None
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        text = ""
-        fault = fault or f"not UTF-8: {error.reason} at byte {offset + error.start}"
-        position = error.start
+def _read(source: _Source) -> Iterator[DocumentPiece | BadRecord]:
+    kind = source.format.kind
+    if kind == "text":
+        yield from _text(source)
+    elif kind == "jsonl":
+        yield from _json_lines(source)
     else:
-        position = data.find(b"\0")
-    if fault:
-        line = _first_line(span, offset) + data.count(b"\n", 0, position)
-        yield BadRecord(f"{span.file.path}:{line}", fault, fatal=not span.file.from_folder)
-    elif text or span.last:
-        yield DocumentPiece(span.file.name, text, ends=span.last)
+        from llmtrain.data import tables  # pyarrow takes a third of a second
+
+        part = source.part
+        rows = tables.READERS[kind](source.stream, part.begin, part.end, source.text_key, part.file.name)
+        for row, value in rows:
+            text, fault = ("", value) if isinstance(value, tables.Fault) else extract_text(value, source.text_key)
+            if fault:
+                yield BadRecord(f"{part.file.path}: record {row + 1}", fault, nbytes=_length(value))
+            elif text:
+                yield DocumentPiece(source.name(row), text, ends=True, record=row)
 
 
-def _read_range(span: Span) -> tuple[bytes, int]:
-    """Return the lines that begin within the range, and the offset of the first of them."""
-    with open(span.file.path, "rb") as stream:
-        begin = span.begin
-        if begin:
-            # The byte before may be the line break.
-            stream.seek(begin - 1)
-            begin += len(stream.readline()) - 1
-        if begin >= span.end:
-            return b"", begin
-        data = stream.read(span.end - begin)
-        if not data.endswith(b"\n"):
-            data += stream.readline()
-        return data, begin
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (bytes, str)) else len(str(value))
 
 
-def _first_line(span: Span, offset: int) -> int:
-    """Number of the line that begins at `offset`. Slow (it reads all text before it), so for bad records only."""
-    if span.first_line is not None:
-        return span.first_line
+def _lines(source: _Source, longest: int = -1) -> Iterator[tuple[bytes, int, bool]]:
+    """Blocks of the whole lines that begin in the slice: (bytes, offset in the file, last of the file).
+
+    longest: bytes after which a line is cut all the same, between two characters of UTF-8; -1 for never.
+    """
+    stream, end = source.stream, source.end
+    at = _next_line(stream, source.part.begin) if source.part.begin else 0
+    rest, cut = b"", False
+    while end is None or at < end or cut:
+        data = rest
+        if not cut:
+            boundary = (at // BLOCK_BYTES + 1) * BLOCK_BYTES
+            data = stream.read((boundary if end is None else min(boundary, end)) - at)
+        if cut or not data.endswith(b"\n"):
+            data += stream.readline(longest)
+        if not data:
+            if end is not None:
+                raise EOFError("it has become shorter while it was read")
+            return
+        start, at = at, at + len(data)
+        last = at >= source.part.file.size if end is not None else not stream.peek(1)  # type: ignore[attr-defined]
+        rest, cut = b"", 0 < longest <= len(data) and not last and not data.endswith(b"\n")
+        if cut:
+            data, rest = _between_characters(data)
+            at -= len(rest)
+        yield data, start, last
+
+
+def _next_line(stream: BinaryIO, begin: int) -> int:
+    """Move to the first line that begins at `begin` or behind it. Returns where that is."""
+    stream.seek(begin - 1)  # the byte before may be the line break
+    at = begin - 1
+    while part := stream.readline(BLOCK_BYTES):
+        at += len(part)
+        if part.endswith(b"\n"):
+            break
+    return at
+
+
+def _between_characters(data: bytes) -> tuple[bytes, bytes]:
+    """Cut off the beginning of a character of UTF-8 at the end."""
+    for back in range(1, 4):
+        if data[-back] & 0xC0 == 0xC0:  # the first byte of a character
+            return (data[:-back], data[-back:]) if back < _width(data[-back]) else (data, b"")
+    return data, b""
+
+
+def _width(first: int) -> int:
+    return 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2
+
+
+def _text(source: _Source) -> Iterator[DocumentPiece]:
+    file, lines = source.part.file, 0
+    for data, at, last in _lines(source, LONGEST_LINE):
+        fault, position = "not text: it holds a NUL byte", data.find(b"\0")
+        if position < 0:
+            try:
+                text = data.removeprefix(codecs.BOM_UTF8 if at == 0 else b"").decode()
+            except UnicodeDecodeError as error:
+                fault, position = f"not UTF-8: {error.reason} at byte {at + error.start}", error.start
+            else:
+                lines += data.count(b"\n")
+                if text or last:
+                    yield DocumentPiece(file.name, text, ends=last)
+                continue
+        line = _line_at(source, source.part.begin) + lines + data.count(b"\n", 0, position)
+        lost = source.part.end - source.part.begin
+        raise SetAside(BadRecord(f"{file.path}:{line}", fault, not file.from_folder, lost))
+
+
+def _json_lines(source: _Source) -> Iterator[DocumentPiece | BadRecord]:
+    path, number, first = source.part.file.path, 0, None
+    for data, at, _ in _lines(source):
+        for line in data.split(b"\n"):  # not splitlines(): only \n separates records
+            if line.strip():
+                text, fault = _parse(line.removeprefix(codecs.BOM_UTF8) if at == 0 else line, source.text_key)
+                if fault:
+                    first = first or _line_at(source, source.part.begin)
+                    yield BadRecord(f"{path}:{first + number}", fault, nbytes=len(line))
+                elif text:
+                    # The byte offset is the same for a compressed file and for any division into slices.
+                    yield DocumentPiece(source.name(at), text, ends=True, record=number)
+            at += len(line) + 1
+            number += 1
+        number -= data.endswith(b"\n")  # what follows the last line break is the next block's
+        source.lines = number
+
+
+def _line_at(source: _Source, offset: int) -> int:
+    """Number of the first line of a slice. Slow (it reads all text before it), so for bad records only."""
     line = 1
-    with open(span.file.path, "rb") as stream:
-        while offset > 0 and (block := stream.read(min(offset, 1 << 20))):
-            line += block.count(b"\n")
-            offset -= len(block)
+    if offset:
+        with open_file(source.part.file.path) as stream:
+            while offset > 0 and (block := stream.read(min(offset, BLOCK_BYTES))):
+                line += block.count(b"\n")
+                offset -= len(block)
+            line += bool(block) and not block.endswith(b"\n")  # the slice begins behind the line that `offset` is in
     return line
 
 
-def _json_lines(span: Span, data: bytes, offset: int, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
-    begin = offset
-    first_line: int | None = None
-    for index, line in enumerate(data.split(b"\n")):  # not splitlines(): only \n separates records
-        if line.strip():
-            text, fault = _extract_text(line, text_key)
-            if fault:
-                first_line = first_line or _first_line(span, begin)
-                yield BadRecord(f"{span.file.path}:{first_line + index}", fault)
-            elif text:
-                # The byte offset is the same for a compressed file and for any division into units.
-                yield DocumentPiece(f"{_plain_name(span.file)}@{offset}", text, ends=True)
-        offset += len(line) + 1
-
-
-def _plain_name(file: SourceFile) -> str:
-    return file.name.removesuffix(f".{file.compression}") if file.compression else file.name
-
-
-def _extract_text(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return (text, error); one of the two is empty."""
+def _parse(line: bytes, text_key: str) -> tuple[str, str | None]:
+    """Return (text, error) of a line of JSON; one of the two is empty."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         return "", f"not UTF-8: {error.reason} at byte {error.start} of the line"
     except json.JSONDecodeError as error:
         return "", f"not JSON: {error.msg} at column {error.colno}"
-    if not isinstance(record, dict):
+    except RecursionError:
+        return "", "not JSON that is read here: nested too deeply"
+    except ValueError as error:  # an integer of thousands of digits
+        return "", f"not JSON that is read here: {error}"
+    return extract_text(record, text_key)
+
+
+def extract_text(record: Any, text_key: str) -> tuple[str, str | None]:
+    """Return (text, error) of a record: a mapping, or the text itself; one of the two is empty."""
+    text = record
+    if isinstance(record, dict):
+        text = _field(record, text_key)
+        if text is _MISSING:
+            keys = ", ".join(sorted(map(str, record))[:8]) or "none"
+            return "", f"has no key '{text_key}' (keys: {keys}); name another with text_key"
+    elif not isinstance(record, (str, bytes)) and record is not None:
         return "", f"expected an object with the key '{text_key}', found {type(record).__name__}"
-    if text_key not in record:
-        keys = ", ".join(sorted(record)[:8]) or "none"
-        return "", f"has no key '{text_key}' (keys: {keys}); name another with text_key"
-    text = record[text_key]
+    if isinstance(text, bytes):
+        try:
+            return text.decode(), None
+        except UnicodeDecodeError as error:
+            return "", f"'{text_key}' is not UTF-8: {error.reason} at byte {error.start}"
     if not isinstance(text, str):
         return "", f"'{text_key}' is {type(text).__name__}, not a string"
     try:
@@ -277,3 +280,17 @@ def _extract_text(line: bytes, text_key: str) -> tuple[str, str | None]:
     except UnicodeEncodeError:
         return "", f"'{text_key}' holds half of a surrogate pair, which is no text"
     return text, None
+
+
+_MISSING = object()
+
+
+def _field(record: dict[str, Any], text_key: str) -> Any:
+    if text_key in record or "." not in text_key:
+        return record.get(text_key, _MISSING)
+    value: Any = record
+    for key in text_key.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return _MISSING
+        value = value[key]
+    return value

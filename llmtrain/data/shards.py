@@ -1,4 +1,4 @@
-"""The index.json of MDS shards, read without torch: checks before a run, sizes, fingerprints."""
+"""MDS shards, examined without torch: checks before a run, sizes, fingerprints."""
 
 from __future__ import annotations
 
@@ -6,71 +6,20 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from llmtrain.config.base import Problem
-from llmtrain.errors import UserError
+from llmtrain.data.shard_index import Index, ShardError, read_index
 from llmtrain.schema.data import DataConfig, StreamConfig
 
-TOKEN_COLUMNS = ("tokens", "input_ids")
-"""Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
-
-
-class ShardError(UserError):
-    """Shards that are missing, damaged, or do not fit the config."""
-
-
-@dataclass(frozen=True)
-class Index:
-    """One stream's index.json."""
-
-    folder: Path
-    shards: list[dict[str, Any]]
-
-    @property
-    def samples(self) -> int:
-        return sum(shard["samples"] for shard in self.shards)
-
-    @property
-    def hash_algorithm(self) -> str | None:
-        """A hash algorithm that all shards have in common, or None."""
-        common = set.intersection(*(set(shard["hashes"]) for shard in self.shards)) if self.shards else set()
-        return min(common, default=None)
-
-    def seq_lens(self) -> set[int | None]:
-        """Tokens per sample by the columns' encodings; None for columns with a length per sample."""
-        return {_seq_len(shard) for shard in self.shards}
-
-    def has_tokens(self) -> bool:
-        return all(any(name in shard.get("column_names", []) for name in TOKEN_COLUMNS) for shard in self.shards)
-
-
-def _seq_len(shard: dict[str, Any]) -> int | None:
-    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    encoding = next((encodings[name] for name in TOKEN_COLUMNS if name in encodings), "")
-    parts = encoding.split(":")
-    return int(parts[2]) if parts[0] == "ndarray" and len(parts) == 3 and parts[2].isdigit() else None
+_REMOTES = ("s3", "gs", "oci", "hf", "sftp", "azure", "azure-dl", "dbfs", "alipan")
+"""Schemes of remotes."""
 
 
 def stream_folder(stream: StreamConfig) -> Path:
     return Path(stream.local).expanduser() / (stream.split or "")
-
-
-def read_index(folder: Path) -> Index | None:
-    """Read a folder's index.json; None if there is none. Raises ShardError for one that is not an index."""
-    file = folder / "index.json"
-    try:
-        shards = json.loads(file.read_text(encoding="utf-8"))["shards"]
-        index = Index(folder, shards)
-        _ = index.samples, index.hash_algorithm
-        return index
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShardError(f"{file} is not the index of MDS shards: {error!r}") from error
 
 
 def epoch_samples(samples: int, global_batch_size: int, num_canonical_nodes: int) -> int:
@@ -81,6 +30,28 @@ def epoch_samples(samples: int, global_batch_size: int, num_canonical_nodes: int
     shuffling.
     """
     return samples // (step := math.lcm(global_batch_size, num_canonical_nodes)) * step
+
+
+def require_epoch(data: DataConfig, samples: int, global_batch_size: int) -> int:
+    """`epoch_samples` of the training data. Raises ShardError if it has less than one global batch."""
+    if size := epoch_samples(samples, global_batch_size, data.num_canonical_nodes):
+        return size
+    raise ShardError(
+        f"the training data has {samples} samples; one epoch needs a multiple of both the global "
+        f"batch ({global_batch_size}) and data.num_canonical_nodes ({data.num_canonical_nodes})"
+    )
+
+
+def steps_per_epoch(data: DataConfig, global_batch_size: int) -> int | None:
+    """Optimizer steps of one epoch; None while an index of the training data is not on this machine, or is none."""
+    try:
+        indexes = [read_index(stream_folder(stream)) for stream in data.train_streams().values()]
+    except ShardError:
+        return None
+    if not all(indexes):
+        return None
+    samples = sum(index.samples for index in indexes if index)
+    return epoch_samples(samples, global_batch_size, data.num_canonical_nodes) // global_batch_size or None
 
 
 def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
@@ -127,11 +98,25 @@ def _check_stream(stream: StreamConfig, path: str, seq_len: int, explicit: bool)
         index = read_index(folder)
     except ShardError as error:
         return None, [Problem(local, stream.local, str(error))]
+    if stream.remote and (reason := _remote_problem(stream)):
+        return None, [Problem(f"{path}.remote", stream.remote, reason)]
     if index is None:
         return None, [] if stream.remote or (not explicit and not folder.exists()) else [
             Problem(local, stream.local, _advice(folder))
         ]
     return index, list(_check_index(index, local, stream, seq_len))
+
+
+def _remote_problem(stream: StreamConfig) -> str | None:
+    """Reason why StreamingDataset could fetch nothing from a remote; None where only a request would tell."""
+    remote = stream.remote or ""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", remote)
+    if scheme and scheme[1] not in _REMOTES:
+        return f"StreamingDataset reads {', '.join(_REMOTES)} or a path"
+    if scheme:
+        return None if scheme[2] == "//" and scheme[3] else f"names no place; expected {scheme[1]}://BUCKET/FOLDER"
+    folder = Path(remote).expanduser() / (stream.split or "")
+    return None if (folder / "index.json").is_file() else f"{folder} holds no index.json of MDS shards"
 
 
 def _advice(folder: Path) -> str:
@@ -143,7 +128,7 @@ def _check_index(index: Index, path: str, stream: StreamConfig, seq_len: int) ->
     if not index.samples:
         yield Problem(path, stream.local, f"{index.folder} holds no samples")
     elif not index.has_tokens():
-        columns = ", ".join(index.shards[0].get("column_names", []))
+        columns = ", ".join(index.shards[0]["column_names"])
         yield Problem(path, stream.local, f"the shards have no column 'tokens' (columns: {columns})")
     else:
         for length in index.seq_lens() - {None, seq_len}:
@@ -153,15 +138,39 @@ def _check_index(index: Index, path: str, stream: StreamConfig, seq_len: int) ->
                 f"holds samples of {length} tokens but data.seq_len is {seq_len}; "
                 f"set data.seq_len: {length}, or prepare the text anew with --seq-len {seq_len}",
             )
+    if stream.remote is None and (missing := _missing_shards(index)):
+        yield Problem(
+            path,
+            stream.local,
+            f"{index.folder} lacks {len(missing):,} of {len(index.shards):,} shards that its index.json names, {missing[0]} "
+            "first; copy them here, or give remote",
+        )
     if stream.remote is None and not os.access(index.folder, os.W_OK) and any(_needs_unpacking(index)):
         yield Problem(
             path, stream.local, f"{index.folder} must be writable: StreamingDataset decompresses shards there"
         )
 
 
+def _missing_shards(index: Index) -> list[str]:
+    """Names of shards of which neither the raw nor the compressed file is there."""
+    here: dict[str, set[str]] = {}
+    missing = []
+    for shard in index.shards:
+        names = [part["basename"] for part in (shard["raw_data"], shard["zip_data"]) if part]
+        for folder, name in map(os.path.split, names):
+            if folder not in here:
+                place = Path(index.folder, folder)
+                here[folder] = set(os.listdir(place)) if place.is_dir() else set()
+            if name in here[folder]:
+                break
+        else:
+            missing.append(names[0])
+    return missing
+
+
 def _needs_unpacking(index: Index) -> Iterator[bool]:
     for shard in index.shards:
-        yield bool(shard.get("zip_data")) and not (index.folder / shard["raw_data"]["basename"]).exists()
+        yield bool(shard["zip_data"]) and not Path(index.folder, shard["raw_data"]["basename"]).exists()
 
 
 def _check_duplicate_folders(streams: dict[str, StreamConfig], split: str) -> Iterator[Problem]:
@@ -197,11 +206,19 @@ def data_fingerprint(data: DataConfig) -> str:
 
     Raises ShardError if an index is missing: with a remote, call it after build_train_loader, which downloads it.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    indexes = []
     for name, stream in data.train_streams().items():
         index = read_index(stream_folder(stream))
         if index is None:
             raise ShardError(f"stream {name}: {stream_folder(stream)} holds no index.json")
+        indexes.append(index)
+    return fingerprint_of(data, indexes)
+
+
+def fingerprint_of(data: DataConfig, indexes: Sequence[Index]) -> str:
+    """`data_fingerprint` of training streams with these indexes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for stream, index in zip(data.train_streams().values(), indexes, strict=True):
         for shard in index.shards:
             raw = shard["raw_data"]
             digest.update(json.dumps([shard["samples"], raw["bytes"], raw["hashes"]], sort_keys=True).encode())

@@ -1,43 +1,95 @@
-"""StreamingDataset loaders whose sample order depends on the seed and the global batch, not on ranks or workers.
-
-With more than one rank the process group must exist before a loader is built. The environment variables RANK,
-WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say which rank this is, as torchrun and composer set them.
-"""
+"""A StreamingDataset of token samples: checked shards, an order of its own where one is given, errors that end the run."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from llmtrain.data.batches import Batch, collate, collate_packed, filler
-from llmtrain.data.documents import end_of_document
-from llmtrain.data.shards import TOKEN_COLUMNS, ShardError, epoch_samples, read_index, stream_folder
-from llmtrain.data.shared_memory import dataset_lock
-from llmtrain.errors import UserError
-from llmtrain.schema.data import DataConfig, StreamConfig
+from llmtrain.config.regular_file import open_regular
+from llmtrain.data.order import SampleOrder
+from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, read_index, verify_shard
+from llmtrain.data.worker_samples import Reader, WorkerSamples
+from llmtrain.logs import run_log
+
+_ATTEMPTS = 8
+"""To find a shard that was there a moment ago."""
+
+
+class CheckedStream(Stream):
+    """A Stream whose index is checked wherever it comes from, and that writes inside of its folder alone."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.local, self.split)
+
+    def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Any]:
+        """Read the index, downloaded first if need be. Raises ShardError for one that cannot be used."""
+        try:
+            shards = super().get_shards(world, allow_unsafe_types=False)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            read_index(self.folder)  # which says it in words of its own
+            raise ShardError(f"{self.folder / 'index.json'} is not the index of MDS shards: {error}") from error
+        index = read_index(self.folder)
+        assert index is not None  # it was read a moment ago
+        # A flipped bit in a shard must not become training data.
+        self.validate_hash = index.hash_algorithm
+        if index.hash_algorithm is None:
+            run_log.warning(
+                f"{self.folder}: the index holds no hashes, so damage to the shards is noticed only where it changes their "
+                "size; StreamingDataset's MDSWriter(hashes=['xxh64']) writes them"
+            )
+        return shards
+
+    def prepare_shard(self, shard: Any) -> int:
+        """Download and decompress a shard. Raises ShardError for what is no file (a pipe would block), and where a link would
+        lead what is written out of the folder."""
+        folder = os.path.realpath(self.folder)
+        for part in (part for pair in shard.file_pairs for part in pair if part):
+            file = os.path.join(folder, part.basename)
+            if os.path.isfile(file):
+                continue
+            if os.path.exists(file):
+                raise ShardError(f"{file} is not a regular file")
+            for written in (file, f"{file}.tmp"):
+                if not os.path.realpath(written).startswith(f"{folder}{os.sep}"):
+                    raise ShardError(f"{written} is a link that leads out of {folder}: nothing is written there")
+        return super().prepare_shard(shard)
 
 
 class TokenDataset(StreamingDataset):
     """A StreamingDataset of token samples with their ids.
 
+    A shard is compared with its index when one of the rank's processes first reads it: size, number of samples, hash.
+
     Samples are {tokens: int [seq_len], sample_id: int, text_bytes: int}. sample_id numbers the samples of all streams in the
     order of the config; it is the same in every epoch and on every rank.
     """
 
-    def __init__(self, *, seq_len: int, vocab_size: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        seq_len: int,
+        vocab_size: int | None = None,
+        order: Callable[[TokenDataset], SampleOrder] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """order: makes the order of samples once the shards are known; None: StreamingDataset's."""
         super().__init__(**kwargs)
+        self._make_order = order
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self._failure: BaseException | None = None
+        self._verified = torch.zeros(self.num_shards, dtype=torch.uint8).share_memory_()  # with the workers
+        self._readable: set[int] = set()
         self.epoch_finished = False
         """Set by TrainLoader after an epoch's last batch."""
 
@@ -63,6 +115,23 @@ class TokenDataset(StreamingDataset):
         if self._failure:
             raise ShardError(str(self._failure)) from self._failure
 
+    @functools.cached_property
+    def order(self) -> SampleOrder | None:
+        return self._make_order(self) if self._make_order else None
+
+    def shard_sizes(self) -> list[np.ndarray]:
+        """Samples of each shard, by stream."""
+        return np.split(self.samples_per_shard, self.shard_offset_per_stream[1:])
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
+        """This worker's sample ids for the rest of an epoch."""
+        if self.order is None:
+            return super()._get_work(epoch, sample_in_epoch)
+        world = self._parallel_worker_world
+        reader = Reader(world.rank, world.num_ranks, world.worker_of_rank, world.workers_per_rank)
+        begin = epoch * self.epoch_size
+        return WorkerSamples(self.order, reader, begin=begin, done=sample_in_epoch, size=self.epoch_size)
+
     def on_exception(self, future: Future) -> None:
         """Callback for the end of a thread of __iter__."""
         error = future.exception()
@@ -85,8 +154,46 @@ class TokenDataset(StreamingDataset):
                 self._event.set()  # or this process's other threads would wait for the shard for ever
             raise self._failure from error
 
+    def _verify(self, shard_id: int) -> None:
+        """Compare a shard with its index, unless another process of this rank did. Raises ShardError."""
+        if self._verified[shard_id]:
+            return
+        stream, shard = self.streams[self.stream_per_shard[shard_id]], self.shards[shard_id]
+        file = stream.folder / shard.raw_data.basename
+        if damage := self._damage(shard_id, file, stream.validate_hash):
+            again = (
+                "remove it, and it is made again" if stream.remote or shard.zip_data else "copy it anew from its source"
+            )
+            raise ShardError(
+                f"the shard {file} is not what its index says: {damage}; {again}, unless index.json is what was changed"
+            )
+        self._verified[shard_id] = 1
+
+    def _damage(self, shard_id: int, file: Path, algorithm: str | None) -> str | None:
+        """Difference between a shard and its index, as a sentence fragment; None if there is none.
+
+        Raises ShardError if the shard cannot be had."""
+        shard = self.shards[shard_id]
+        entry = {"samples": shard.samples, "raw_data": vars(shard.raw_data)}
+        reason = ""
+        for _ in range(_ATTEMPTS):
+            self.prepare_shard(shard_id)
+            try:
+                with open_regular(file) as opened:
+                    return verify_shard(opened, entry, algorithm)
+            except FileNotFoundError as error:
+                # Evicted again, or another thread failed to prepare it: then the next attempt meets that error itself.
+                reason = error.strerror
+            except OSError as error:
+                return f"it cannot be read: {error.strerror or error}"
+        return f"it cannot be read: {reason}"
+
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         try:
+            shard_id, _ = self.spanner[sample_id]
+            if shard_id not in self._readable:
+                self._verify(shard_id)
+                self._readable.add(shard_id)
             record = super().get_item(sample_id, retry)
         except RuntimeError as error:
             raise ShardError(str(self._failure or error)) from error
@@ -114,139 +221,4 @@ class TokenDataset(StreamingDataset):
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0 and self.epoch_finished:
             state["epoch"] += 1
-        return state
-
-
-class TrainLoader(DataLoader):
-    """Loader of the next epoch, or of its rest after a resume, at each `iter`: `len(loader)` whole global batches."""
-
-    dataset: TokenDataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.dataset.epoch_finished = False
-        batches = super().__iter__()
-        batch = next(batches, None)
-        while batch is not None:
-            following = next(batches, None)
-            self.dataset.epoch_finished = following is None
-            yield batch
-            batch = following
-
-
-def _ranks() -> tuple[int, int]:
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _rank_batch_size(global_batch_size: int) -> int:
-    world_size = _ranks()[1]
-    if global_batch_size % world_size:
-        raise UserError(
-            f"the global batch of {global_batch_size} samples cannot be divided evenly over {world_size} ranks"
-        )
-    return global_batch_size // world_size
-
-
-def _stream(config: StreamConfig) -> Stream:
-    index = read_index(stream_folder(config))
-    return Stream(
-        local=os.path.expanduser(config.local),
-        remote=config.remote,
-        split=config.split,
-        proportion=config.proportion,
-        # A flipped bit in a shard must not become training data.
-        validate_hash=index.hash_algorithm if index else None,
-    )
-
-
-def _loader_options(data: DataConfig) -> dict[str, Any]:
-    num_workers, eod_id = data.num_workers, end_of_document(data)
-    return {
-        "num_workers": num_workers,
-        "persistent_workers": num_workers > 0,
-        "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id),
-    }
-
-
-def build_train_loader(data: DataConfig, *, global_batch_size: int, vocab_size: int | None = None) -> TrainLoader:
-    """This rank's part of the training data: batches of global_batch_size / WORLD_SIZE samples.
-
-    Raises UserError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
-    iterator, when a token is not below vocab_size.
-    """
-    batch_size = _rank_batch_size(global_batch_size)
-    streams = list(data.train_streams().values())
-    options: dict[str, Any] = {
-        "seq_len": data.seq_len,
-        "vocab_size": vocab_size,
-        "batch_size": batch_size,
-        "shuffle": data.shuffle,
-        "shuffle_seed": data.shuffle_seed,
-        "shuffle_block_size": data.shuffle_block_size,
-        "num_canonical_nodes": data.num_canonical_nodes,
-        "predownload": data.predownload,
-    }
-    with dataset_lock():
-        dataset = TokenDataset(streams=[_stream(stream) for stream in streams], **options)
-        size = epoch_samples(dataset.num_samples, global_batch_size, data.num_canonical_nodes)
-        if not size:
-            raise ShardError(
-                f"the training data has {dataset.num_samples} samples; one epoch needs a multiple of both the global "
-                f"batch ({global_batch_size}) and data.num_canonical_nodes ({data.num_canonical_nodes})"
-            )
-        dataset.set_epoch_size(size)
-    return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data))
-
-
-class ValidationDataset(IterableDataset):
-    """Each chosen sample once over all ranks, in order; the last batches are completed with fillers.
-
-    Global batch b holds the chosen samples b * G ... (b + 1) * G - 1 on any number of ranks; each rank takes a
-    contiguous part of it, and all ranks have equally many batches. Iterable, because Composer requires a sampler of its own
-    for map-style datasets.
-    """
-
-    def __init__(self, data: TokenDataset, global_batch_size: int, max_samples: int | None) -> None:
-        self.data = data
-        self.rank, world_size = _ranks()
-        self.batch_size = global_batch_size // world_size
-        self.global_batch_size = global_batch_size
-        count = min(data.num_samples, max_samples or data.num_samples)
-        # Evenly spaced: representative of all samples.
-        self.sample_ids = np.arange(count) * data.num_samples // count
-        self.batches = -(-count // global_batch_size)
-
-    def __len__(self) -> int:
-        return self.batches * self.batch_size
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for batch in range(worker, self.batches, workers):
-            begin = batch * self.global_batch_size + self.rank * self.batch_size
-            for position in range(begin, begin + self.batch_size):
-                if position < len(self.sample_ids):
-                    yield self.data.get_item(int(self.sample_ids[position]))
-                else:
-                    yield filler(self.data.seq_len)
-
-
-def build_validation_loader(
-    data: DataConfig, *, global_batch_size: int, max_samples: int | None = None, vocab_size: int | None = None
-) -> DataLoader | None:
-    """This rank's part of the validation data, not shuffled, or None if the config names none.
-
-    Fillers have sample_id -1 and only ignored labels, so a mean over batches must be weighted by labels, and a rank's
-    batch may have none. max_samples: number of samples to take, evenly spaced.
-    Raises UserError if the ranks do not divide the batch.
-    """
-    streams = list(data.validation_streams().values())
-    if not streams:
-        return None
-    batch_size = _rank_batch_size(global_batch_size)
-    with dataset_lock():
-        samples = TokenDataset(
-            seq_len=data.seq_len, vocab_size=vocab_size, streams=[_stream(stream) for stream in streams]
-        )
-    dataset = ValidationDataset(samples, global_batch_size, max_samples)
-    return DataLoader(dataset, batch_size=batch_size, **_loader_options(data))
+        return state | {"order": "streaming" if self.order is None else "seekable"}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from llmtrain.data.prepare_problems import may_be_hub_name
 from llmtrain.errors import UserError
+from llmtrain.models.hf.foreign_files import reason
 
 EOD = "<|endoftext|>"
 """End-of-document token of the tokenizers trained here."""
 
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class TokenizerError(UserError):
@@ -35,6 +38,10 @@ class TextTokenizer:
     eod_id: int
     config: dict[str, Any]
     """Content of tokenizer_config.json."""
+    chat_template: str | None = None
+    """Content of chat_template.jinja."""
+    folder: Path | None = None
+    """The folder that it was read from."""
 
     @property
     def vocab_size(self) -> int:
@@ -48,11 +55,13 @@ class TextTokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as `transformers` and `tokenizers` read them."""
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as `transformers` and `tokenizers` read them."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         (path / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (path / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        if self.chat_template is not None:
+            (path / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
 
 def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -> TextTokenizer:
@@ -108,7 +117,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
         return _load_file(path)
     if path.is_dir():
         return _load_folder(path)
-    if text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1:
+    if not may_be_hub_name(text):
         raise TokenizerError(f"there is no tokenizer at {text}: no such file or folder")
     return _load_hub(text)
 
@@ -127,7 +136,16 @@ def _load_file(file: Path) -> TextTokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     config = _read_config(file.parent)
-    return make_tokenizer(backend, _eod_token(backend, config, str(file)), config)
+    made = make_tokenizer(backend, _eod_token(backend, config, str(file)), config)
+    return replace(made, chat_template=_read_chat_template(file.parent), folder=file.parent)
+
+
+def _read_chat_template(folder: Path) -> str | None:
+    file = folder / CHAT_TEMPLATE
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -159,7 +177,8 @@ def _load_hub(name: str) -> TextTokenizer:
 
     try:
         folder = snapshot_download(
-            name, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*"]
+            name,
+            allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*", CHAT_TEMPLATE],
         )
     except HFValidationError as error:
         raise TokenizerError(f"'{name}' is neither a folder, nor a file, nor a name on the Hugging Face hub") from error
@@ -177,9 +196,9 @@ def _load_slow(folder: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise TokenizerError(f"{folder}: transformers cannot load a tokenizer from it: {error}") from error
+        slow = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its many formats do
+        raise TokenizerError(f"{folder}: transformers cannot load a tokenizer from it: {reason(error)}") from error
     backend = getattr(slow, "backend_tokenizer", None)
     if backend is None:
         raise TokenizerError(f"{folder}: this tokenizer has no fast version, which prepare needs")
@@ -188,4 +207,8 @@ def _load_slow(folder: str) -> TextTokenizer:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(slow.eos_token)}
     if slow.bos_token:
         config["bos_token"] = str(slow.bos_token)
-    return make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)
+    made = make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)
+    template = slow.chat_template
+    return replace(
+        made, chat_template=template.get("default") if isinstance(template, dict) else template, folder=Path(folder)
+    )

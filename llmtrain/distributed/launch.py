@@ -9,6 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
+from llmtrain.distributed.processes import LAUNCHER
+from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import free_port, rank_environment
 from llmtrain.errors import INTERRUPTED, Preempted
 from llmtrain.logs import log
@@ -18,29 +20,32 @@ _EXIT_SECONDS = 10.0
 """Time for the ranks to end once they have saved."""
 
 
-def launch(command: list[str], processes: int, run_dir: str, grace_seconds: float = 0.0) -> int:
+def launch(
+    command: list[str], processes: int, run_dir: str, grace_seconds: float = 0.0, lock: RunLock | None = None
+) -> int:
     """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
     memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM is passed on, and the
-    ranks have `grace_seconds` to save; a second one ends them at once.
+    ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then hold
+    as well.
     """
     logs = Path(run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     shared = {
         **os.environ,
-        "LLMTRAIN_LAUNCH_ID": uuid.uuid4().hex,
+        LAUNCHER: str(os.getpid()),
+        "LLMTRAIN_LAUNCH_ID": lock.holder.launch if lock else uuid.uuid4().hex,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
     port = free_port()
-    ranks = [
-        _start(
-            command, {**shared, **rank_environment(rank, processes, port)}, logs / f"rank{rank}.txt" if rank else None
-        )
-        for rank in range(processes)
-    ]
+    held = (lock.descriptor,) if lock else ()
+    ranks: list[subprocess.Popen] = []
     before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
+        for rank in range(processes):
+            environment = {**shared, **rank_environment(rank, processes, port)}
+            ranks.append(_start(command, environment, logs / f"rank{rank}.txt" if rank else None, held))
         return _watch(ranks, logs, grace_seconds)
     except KeyboardInterrupt:
         _stop(ranks, signal.SIGINT, _INTERRUPT_SECONDS)
@@ -59,11 +64,13 @@ def _raise_terminated(*_: object) -> None:
     raise _Terminated
 
 
-def _start(command: list[str], environment: dict[str, str], log: Path | None) -> subprocess.Popen:
+def _start(
+    command: list[str], environment: dict[str, str], log: Path | None, descriptors: tuple[int, ...]
+) -> subprocess.Popen:
     if log is None:
-        return subprocess.Popen(command, env=environment)
+        return subprocess.Popen(command, env=environment, pass_fds=descriptors)
     with log.open("w") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, pass_fds=descriptors)
 
 
 def _preempt(ranks: list[subprocess.Popen], grace_seconds: float) -> int:

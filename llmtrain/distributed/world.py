@@ -6,24 +6,43 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from llmtrain.distributed.run_lock import release_all
 from llmtrain.errors import exit_status
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the ranks of the run."""
+    """The place of this process among the ranks of the run.
+
+    context: ranks that share every sequence, `context` consecutive ones; the groups that they form are data-parallel.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    context: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's context-parallel group, whose ranks read the same samples."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        """Number of context-parallel groups."""
+        return self.size // self.context
+
+    def split(self, context: int) -> World:
+        """The same place where `context` ranks, which divide the run's, share a sequence."""
+        return replace(self, context=context)
 
 
 def world_from_environment() -> World:
@@ -78,6 +97,7 @@ def exit_status_of_rank(command: Callable[[], int], report: Callable[[BaseExcept
         if status and world_from_environment().size > 1:
             sys.stdout.flush()
             sys.stderr.flush()
+            release_all()
             os._exit(status)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llmtrain.bench import machine
 from llmtrain.doctor import selftest
 from llmtrain.errors import UserError
+from llmtrain.flops.peaks import dense_peak, find_device
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.platform import Platform
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or ("float32" if here.vendor == "cpu" else "bfloat16")
     if dtype not in selftest.TOLERANCE:
         raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
-    show("this machine", ("", ""), machine.facts(here))
+    show("this machine", ("", ""), [*machine.facts(here), *peak(here)])
     found = findings(here, dtype, test=not args.no_test)
     rows = [(f.operation, f.what, f.backend, "auto" * f.chosen, f.state) for f in found]
     show(f"kernels, {dtype}", ("operation", "", "backend", "", "state"), rows)
@@ -56,6 +57,14 @@ def run(args: argparse.Namespace) -> int:
         tested = sum(f.error is not None for f in found)
         print(f"{tested} passed, {len(failed)} failed, in {sum(f.seconds for f in found):.1f} s")
     return 1 if broken else 0
+
+
+def peak(here: Platform) -> list[tuple[str, str]]:
+    """The row that says what MFU is a share of; none on a CPU."""
+    if here.vendor == "cpu":
+        return []
+    found = dense_peak(find_device(here.device_name or "", here.num_sms), "bf16", name=f"'{here.device_name}'")
+    return [("peak", f"{found.flops / 1e12:,.4g} TFLOP/s in bf16 ({found.source})" if found.flops else found.source)]
 
 
 def findings(here: Platform, dtype: str, test: bool) -> list[Finding]:

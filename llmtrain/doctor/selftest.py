@@ -13,6 +13,7 @@ from llmtrain.bench.tune.operations import relative_error
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm.spec import NormSpec
@@ -50,6 +51,9 @@ def exams(dtype: str) -> Iterator[Exam]:
     scan = ((BATCH, T, H, P), (BATCH, T, H), (H,), (BATCH, T, 1, N), (BATCH, T, 1, N), (H,), (H,))
     of_scan = SSDSpec(H, P, N, 1, 64, dtype=dtype)
     yield Exam("ssd", "scan", of_scan, scan, 2)
+    keys = (BATCH, T, 2, N)
+    rule = (keys, keys, (BATCH, T, H, P), (BATCH, T, H), (BATCH, T, H))
+    yield Exam("gated_delta", "2 key heads", GatedDeltaSpec(H, 2, N, P, dtype), rule, 3)
     yield Exam("conv1d", "width 4", Conv1dSpec(256, 4, dtype), ((BATCH, T, 256), (256, 4), (256,)), 3)
     of_norm = GatedNormSpec(H * P, 1, 1e-5, False, dtype)
     yield Exam("gated_norm", "gate first", of_norm, ((BATCH, T, 256), (BATCH, T, 256), (256,)), 2)
@@ -72,6 +76,9 @@ def leaves(exam: Exam, device: str) -> list[Tensor]:
         made[A] = -(1 + 15 * torch.rand(exam.shapes[A], generator=g))
         made[dt_bias] = made[dt_bias] - 4
         narrow = {0, 1, 3, 4} if exam.operation == "ssd" else narrow
+    if exam.operation == "gated_delta":
+        made[1] = torch.nn.functional.normalize(made[1], dim=-1)
+        made[3], made[4] = -torch.nn.functional.softplus(made[3] - 2), made[4].sigmoid()
     dtype = getattr(torch, exam.spec.dtype)
     return [t.to(device, dtype if i in narrow else torch.float32).requires_grad_() for i, t in enumerate(made)]
 
@@ -96,7 +103,7 @@ def _function(exam: Exam, backend: str, here: Platform) -> Callable[..., Tensor]
             0.01, 1, exam.spec.head_dim // 2
         ).to(here.device_type)
         return lambda q, k: torch.cat([t.flatten() for t in kernel(q, k, angle.cos(), angle.sin())])
-    if exam.operation == "ssd":
+    if exam.operation in ("ssd", "gated_delta"):
         return lambda *tensors: kernel(*tensors)[0]
     if exam.operation == "norm":
         return lambda *tensors: torch.cat(kernel(*tensors), -1)

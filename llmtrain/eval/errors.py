@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from llmtrain.errors import UserError
+
+_SHOWN = 5
+"""Documents that a message names; the others are counted."""
 
 
 class EvalError(UserError):
     """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""
+
+
+class TaskFailed(EvalError):
+    """A task that cannot be evaluated, while others can; raised on every rank alike."""
+
+
+class BadDocuments(EvalError):
+    """Documents of a task that cannot be used.
+
+    reasons: why, by location (file and line). rest: what was made of the other documents, for callers that leave these out.
+    """
+
+    def __init__(self, task: str, reasons: Mapping[str, str], rest: Any):
+        self.task, self.reasons, self.rest = task, dict(reasons), rest
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        lines = [f"{where}: {reason}" for where, reason in self.reasons.items()]
+        advice = "skip_bad_documents: true leaves out what cannot be used"
+        if len(lines) == 1:
+            return f"task {self.task}: {lines[0]} ({advice})"
+        more = [f"and {len(lines) - _SHOWN:,} more"] * (len(lines) > _SHOWN)
+        head = f"task {self.task}: {len(lines):,} documents cannot be used ({advice}):"
+        return "\n  ".join([head, *lines[:_SHOWN], *more])

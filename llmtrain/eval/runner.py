@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.distributed.world import initialize, world_from_environment
-from llmtrain.eval.errors import EvalError
-from llmtrain.eval.prompts.requests import Request, Responses, responses_in_order
+from llmtrain.eval.errors import EvalError, TaskFailed
+from llmtrain.eval.failures import Failures, failed_tasks, failure_line
+from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
+from llmtrain.eval.prompts.requests import Responses, responses_in_order
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
+from llmtrain.eval.report.groups import GroupResult, group_lines, group_results
 from llmtrain.eval.report.response_store import ResponseStore, requests_digest
-from llmtrain.eval.report.results import Report, Result, truncation_note
-from llmtrain.eval.run_config import EvalRun, ModelChoice, TaskRun, task_runs
+from llmtrain.eval.report.results import Report, Result, skipped_note, truncation_note
+from llmtrain.eval.run_config import EvalRun, ModelChoice, TaskRun, group_runs, task_runs
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import (
     FoundModel,
@@ -34,14 +37,17 @@ from llmtrain.eval.scoring.load import (
 )
 from llmtrain.eval.scoring.overlap import Prefetcher, Steps
 from llmtrain.eval.scoring.scorer import Scorer
-from llmtrain.eval.task import Documents, Task, load_task
+from llmtrain.eval.task import Documents, load_task
+from llmtrain.logs import log
+from llmtrain.progress import CountBar
 
 
 def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
     """Evaluate every model on every task; rank 0 prints each result. Returns the same on every rank.
 
-    results: list to which each result is appended, so that the caller has those before a failure. Raises UserError for a
-    model, task or data file that cannot be used; all of them are checked before any model is loaded.
+    results: list to which each result is appended, so that the caller has those before an error. All documents and prompts are
+    checked before any model is loaded. A task that cannot be evaluated is told, and is among the report's failures; the others
+    go on. Raises UserError for a model that cannot be used, and if no task is left.
     """
     results = [] if results is None else results
     world = world_from_environment()
@@ -49,24 +55,78 @@ def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
         initialize()
     ranks = DataParallel(world)
     gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
-    tasks = task_runs(run, gauntlet)
+    tasks, groups = task_runs(run, gauntlet), group_runs(run)
     models = [ModelEvaluation(choice, run, ranks) for choice in run.chosen_models()]
-    documents = read_documents(tasks, run.limit)
-    for task_run in tasks:
-        task_run.task.check_shots(documents[task_run.task.name], task_run.shots)
-    total = len(models) * sum(len(documents[task.task.name]) for task in tasks)
-    with frozen_gc(), ProgressBar(total, shown=world.is_main and sys.stderr.isatty()) as bar:
-        for model in models:
+    failures = Failures([model.title for model in models])
+    documents = read_tasks(tasks, run, failures)
+    _check(models, tasks, documents, failures)
+    failures.agree(ranks)
+    left = {model.title: [one for one in tasks if not failures.has(model.title, one.title)] for model in models}
+    if not any(left.values()):
+        raise failed_tasks(failures.listed())
+    if world.is_main and (lines := [failure_line(one) for one in failures.listed()]):
+        log.info("\n".join([*lines, "the other tasks are evaluated"]))
+    aggregated: list[GroupResult] = []
+    total = sum(len(documents[one.task.name]) for some in left.values() for one in some)
+    with (
+        frozen_gc(),
+        CountBar(world.is_main and sys.stderr.isatty(), total, "{task.description}", "documents, left") as bar,
+    ):
+        for model in (model for model in models if left[model.title]):
             # Prompts of the next tasks are made and tokenised while the GPU is busy.
-            prefetcher = Prefetcher(tasks, lambda task, of=model: of.requests(task, documents[task.task.name]))
-            for task, requests in prefetcher:
-                bar.describe(f"{model.title}: {task.title}")
-                results.append(model.run(task, documents[task.task.name], requests, bar.advance, prefetcher.step))
+            prefetcher = Prefetcher(
+                left[model.title], lambda task, of=model: of.prepare(task, documents[task.task.name])
+            )
+            for task, prepared in prefetcher:
+                bar.stage(f"{model.title}: {task.title}")
+                try:
+                    results.append(model.run(task, prepared, bar.advance, prefetcher.step))
+                except TaskFailed as error:
+                    failures.add(task.title, error, [model.title])
+                    if world.is_main:
+                        log.info(failure_line(failures.listed()[-1]))
+                    continue
                 if world.is_main:
                     bar.print(summary_line(results[-1]))
+            found = group_results(groups, model.title, results)
+            aggregated += found
+            if world.is_main:
+                for line in group_lines(found):
+                    bar.print(line)
             model.unload()
-    scores = gauntlet and {model.title: gauntlet_scores_of(gauntlet, model.title, run, results) for model in models}
-    return Report(run.name, results, gauntlet, scores)
+    if not results:
+        raise failed_tasks(failures.listed())
+    scores = gauntlet and _scores(gauntlet, run, results, failures)
+    return Report(run.name, results, gauntlet, scores, aggregated, failures.listed())
+
+
+def read_tasks(tasks: Sequence[TaskRun], run: EvalRun, failures: Failures) -> dict[str, Documents]:
+    """Documents of the tasks that can be read, by their names."""
+    titles: dict[str, list[str]] = {}
+    for one in tasks:
+        titles.setdefault(one.task.name, []).append(one.title)
+    known = {one.task.name: one.task for one in tasks}
+    found = {
+        name: failures.attempt(titles[name], lambda task=task: read_documents(task, run))
+        for name, task in known.items()
+    }
+    return {name: documents for name, documents in found.items() if documents is not None}
+
+
+def _check(
+    models: Sequence[ModelEvaluation], tasks: Sequence[TaskRun], documents: Mapping[str, Documents], failures: Failures
+) -> None:
+    """Check the prompts of all tasks that could be read, once for models with the same tokenizer, template and window."""
+    alike: dict[tuple[str, str, int], list[ModelEvaluation]] = {}
+    for model in models:
+        style = json.dumps(model.style.as_json())
+        alike.setdefault((model.tokenizer_identity, style, model.window), []).append(model)
+    for group in alike.values():
+        first = group[0]
+        for one in tasks:
+            if found := documents.get(one.task.name):
+                check = partial(check_prompts, one, found, first.tokenizer, first.window, first.settings, first.style)
+                failures.attempt([one.title], check, [model.title for model in group])
 
 
 @contextlib.contextmanager
@@ -93,16 +153,20 @@ def gauntlet_scores_of(gauntlet: Gauntlet, model: str, run: EvalRun, results: Se
 def summary_line(result: Result) -> str:
     score = result.metrics.score
     error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
-    cut = f"  ({note})" if (note := truncation_note(result)) else ""
+    notes = "".join(f"  ({note})" for note in (truncation_note(result), skipped_note(result)) if note)
     name = f"{result.model}  {result.title}"
-    return f"{name}  {result.metrics.headline} {score.value:.4f}{error}  {result.metrics.documents} documents{cut}"
+    return f"{name}  {result.metrics.headline} {score.value:.4f}{error}  {result.metrics.documents} documents{notes}"
 
 
-def read_documents(tasks: Sequence[TaskRun], limit: int | None) -> dict[str, Documents]:
-    found: dict[str, Documents] = {}
-    for task_run in tasks:
-        if task_run.task.name not in found:
-            found[task_run.task.name] = task_run.task.documents(limit)
+def _scores(
+    gauntlet: Gauntlet, run: EvalRun, results: Sequence[Result], failures: Failures
+) -> dict[str, GauntletScores]:
+    """Scores by model, of models with results for every benchmark."""
+    found: dict[str, GauntletScores] = {}
+    for model in dict.fromkeys(one.model for one in results):
+        scored = partial(gauntlet_scores_of, gauntlet, model, run, results)
+        if scores := failures.attempt([f"gauntlet {gauntlet.name}"], scored, [model]):
+            found[model] = scores
     return found
 
 
@@ -113,49 +177,48 @@ class ModelEvaluation:
         self.choice, self.settings, self.ranks = choice, settings, ranks
         self.title = choice.title
         # Rank 0 alone looks for the newest checkpoint.
-        self.found: FoundModel = ranks.broadcast(lambda: find_model(choice.path, choice.backend))
+        self.found: FoundModel = ranks.broadcast(lambda: find_model(choice.path, choice.backend, choice.ema))
         self.window = choice.max_length or settings.max_length or window_of(self.found)
         self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
         try:
             PromptTokenizer(self.tokenizer)
+            self.style = settings.prompt_style(self.tokenizer, choice)
         except EvalError as error:
             raise EvalError(f"{self.title}: {error}") from None
-        self._tokenizer_identity = tokenizer_identity(self.tokenizer)
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self._scorer: Scorer | None = None
 
-    def requests(self, task_run: TaskRun, documents: Documents) -> Steps[list[Request]]:
-        return task_run.task.request_steps(
-            documents,
-            self.tokenizer,
-            task_run.shots,
-            max_seq_len=self._tokens_read(task_run.task),
-            pmi=self.settings.pmi,
-        )
-
-    def _tokens_read(self, task: Task) -> int:
-        """Most tokens read: the last token of a continuation is predicted but not read."""
-        return task.window(self.window) - 1
+    def prepare(self, task_run: TaskRun, documents: Documents) -> Steps[Prepared | EvalError]:
+        """Requests of a task, or the reason why it has none."""
+        try:
+            return (
+                yield from prepare_steps(task_run, documents, self.tokenizer, self.window, self.settings, self.style)
+            )
+        except EvalError as error:
+            return error
 
     def run(
         self,
         task_run: TaskRun,
-        documents: Documents,
-        requests: list[Request],
+        prepared: Prepared | EvalError,
         progress: Callable[[int], None],
         host_work: Callable[[], bool],
     ) -> Result:
-        """Result of one task. requests: those of `requests`. progress(n): n more documents are done. host_work: as in
-        `Scorer.loglikelihood`."""
-        task, run, window = task_run.task, self.settings, self._tokens_read(task_run.task)
-        task.check_lengths(documents, requests, self.window)
+        """Result of one task. prepared: that of `prepare`. progress(n): n more documents are done. host_work: as in
+        `Scorer.loglikelihood`. Raises TaskFailed, on every rank, for a task without requests or metrics, or a log-likelihood
+        that is NaN."""
+        task, run, window = task_run.task, self.settings, task_run.task.window(self.window) - 1
+        digest = self._agree(task_run, prepared)
+        assert isinstance(prepared, Prepared)
+        documents, requests = prepared.documents, prepared.requests
         dtype = run.dtype or default_dtype()
         about = {
             "model": self.found.identity,
             "backend": "llmtrain" if self.found.native else "transformers",
             "dtype": dtype,
             "window": [self.window, window],
-            "tokenizer": self._tokenizer_identity,
-            "requests": requests_digest(requests),
+            "tokenizer": self.tokenizer_identity,
+            "requests": digest,
         }
         store = ResponseStore(Path(run.cache), about) if run.cache is not None else None
         known: Responses = self.ranks.broadcast(store.read) if store else {}
@@ -175,7 +238,7 @@ class ModelEvaluation:
                 host_work=host_work,
             )
         seconds = time.perf_counter() - began if len(known) < len(documents) else 0.0
-        metrics = task.metrics(documents, requests, responses_in_order(requests, responses))
+        metrics = self.ranks.agreed(lambda: task.metrics(documents, requests, responses_in_order(requests, responses)))
         return Result(
             model=self.title,
             path=str(self.found.folder),
@@ -187,7 +250,22 @@ class ModelEvaluation:
             metrics=metrics,
             seconds=seconds,
             asked=len(documents) - len(known),
+            skipped=documents.skipped,
+            style=None if task.rolling else self.style.as_json(),
+            task_settings=task.described(),
         )
+
+    def _agree(self, task_run: TaskRun, prepared: Prepared | EvalError) -> str:
+        """Digest of the requests, which all ranks have alike. Raises TaskFailed, on every rank, if one has another or none."""
+        failed = isinstance(prepared, EvalError)
+        found = self.ranks.all_gather((str(prepared), "") if failed else ("", requests_digest(prepared.requests)))
+        if reason := next((reason for reason, _ in found if reason), ""):
+            raise TaskFailed(reason)
+        if len({digest for _, digest in found}) > 1:
+            raise TaskFailed(
+                f"task {task_run.task.name}: ranks read different documents; give all of them the same data"
+            )
+        return found[0][1]
 
     @property
     def scorer(self) -> Scorer:
@@ -208,37 +286,3 @@ class ModelEvaluation:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-class ProgressBar:
-    """Progress bar of documents on a terminal."""
-
-    def __init__(self, total: int, shown: bool):
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("documents"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, speed_estimate_period=120)
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def describe(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
-
-    def advance(self, documents: int) -> None:
-        self._bar.advance(self._task, documents)
-
-    def print(self, line: str) -> None:
-        """Print a line above the bar."""
-        self._bar.console.print(line, highlight=False, soft_wrap=True) if not self._bar.disable else print(line)

@@ -13,10 +13,11 @@ def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:
     `foundry`: LLM Foundry's MFU formula, 6 N + 12 * n_layers * d_attn * T, where N counts every parameter
     (embeddings too, look-ups included) and attention is a full T x T square. For hybrids: N counts a shared
     block once per use, the attention term runs over the layers that attend (d_attn = n_heads * head_dim),
-    and Mamba-2's scan enters likewise, with whole chunk-by-chunk squares.
-    `causal`: the sum over modules of what the mathematics needs: half squares, no padding, look-ups free.
+    and every Mamba-2 layer adds its scan, 12 * d_inner * d_state.
+    `causal`: the sum over modules of what the mathematics needs: half squares, the same scan, look-ups free.
 
-    Both count a sequence as one document, also where data.mask_documents hides most of it.
+    Both depend on the model and the sequence length alone, never on a backend or a chunk size, and count a sequence as
+    one document, also where data.mask_documents hides most of it.
     """
     full, causal = model.flops(seq_len), model.flops(seq_len, causal=True)
     return {

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, fields
 
 import torch
 
+from llmtrain.data.shards import steps_per_epoch
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
-from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, shard_ranks
+from llmtrain.flops.fitting import USABLE, Fit, fits
+from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, gathered_bytes, shard_ranks
 from llmtrain.flops.mfu import tokens_per_second_at
-from llmtrain.flops.peaks import Device
+from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.parameter_roles import decayed_parameters, matrices
 from llmtrain.schema.config import Config
+from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
+from llmtrain.schema.schedule import resolve
 
 SECONDS_PER_DAY = 86_400
 
@@ -33,11 +40,24 @@ class Component:
 
 
 @dataclass(frozen=True)
+class GroupDescription:
+    """Parameters to which the same entries of optimizer.groups apply, and that get the same settings. matched: the entries'
+    patterns, none for all the others; parameters: their number."""
+
+    matched: tuple[str, ...]
+    tensors: int
+    parameters: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
 class Speed:
     """Time of a run at an assumed MFU (LLM Foundry's convention). Rates are per second."""
 
     gpu: str
     peak_flops: float
+    peak_source: str
     mfu: float
     tokens_per_second_per_gpu: float
     seconds_per_step: float
@@ -57,6 +77,8 @@ class Description:
     total_parameters: int
     active_parameters: int
     components: list[Component]
+    parameter_groups: list[GroupDescription]
+    """Empty without optimizer.groups."""
     forward_full: dict[str, float]
     forward_causal: dict[str, float]
     training_foundry: float
@@ -66,8 +88,14 @@ class Description:
     memory: Memory
     memory_total: int
     gpu_memory: float | None
+    fits: list[Fit]
+    """Settings with which the run would fit the GPU, where it does not."""
+    gathered: float
+    """Bytes that a GPU receives per microbatch and forward pass from those that share its sequences."""
     tokens_per_step: int
     steps: int | None
+    schedule: str | None
+    """The learning rate in words; None, as steps, where lengths are in epochs of data that is not on this machine."""
     tokens: int | None
     speed: Speed | None
 
@@ -75,23 +103,29 @@ class Description:
 def describe(config: Config, world_size: int = 1, device: Device | None = None, mfu: float = 0.5) -> Description:
     """Describes a config without allocating its weights.
 
-    device: the GPU whose speed and memory to compare with. mfu: share of its peak that the run is assumed to reach.
+    device: the GPU whose speed and memory to compare with. mfu: share of its peak that the run is assumed to reach. The
+    peak is train.peak_tflops where the config has it, which also stands for a GPU that is not in the table.
     Raises UserError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
     peak for train.precision.
     """
     grad_accum = config.grad_accum(world_size)
-    with torch.device("meta"):
-        # A backend changes no count, but one made for a GPU could not be built on this machine.
-        model = HybridLM(config.model.with_backends("reference", lambda block: "reference"), cpu())
+    model = meta_model(config.model)
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
-    memory = estimate_memory(config, parameter_sizes(model), world_size)
-    steps, duration = None, config.train.duration
-    if duration.unit != "epochs":  # their length depends on the data
-        steps = duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
+    sizes = parameter_sizes(model)
+    memory = estimate_memory(config, sizes, world_size)
+    gpu_memory = device.memory_gb * 1e9 if device else None
+    too_much = gpu_memory is not None and memory.total > gpu_memory
+    per_epoch = steps_per_epoch(config.data, config.train.global_batch_size)
+    steps = schedule = None
+    with contextlib.suppress(UserError):  # lengths in epochs, of data that is not here
+        steps = config.train.duration.steps(
+            tokens_per_step=config.tokens_per_step, steps_per_epoch=per_epoch, total_steps=None
+        )
+        schedule = str(resolve(config, per_epoch))
     tokens = steps * config.tokens_per_step if steps is not None else None
     speed = None
-    if device is not None:
+    if device is not None or config.train.peak_tflops is not None:
         speed = _speed(config, device, mfu, training["foundry"], world_size, grad_accum, tokens)
     counts = count_parameters(model)
     exports_as, not_exported = _export(config.model)
@@ -104,6 +138,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         total_parameters=counts.total,
         active_parameters=counts.active,
         components=components(model),
+        parameter_groups=parameter_groups(model, config.optimizer) if config.optimizer.groups else [],
         forward_full=_per_token(model.flops(seq_len), seq_len),
         forward_causal=_per_token(model.flops(seq_len, causal=True), seq_len),
         training_foundry=training["foundry"],
@@ -112,12 +147,22 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         shard_ranks=shard_ranks(config, world_size),
         memory=memory,
         memory_total=memory.total,
-        gpu_memory=device.memory_gb * 1e9 if device else None,
+        gpu_memory=gpu_memory,
+        fits=fits(config, sizes, world_size, USABLE * gpu_memory) if gpu_memory and too_much else [],
+        gathered=gathered_bytes(config),
         tokens_per_step=config.tokens_per_step,
         steps=steps,
+        schedule=schedule,
         tokens=tokens,
         speed=speed,
     )
+
+
+def meta_model(config: ModelConfig) -> HybridLM:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
+        return HybridLM(config.with_backends("reference", lambda block: "reference"), cpu())
 
 
 def _export(model: ModelConfig) -> tuple[str | None, list[str]]:
@@ -156,7 +201,20 @@ def components(model: HybridLM) -> list[Component]:
     return first + [row for row in rows if row not in first and row not in last] + last
 
 
-_PARTS = {"mixer": "mixer", "mlp": "MLP", "norm": "norms", "mlp_norm": "norms", "shared_input": "per-use adapters"}
+def parameter_groups(model: HybridLM, config: OptimizerConfig) -> list[GroupDescription]:
+    """Parameters by their settings, what no entry matches first. Raises UserError for entries that fit no parameter."""
+    settings = parameter_settings(config, decayed_parameters(model, config.decay_embeddings))
+    sizes: dict[ParameterSettings, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        sizes.setdefault(settings[name], []).append(parameter.numel())
+    return [
+        GroupDescription(of.matched, len(found), sum(found), of.lr, of.weight_decay)
+        for of, found in sorted(sizes.items(), key=lambda item: bool(item[0].matched))
+    ]
+
+
+_NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")
+_PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | dict.fromkeys(_NORMS, "norms")
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 
@@ -164,7 +222,8 @@ def parameter_sizes(model: HybridLM) -> ParameterSizes:
     """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py)."""
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
-    return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers))
+    by_matrix = sum(weight.numel() for weight in matrices(model))
+    return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers), matrices=by_matrix)
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
@@ -173,21 +232,22 @@ def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
 
 def _speed(
     config: Config,
-    device: Device,
+    device: Device | None,
     mfu: float,
     flops_per_token: float,
     world_size: int,
     grad_accum: int,
     tokens: int | None,
 ) -> Speed:
-    peak = device.peak(config.train.precision)
-    if peak is None:
-        raise UserError(f"no peak is known for {device.title} at train.precision {config.train.precision}")
-    rate = tokens_per_second_at(mfu, flops_per_token, peak)
-    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len
+    peak = dense_peak(device, config.train.precision, config.train.peak_tflops)
+    if peak.flops is None:
+        raise UserError(peak.source)
+    rate = tokens_per_second_at(mfu, flops_per_token, peak.flops)
+    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len / config.train.parallel.context
     return Speed(
-        gpu=device.title,
-        peak_flops=peak,
+        gpu=device.title if device else "one GPU",
+        peak_flops=peak.flops,
+        peak_source=peak.source,
         mfu=mfu,
         tokens_per_second_per_gpu=rate,
         seconds_per_step=tokens_per_gpu / rate,

@@ -8,9 +8,12 @@ model (all of them, or train.sharding.shard_size), b = bytes of the computation'
                  otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
                  work and the next)
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + 4) * the largest group during its reduction
-    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32
+    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon
+    average      4 P / S with train.ema
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
-                 with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full
+                 with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
+                 sequences (train.parallel.context) keep those of their tokens, and of the others what a block gathers
+                 (gathered_bytes)
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights
 
@@ -28,6 +31,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection
 from llmtrain.schema.config import Config
+from llmtrain.schema.optimizers import OptimizerConfig
 
 GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leaves shard_size to the machine
 
@@ -39,6 +43,8 @@ class ParameterSizes:
     total: int
     root: int
     largest_layer: int
+    matrices: int = 0
+    """Of the total, those that an optimizer of matrices takes: see models/parameter_roles.py."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Memory:
     optimizer: int
     activations: int
     loss: int
+    average: int
 
     @property
     def total(self) -> int:
@@ -70,10 +77,16 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     return Memory(
         weights=-(-4 * sizes.total // shards) + width * gathered,
         gradients=4 * gradients + (width + 4) * max(sizes.root, sizes.largest_layer),
-        optimizer=-(-config.optimizer.state_bytes * sizes.total // shards),
+        optimizer=-(-_optimizer_bytes(config.optimizer, sizes) // shards),
         activations=_activations(config, width),
         loss=_loss(config, width),
+        average=-(-4 * sizes.total // shards) if train.ema else 0,
     )
+
+
+def _optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
+    of_matrices = config.state_bytes if config.matrix_state_bytes is None else config.matrix_state_bytes
+    return config.state_bytes * (sizes.total - sizes.matrices) + of_matrices * sizes.matrices
 
 
 def shard_ranks(config: Config, world_size: int) -> int:
@@ -82,13 +95,30 @@ def shard_ranks(config: Config, world_size: int) -> int:
     return min(world_size, sharding.shard_size or GPUS_PER_NODE) if sharding.strategy == "hybrid" else world_size
 
 
+def gathered_bytes(config: Config) -> float:
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its sequences."""
+    model, context = config.model, config.train.parallel.context
+    if context == 1:
+        return 0.0
+    width = 2 if config.train.precision == "amp_bf16" else 4
+    used = [name for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    of_sequence = sum(
+        model.blocks[name].gathered_bytes(model.d_model, width, config.data.seq_len, context) for name in used
+    )
+    return config.train.microbatch_size * of_sequence
+
+
 def _activations(config: Config, width: int) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
+    seq_len, context = config.data.seq_len, config.train.parallel.context
+    local = seq_len / context  # tokens of a sequence on one rank
 
     def saved_by(block: BlockSection) -> SavedBytes:
-        mixer = block.saved_bytes(model.d_model, width)
-        return mixer + block.mlp.saved_bytes(model.d_model, width) if block.mlp else mixer
+        saved = block.saved_by_layer(model.d_model, width, model.norm)
+        if context == 1:
+            return saved
+        return saved + SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
 
     per_layer = []
     for layer in model.layer_list():
@@ -102,12 +132,12 @@ def _activations(config: Config, width: int) -> int:
             kept += residual + (saved.selective if checkpointing.type == "selective" else 0)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type != "none" else 0
     # The embedding's output, and the final norm's input and output.
-    tokens = config.train.microbatch_size * config.data.seq_len
+    tokens = config.train.microbatch_size * local
     return round(tokens * (kept + recomputed + 3 * residual))
 
 
 def _loss(config: Config, width: int) -> int:
-    tokens = config.train.microbatch_size * config.data.seq_len
+    tokens = -(-config.train.microbatch_size * config.data.seq_len // config.train.parallel.context)
     vocab, d_model = config.model.vocab_size, config.model.d_model
     if config.train.loss.type == "plain":
         return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient

@@ -61,6 +61,14 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak: float, n_devices
     return flops_per_token * tokens_per_second / (peak * n_devices)
 
 
+def describe_excess(share: float, peak: float, source: str) -> str:
+    """The reasons why a utilisation above 1 cannot be right. peak: FLOP/s of one device; source: where it comes from."""
+    return (
+        f"{share:.1%} is above 100 %, which no device reaches: {peak / 1e12:,.4g} TFLOP/s ({source}) is not the dense peak "
+        "of this device in this precision at its present clock, or more FLOPs are counted than are computed"
+    )
+
+
 def tokens_per_second_at(mfu: float, flops_per_token: float, peak: float) -> float:
     """Tokens per second of one device that runs at the given MFU."""
     _require_positive(mfu=mfu, flops_per_token=flops_per_token, peak=peak)

@@ -2,7 +2,8 @@
 
 Datasheets that print only figures "with sparsity" (NVIDIA since Hopper) are halved; `source` says so. MI250 and
 MI250X are two chips in one package and torch shows each chip (GCD) as a device, so their rows hold half of the
-package's figures. A device that is not in the table has no peak and therefore no MFU: a wrong one is worse.
+package's figures. A GB200 or GB300 superchip is two devices, and its rows hold one. A device that is not in the table
+has no peak, and no MFU unless train.peak_tflops gives one: a wrong one is worse.
 """
 
 from __future__ import annotations
@@ -125,6 +126,60 @@ DEVICES: tuple[Device, ...] = (
         "NVIDIA HGX platform page, HGX B200 (8 GPUs): BF16 36 PFLOP/s with sparsity; and Blackwell datasheet, TF32 2.2",
     ),
     Device(
+        "gb200",
+        "NVIDIA GB200 (one of its two GPUs)",
+        ("NVIDIA GB200",),
+        {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0, "fp8": 5000.0},
+        152,
+        186,
+        "NVIDIA Blackwell datasheet, GB200 NVL72, per GPU: BF16 5 PFLOP/s with sparsity, halved",
+    ),
+    Device(
+        "b300",
+        "NVIDIA B300",
+        ("NVIDIA B300 SXM6 AC",),
+        {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp8": 4500.0},
+        148,
+        270,
+        "NVIDIA HGX platform page, HGX B300 (8 GPUs): BF16 36, TF32 18 PFLOP/s with sparsity, halved",
+    ),
+    Device(
+        "gb300",
+        "NVIDIA GB300 (one of its two GPUs)",
+        ("NVIDIA GB300",),
+        {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0, "fp8": 5000.0},
+        152,
+        279,
+        "NVIDIA GB300 NVL72 page (72 GPUs): BF16 360 PFLOP/s with sparsity, halved",
+    ),
+    Device(
+        "h20",
+        "NVIDIA H20",
+        ("NVIDIA H20",),
+        {"bf16": 148.0, "fp16": 148.0, "tf32": 74.0, "fp32": 44.0, "fp8": 296.0},
+        78,
+        96,
+        "NVIDIA HGX H20 specification as its resellers print it, dense figures",
+    ),
+    Device(
+        "a10g",
+        "NVIDIA A10G",
+        ("NVIDIA A10G",),
+        {"bf16": 70.0, "fp16": 70.0, "tf32": 35.0, "fp32": 35.0},
+        80,
+        24,
+        "NVIDIA A10G datasheet (AWS G5), dense: BF16 70 TFLOP/s, half of an A10's rate",
+    ),
+    Device(
+        "l4",
+        "NVIDIA L4",
+        ("NVIDIA L4",),
+        {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3, "fp8": 242.5},
+        58,
+        24,
+        "NVIDIA L4 datasheet: BF16 242 TFLOP/s with sparsity, halved",
+    ),
+    Device(
         "l40s",
         "NVIDIA L40S",
         ("NVIDIA L40S",),
@@ -179,6 +234,15 @@ DEVICES: tuple[Device, ...] = (
         "AMD Instinct MI325X accelerator data sheet, dense matrix figures",
     ),
     Device(
+        "mi350x",
+        "AMD Instinct MI350X",
+        ("AMD Instinct MI350X", "AMD Instinct MI350X OAM"),
+        {"bf16": 2300.0, "fp16": 2300.0, "fp32": 144.2, "fp8": 4600.0},
+        256,
+        288,
+        "AMD Instinct MI350X GPU data sheet, dense matrix figures (2.3 and 4.6 PFLOP/s; no TF32 unit)",
+    ),
+    Device(
         "mi355x",
         "AMD Instinct MI355X",
         ("AMD Instinct MI355X", "AMD Instinct MI355X OAM"),
@@ -202,6 +266,7 @@ _AMBIGUOUS = {
     normalise("AMD Instinct MI250X/MI250"): ("mi250", "mi250x"),
     normalise("AMD Instinct MI300X VF"): ("mi300x",),
     normalise("AMD Instinct MI325X VF"): ("mi325x",),
+    normalise("AMD Instinct MI350X VF"): ("mi350x",),
     normalise("AMD Instinct MI355X VF"): ("mi355x",),
 }
 
@@ -232,11 +297,26 @@ def device_by_short_name(short: str) -> Device:
     if device is None:
         close = [name for name in _BY_SHORT if name.startswith(short.lower() + "-")]
         hint = f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(_BY_SHORT)}"
-        raise UserError(f"no peak is known for GPU '{short}'{hint}")
+        raise UserError(
+            f"no peak is known for GPU '{short}'{hint}; train.peak_tflops (for `mfu`, --peak) gives another"
+        )
     return device
 
 
-def peak_flops(name: str, precision: str = "bf16", compute_units: int | None = None) -> float | None:
-    """Dense peak in FLOP/s of the device that torch calls `name`, or None when it is not known for certain."""
-    device = find_device(name, compute_units)
-    return device.peak(precision) if device else None
+@dataclass(frozen=True)
+class Peak:
+    """Dense peak of one GPU in FLOP/s, None when it is not known. source: where it comes from, or why it is not known."""
+
+    flops: float | None
+    source: str
+
+
+def dense_peak(device: Device | None, precision: str, tflops: float | None = None, name: str = "this device") -> Peak:
+    """The peak at a train.precision. tflops: train.peak_tflops, which goes before the table. name: of an unknown device."""
+    if tflops is not None:
+        return Peak(tflops * TERA, "train.peak_tflops")
+    found = device.peak(precision) if device else None
+    if device and found:
+        return Peak(found, device.title)
+    what = f"{device.title} at train.precision {precision}" if device else name
+    return Peak(None, f"no peak is known for {what}; set train.peak_tflops to its dense TFLOP/s")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.describe import Description
+from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.schema.config import Config
-
-GIB = 2**30
 
 
 def print_description(description: Description, config: Config, console: Console | None = None) -> None:
@@ -19,28 +19,37 @@ def print_description(description: Description, config: Config, console: Console
     d, model = description, config.model
     console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
     for name, block in model.blocks.items():
-        mlp = f"; {block.mlp.type} MLP {block.mlp.d_ff}" if block.mlp else ""
-        console.print(f"  {name} = {block.describe(model.d_model)}{mlp}")
+        console.print(f"  {name} = {block.describe(model.d_model)}{block.describe_wiring(model.norm)}")
     width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
+    multipliers = {"embedding": model.embedding_multiplier, "logits": model.logit_multiplier}
+    width += "".join(f"{name} x {value:g}, " for name, value in multipliers.items() if value != 1)
     console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
     console.print(f"  {_export(d)}\n", soft_wrap=True)
     console.print(_parameters(d))
     _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
+    if d.parameter_groups:
+        console.print(_groups(d))
+        _note(console, "Where several entries match, each setting is that of the last entry which gives it.")
     console.print(_flops(d))
     _note(
         console,
         "training: three times forward. foundry: 6 N + 12 L d T as in LLM Foundry, with N = active parameters "
-        "(embeddings too) and whole T x T squares. causal: what the mathematics needs: half squares, free look-ups.",
+        "(embeddings too) and whole T x T squares. causal: what the mathematics needs: half squares, free look-ups."
+        + (" scan: a recurrence, token by token, in both." if d.forward_full["scan"] else ""),
     )
     console.print(_memory(d, config))
+    for fit in d.fits:
+        _note(console, f"Would fit, with {binary(fit.memory.total)}: {' '.join(fit.settings)} ({fit.price}).")
     _note(
         console,
         "Activations are an estimate for compiled layers with fused attention; compare with the peak that training "
         "logs (memory/peak_allocated_gib). The formulas are in llmtrain/flops/memory.py.",
     )
     console.print(_run(d, config))
+    if d.schedule is not None:
+        console.print(f"learning rate: {d.schedule}")
     if d.speed is None:
-        _note(console, "For expected tokens/s and days: --gpu h200 [--mfu 0.5] [--world-size N]")
+        _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
 
 
 def _export(d: Description) -> str:
@@ -68,43 +77,55 @@ def _parameters(d: Description) -> Table:
     for row in d.components:
         times = f" x {row.copies}" if row.copies > 1 else ""
         used = f", used {row.uses} times" if row.uses != row.copies else ""
-        table.add_row(f"{row.name}{times}{used}", f"{row.parameters:,}", f"{row.parameters / d.total_parameters:.1%}")
+        table.add_row(f"{row.name}{times}{used}", f"{row.parameters:,}", share(row.parameters / d.total_parameters, 1))
     table.add_section()
     table.add_row("total", f"{d.total_parameters:,}", "")
     table.add_row("active", f"{d.active_parameters:,}", "")
     return table
 
 
+def _groups(d: Description) -> Table:
+    table = _table("Parameter groups", "optimizer.groups", "parameters", "tensors", "peak lr", "weight decay")
+    for group in d.parameter_groups:
+        row = (f"{group.parameters:,}", f"{group.tensors:,}", f"{group.lr:.3g}", f"{group.weight_decay:.3g}")
+        table.add_row(escape(", ".join(group.matched)) or "(none)", *row)
+    return table
+
+
 def _flops(d: Description) -> Table:
-    table = _table("GFLOP per token", "", "full squares", "causal")
+    table = _table("FLOP per token", "", "full squares", "causal")
+
+    def add(name: str, full: float, causal: float) -> None:
+        table.add_row(name, decimal(full, "FLOP"), decimal(causal, "FLOP"))
+
     for kind, full in d.forward_full.items():
         if full:
-            table.add_row(kind, f"{full / 1e9:,.3f}", f"{d.forward_causal[kind] / 1e9:,.3f}")
+            add(kind, full, d.forward_causal[kind])
     table.add_section()
-    full, causal = sum(d.forward_full.values()), sum(d.forward_causal.values())
-    table.add_row("forward", f"{full / 1e9:,.3f}", f"{causal / 1e9:,.3f}")
-    table.add_row("training (foundry | causal)", f"{d.training_foundry / 1e9:,.3f}", f"{d.training_causal / 1e9:,.3f}")
+    add("forward", sum(d.forward_full.values()), sum(d.forward_causal.values()))
+    add("training (foundry | causal)", d.training_foundry, d.training_causal)
     return table
 
 
 def _memory(d: Description, config: Config) -> Table:
     train = config.train
-    table = _table(f"Memory per GPU, {_gpus(d)}", "", "GiB", "of GPU" if d.gpu_memory else "")
+    shared = f" / {train.parallel.context}" if train.parallel.context > 1 else ""
+    table = _table(f"Memory per GPU, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
     rows = {
         f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks})": d.memory.weights,
         "gradients": d.memory.gradients,
         f"optimizer ({config.optimizer.title})": d.memory.optimizer,
-        f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}, "
+        **({"moving average of the weights": d.memory.average} if train.ema else {}),
+        f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}{shared}, "
         f"checkpointing {train.activation_checkpointing.type})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
     }
     for name, size in rows.items():
-        table.add_row(name, f"{size / GIB:,.2f}", f"{size / d.gpu_memory:.0%}" if d.gpu_memory else "")
+        table.add_row(name, binary(size), share(size / d.gpu_memory) if d.gpu_memory else "")
     table.add_section()
-    share = f"{d.memory_total / d.gpu_memory:.0%}" if d.gpu_memory else ""
-    table.add_row("together", f"{d.memory_total / GIB:,.2f}", share)
+    table.add_row("together", binary(d.memory_total), share(d.memory_total / d.gpu_memory) if d.gpu_memory else "")
     if d.gpu_memory and d.memory_total > d.gpu_memory:
-        table.add_row("[red]more than the GPU has[/]", f"{d.gpu_memory / GIB:,.0f}", "")
+        table.add_row("[red]more than the GPU has[/]", binary(d.gpu_memory), "")
     return table
 
 
@@ -113,16 +134,24 @@ def _run(d: Description, config: Config) -> Table:
     length = f"{d.steps:,}" if d.steps is not None else f"{config.train.duration}; steps depend on the data"
     table.add_row("steps", length)
     table.add_row("tokens per step", f"{d.tokens_per_step:,}")
+    if d.gathered:
+        others = config.train.parallel.context - 1
+        table.add_row(
+            "received per microbatch and forward pass",
+            f"{binary(d.gathered)} from {others} GPU{'s' * (others > 1)} that share{'s' * (others == 1)} its sequences",
+        )
     if d.tokens is not None:
-        table.add_row("tokens", f"{d.tokens:,} ({d.tokens / d.total_parameters:.1f} per parameter)")
+        table.add_row("tokens", f"{d.tokens:,} ({significant(d.tokens / d.total_parameters, 3)} per parameter)")
     if d.speed is not None:
-        speed, peak = d.speed, f"{d.speed.peak_flops / 1e12:,.1f} TFLOP/s"
+        speed = d.speed
+        peak = f"{significant(speed.peak_flops / 1e12, 4)} TFLOP/s, {speed.gpu}"
         table.add_section()
-        table.add_row("assumed", f"{speed.mfu:.0%} MFU (foundry) of {peak}, {speed.gpu}")
-        table.add_row("tokens/s/GPU", f"{speed.tokens_per_second_per_gpu:,.0f}")
-        table.add_row("seconds per step", f"{speed.seconds_per_step:,.2f}")
+        note = "" if speed.peak_source == speed.gpu else f" ({speed.peak_source})"
+        table.add_row("assumed", f"{share(speed.mfu)} MFU (foundry) of {peak}{note}")
+        table.add_row("tokens/s/GPU", significant(speed.tokens_per_second_per_gpu, 3))
+        table.add_row("time per step", duration(speed.seconds_per_step))
         if speed.days is not None:
-            table.add_row(f"days on {_gpus(d)}", f"{speed.days:,.2f}")
+            table.add_row(f"time on {_gpus(d)}", duration(86_400 * speed.days))
     return table
 
 

@@ -21,17 +21,25 @@ from llmtrain.models.hybrid import HybridLM
 
 
 def load_model(
-    source: str, dtype: torch.dtype | None = None, tokenizer: TextTokenizer | None = None
+    source: str,
+    dtype: torch.dtype | None = None,
+    tokenizer: TextTokenizer | None = None,
+    device: torch.device | None = None,
+    *,
+    ema: bool = False,
 ) -> tuple[CausalLM, TextTokenizer]:
-    """Load a model and its tokenizer on this process's GPU, or else its CPU.
+    """Load a model and its tokenizer.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a
         folder or hub name in Hugging Face format.
     dtype: of weights and activations; default bf16 on a GPU, fp32 on a CPU. A_log, D and dt_bias stay fp32.
     tokenizer: in place of its own.
+    device: default this process's GPU, or else its CPU.
+    ema: the moving average of the weights, which a run with train.ema keeps.
     Raises UserError when there is nothing to load there, or no tokenizer with it.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = detect(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     path = Path(source).expanduser()
     if not is_remote(source) and ((path / "config.json").is_file() or not path.exists()):
@@ -39,15 +47,16 @@ def load_model(
         from llmtrain.models.hf.load import load_hf
 
         folder = find_hf_folder(source)
-        model, own = load_hf(folder, dtype=dtype), folder
+        if ema:
+            raise UserError(f"{folder} is no checkpoint of llmtrain, and has no moving average of the weights")
+        model, own = load_hf(folder, here, dtype), folder
     else:
         folder, manifest = Repository(source).open()
         config = checkpoint_model_config(folder, manifest)
-        here = detect(device)
         with torch.device("meta"):
             model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
         model.to_empty(device=device)
-        save_load.load(folder, model)
+        save_load.load(folder, model, ema=ema)
         own = None if tokenizer else checkpoint_tokenizer_path(folder, manifest)
     if tokenizer is None:
         assert own is not None

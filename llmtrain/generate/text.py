@@ -11,7 +11,7 @@ from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.models.causal_lm import CausalLM
 
-_CONTEXT = 6
+CONTEXT_TOKENS = 6
 """Prompt tokens decoded along with the first new ones: some tokenizers write a word differently at the start of a text."""
 
 
@@ -90,7 +90,7 @@ def complete(
     Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
     """
     ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
-    streams = [TextStream(tokenizer, row[-_CONTEXT:], stops) for row in ids]
+    streams = [TextStream(tokenizer, row[-CONTEXT_TOKENS:], stops) for row in ids]
     chunks: list[TextChunk] = []
 
     def take(row: int, token: int) -> bool:

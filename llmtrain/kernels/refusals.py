@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
@@ -17,6 +16,8 @@ def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
     if platform is not None and platform.vendor == "cpu":
         return "our Triton kernels need a GPU; use reference"
     if platform is not None:
+        from llmtrain.kernels import tuning  # here: without a platform, as in `llmtrain check`, no table is read
+
         try:
             tuning.nearest(platform)
         except ValueError as error:
@@ -30,6 +31,8 @@ def refuse_untuned(
     """Reason if no row of a tuning table fits: large sizes on GPUs with less shared memory than the data center's."""
     if platform is None:
         return None
+    from llmtrain.kernels import tuning
+
     try:
         for kernel in kernels:
             tuning.select(kernel, dtype, sizes, platform)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from llmtrain.errors import UserError
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
+from llmtrain.kernels.gated_delta import spec as gated_delta
 from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
 from llmtrain.kernels.norm import spec as norm
@@ -23,10 +24,11 @@ from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 Operation = Literal[
-    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer",
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta",
     "attention_step", "ssd_step", "conv1d_step",
 ]  # fmt: skip
-Spec = Any  # AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec or MambaMixerSpec, by operation
+Spec = Any
+"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec or GatedDeltaSpec, by operation."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,15 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "llmtrain.kernels.mamba_mixer.reference"),
         Backend("triton", "llmtrain.kernels.mamba_mixer.triton", mamba_mixer.refuse_triton),
     ),
+    "gated_delta": (
+        Backend("reference", "llmtrain.kernels.gated_delta.reference"),
+        Backend(
+            "fla",
+            "llmtrain.kernels.gated_delta.fla",
+            gated_delta.refuse_fla,
+            ("llmtrain.fla_gated_delta_forward.default",),
+        ),
+    ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step"),
@@ -139,6 +150,7 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,
     "mamba_mixer": mamba_mixer.preference,
+    "gated_delta": gated_delta.preference,
     "attention_step": _preference_step,
     "ssd_step": _preference_step,
     "conv1d_step": _preference_step,

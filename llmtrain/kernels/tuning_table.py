@@ -177,8 +177,8 @@ def _explain(content: dict[str, Any], error: Any) -> str:
     if section != "rows" or not place:
         if error["type"] in ("extra_forbidden", "invalid_key"):
             return f"unknown key '{section}'; a tuning table has {', '.join(Table.model_fields)}"
-        kind = {"arch": "str", "l2_budget": "int", "rows": "list"}[section]
-        return f"'{section}' must be a {kind}, not {content.get(section)!r}"
+        kind = {"arch": "text", "l2_budget": "a positive integer", "rows": "a list"}[section]
+        return f"'{section}' must be {kind}, not {content.get(section)!r}"
     number, *field = place
     where, row = f"row {number + 1}", content["rows"][number]
     if isinstance(row, dict) and row.get("kernel") in list(KERNELS):

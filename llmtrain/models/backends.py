@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import Block, ModelConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.sections.block import BlockSection
 from llmtrain.models.sections.layers import NormConfig
 
 
@@ -17,9 +18,12 @@ def backend_problems(config: ModelConfig, documents: bool = False) -> Iterator[P
     documents: as HybridLM's.
     """
     for name, block in config.blocks.items():
-        kernel = block.kernel(config.d_model, documents=documents)
-        if kernel and (reason := registry.refusal(kernel.operation, kernel.backend, kernel.spec)):
-            yield Problem(f"blocks.{name}.backend", kernel.backend, reason)
+        if any(block.width_problems(config.d_model)):
+            continue  # reported by themselves; such a block has no kernel
+        for path, part in block.parts():
+            kernel = part.kernel(config.d_model, documents=documents)
+            if kernel and (reason := registry.refusal(kernel.operation, kernel.backend, kernel.spec)):
+                yield Problem(f"blocks.{name}.{path}backend", kernel.backend, reason)
     yield from _norm_problems(config)
 
 
@@ -53,9 +57,10 @@ def servable(config: ModelConfig, platform: Platform, dtype: str) -> ModelConfig
     the run that named it may have been on another.
     """
 
-    def backend(block: Block) -> str:
-        kernel = block.kernel(config.d_model, dtype)
-        refused = kernel is None or registry.refusal(kernel.operation, kernel.backend, kernel.spec, platform)
-        return "auto" if refused else kernel.backend
+    def backend(part: BlockSection) -> str:
+        kernel = part.kernel(config.d_model, dtype)
+        if kernel is None or registry.refusal(kernel.operation, kernel.backend, kernel.spec, platform):
+            return "auto"
+        return kernel.backend
 
     return config.with_backends("auto", backend)

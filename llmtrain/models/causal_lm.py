@@ -16,6 +16,7 @@ from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
 from llmtrain.models.mixers.replay import ReplayCache
+from llmtrain.models.segments import Segments
 
 Output = TypeVar("Output")
 
@@ -42,9 +43,20 @@ class CausalLM(nn.Module):
         context = self.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
         return self(input_ids, context, self._logits)
 
-    def loss(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> LossOutput:
-        """The loss averaged over labels. labels: [batch, T], already shifted, -100 where there is none."""
-        context = self.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
+    def loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        segments: Segments | None = None,
+    ) -> LossOutput:
+        """The loss averaged over labels. labels: [batch, T], already shifted, -100 where there is none.
+
+        segments: input_ids and labels are this rank's part of sequences that ranks share, document_ids of whole ones; every
+        rank of the group calls this, and gets the loss averaged over its own labels.
+        """
+        seq_len = input_ids.shape[1] * (segments.size if segments else 1)
+        context = self.hybrid.context(seq_len, input_ids.device, document_ids, segments)
         return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels))
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:

@@ -7,20 +7,39 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveInt, Probability, Problem, Section, free
+from llmtrain.config.base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Problem,
+    Section,
+    Width,
+    free,
+)
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
+from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
+from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
-Block = Annotated[AttentionBlock | Mamba2Block | SharedAttentionBlock, Field(discriminator="type")]
+Block = Annotated[
+    AttentionBlock | GatedDeltaNetBlock | Mamba2Block | ParallelMixersBlock | SharedAttentionBlock,
+    Field(discriminator="type"),
+]
 
 
 class InitConfig(Section):
-    """Weights are N(0, std^2); projections that end in the residual stream, or beside it in a mixer's input, shrink with depth."""
+    """Weights are normal around 0; projections that end in the residual stream, or beside it in a mixer's input, shrink with
+    depth."""
 
-    std: Annotated[float, Field(gt=0)] = 0.02
+    type: Literal["normal", "kaiming"] = "normal"
+    """normal: one std for all. kaiming: sqrt(2 / inputs) for each matrix, LLM Foundry's default (He et al., arXiv:1502.01852)."""
+    std: Annotated[PositiveFloat, Field(le=10)] = 0.02
+    """With type: normal."""
     scale_residual: bool = True
     """Divide the std of those projections by sqrt(2 * number of layers)."""
 
@@ -29,7 +48,7 @@ class ModelConfig(Section):
     """HybridLM = embedding -> layers -> norm -> head."""
 
     vocab_size: PositiveInt
-    d_model: PositiveInt
+    d_model: Width
     max_seq_len: PositiveInt = 2048
     """Longest sequence trained on; the length of learned position embeddings."""
     blocks: dict[str, Block]
@@ -41,7 +60,11 @@ class ModelConfig(Section):
     norm: NormConfig = NormConfig()
     """The final norm, and the default of every block's."""
     tie_embeddings: bool = True
-    logit_softcap: Annotated[float, Field(gt=0)] | None = None
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor of the token embeddings at the input, before learned positions are added."""
+    logit_multiplier: PositiveFloat = 1.0
+    """Factor of the logits, before logit_softcap."""
+    logit_softcap: PositiveFloat | None = None
     dropout: Probability = 0.0
     """On the embedding and on every residual branch."""
     init: InitConfig = InitConfig()
@@ -53,7 +76,7 @@ class ModelConfig(Section):
         except PatternError as error:
             yield Problem("layers", self.layers, str(error))
         used = set()
-        for layer in layers:
+        for layer in dict.fromkeys(layers):
             for name in filter(None, (layer.block, layer.shared)):
                 used.add(name)
                 if name not in self.blocks:
@@ -74,6 +97,12 @@ class ModelConfig(Section):
         for name, block in self.blocks.items():
             for problem in block.width_problems(self.d_model):
                 yield Problem(f"blocks.{name}.{problem.path}", problem.found, problem.message)
+            if block.shared_copies and (block.norm or self.norm).place != "before":
+                yield Problem(
+                    f"blocks.{name}.norm.place" if block.norm else "norm.place",
+                    (block.norm or self.norm).place,
+                    f"shared block {name} has its norms before attention and MLP; give it a norm of its own with place: before",
+                )
             if block.norm and block.norm.model_fields_set == {"backend"} and block.norm.function != self.norm.function:
                 yield Problem(
                     f"blocks.{name}.norm.backend",
@@ -82,9 +111,9 @@ class ModelConfig(Section):
                     "write its type, bias and eps too, or set model.norm.backend",
                 )
 
-    def with_backends(self, norm: NormBackend, backend_of: Callable[[Block], str]) -> ModelConfig:
-        """The same function by other kernels. norm: the backend of every norm; backend_of: that of a block's mixer."""
-        blocks = {name: block.with_backends(norm, backend_of(block)) for name, block in self.blocks.items()}
+    def with_backends(self, norm: NormBackend, backend_of: Callable[[BlockSection], str]) -> ModelConfig:
+        """The same function by other kernels. norm: the backend of every norm; backend_of: that of a mixer's section."""
+        blocks = {name: block.with_backends(norm, backend_of) for name, block in self.blocks.items()}
         return self.model_copy(update={"blocks": blocks, "norm": self.norm.model_copy(update={"backend": norm})})
 
     def layer_list(self) -> list[Layer]:
@@ -99,5 +128,5 @@ class LossConfig(Section):
     """plain keeps all logits; chunked never does, and computes their gradient in the forward pass. auto: chunked on GPU."""
     chunk_tokens: PositiveInt = free(8192)
     """Tokens whose logits exist at one time in the chunked form."""
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    z_loss: NonNegativeFloat = 0.0
     """Weight of log(Z)^2 (PaLM, arXiv:2204.02311 section 5)."""

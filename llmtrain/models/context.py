@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.replay import Replay
+from llmtrain.models.segments import Segments
 
 LayerMixers = tuple[Mixer, Mixer | None]
 """A layer's mixer, and that of the shared block which feeds the layer, if one does."""
@@ -31,11 +32,11 @@ class BlockContext:
 
 @dataclass(frozen=True)
 class Context:
-    """A forward pass's, for one of: whole sequences (HybridLM.context), tokens read on from a cache (Cache.read), packed
-    requests that share a prefix (HybridLM.prefix_context).
+    """A forward pass's, for one of: whole sequences or this rank's segments of them (HybridLM.context), tokens read on from a
+    cache (Cache.read), packed requests that share a prefix (HybridLM.prefix_context).
 
     blocks: one per layer. positions: for learned position embeddings (None where the model has none): the first n, or
-    [batch, T]. only: [n], the tokens whose hidden states are wanted; None: all.
+    [T] or [batch, T]. only: [n], the tokens whose hidden states are wanted; None: all.
     """
 
     blocks: list[BlockContext]
@@ -44,24 +45,29 @@ class Context:
 
 
 class ContextCache:
-    """Contexts of whole sequences by (mixer's context key, sequence length, device); the longest unused sequence length
-    goes first.
+    """Contexts of sequences by (mixer's context key, sequence length, device, this rank's segments); the longest unused
+    sequence length goes first.
 
     Those of packed batches are made for every batch.
     """
 
     def __init__(self, lengths: int = 4):
         self.lengths = lengths
-        self._by_length: OrderedDict[tuple[int, torch.device], dict[Any, Any]] = OrderedDict()
+        self._by_length: OrderedDict[tuple[int, torch.device, Segments | None], dict[Any, Any]] = OrderedDict()
 
     def __call__(
-        self, layers: Iterable[LayerMixers], seq_len: int, device: torch.device, document_ids: Tensor | None = None
+        self,
+        layers: Iterable[LayerMixers],
+        seq_len: int,
+        device: torch.device,
+        document_ids: Tensor | None = None,
+        segments: Segments | None = None,
     ) -> list[BlockContext]:
         """One context per layer; equal keys share one object. document_ids: [batch, T] of a packed batch."""
         contexts: dict[Any, Any] = {}
         if document_ids is None:
-            contexts = self._by_length.setdefault((seq_len, device), contexts)
-            self._by_length.move_to_end((seq_len, device))
+            contexts = self._by_length.setdefault((seq_len, device, segments), contexts)
+            self._by_length.move_to_end((seq_len, device, segments))
             if len(self._by_length) > self.lengths:
                 self._by_length.popitem(last=False)
 
@@ -70,7 +76,10 @@ class ContextCache:
             if key not in contexts:
                 # A tensor made in inference mode could not take part in a later backward pass.
                 with torch.inference_mode(False), torch.no_grad():
-                    contexts[key] = mixer.prepare(seq_len, device, document_ids)
+                    if segments is None:
+                        contexts[key] = mixer.prepare(seq_len, device, document_ids)
+                    else:
+                        contexts[key] = mixer.segment_context(segments, seq_len, device, document_ids)
             return contexts[key]
 
         return [

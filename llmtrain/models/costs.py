@@ -1,7 +1,8 @@
 """The cost of one sequence or token: FLOP by kind of work, and bytes kept for the backward pass. No torch here.
 
 One multiply-add is 2 FLOP. Matrix products, attention, scan and convolution count; elementwise work and
-embedding look-ups do not. The backward pass costs twice the forward.
+embedding look-ups do not. The backward pass costs twice the forward. Counts are of the mathematics: no launch setting,
+backend or chunk size changes them.
 """
 
 from __future__ import annotations

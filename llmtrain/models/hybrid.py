@@ -19,9 +19,10 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, init_weights
-from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm
-from llmtrain.models.mixers.base import fp32_parameters
+from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm, multiplied
+from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
+from llmtrain.models.segments import Segments
 
 
 class HybridLM(nn.Module):
@@ -63,15 +64,16 @@ class HybridLM(nn.Module):
             block = config.blocks[layer.block]
             self.blocks.append(Block(block, config, platform, dtype, shared_input, documents))
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
-        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, parts=())
         self._contexts = ContextCache()
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
-        """Hidden states after the final norm, [batch, T, d_model], or of the n tokens of context.only, [batch, n, d_model].
+        """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
+        [batch, n, d_model].
 
         input_ids: [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
         """
-        x = self.embed(input_ids)
+        x = multiplied(self.embed(input_ids), self.config.embedding_multiplier)
         if self.positions is not None:
             assert context.positions is not None
             x = x + self.positions(context.positions)
@@ -79,23 +81,43 @@ class HybridLM(nn.Module):
         last = len(self.blocks) - 1
         for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
             x = block(x, embedding, block_context, context.only if layer == last else None)
-        return self.norm(x)
+        x = self.norm(x)
+        # The logits' factor: here, so that no form of the loss or of the scores has to know it.
+        return multiplied(x, self.config.logit_multiplier)
 
-    def context(self, seq_len: int, device: torch.device, document_ids: Tensor | None = None) -> Context:
+    def enable_segments(self) -> None:
+        """Be ready for contexts of segments. Raises UserError when a block has no form for them."""
+        for _, mixer in mixers_of(self):
+            mixer.enable_segments()
+
+    def context(
+        self,
+        seq_len: int,
+        device: torch.device,
+        document_ids: Tensor | None = None,
+        segments: Segments | None = None,
+    ) -> Context:
         """The context of whole sequences, as in training and validation.
 
         document_ids: [batch, T], integers that never fall: tokens see those of their own document only.
+        segments: the context is of this rank's part of the sequences (after `enable_segments`); seq_len and document_ids
+        stay those of whole sequences.
         Raises UserError for sequences longer than the learned positions.
         """
         assert document_ids is None or self.documents
-        if self.positions is not None and seq_len > self.config.max_seq_len:
+        unpadded = seq_len if segments is None else seq_len - segments.count + 1
+        if self.positions is not None and unpadded > self.config.max_seq_len:
             raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
         positions = None
         if self.positions is not None:
             positions = seq_len
             if document_ids is not None:  # each token's place in its document
                 positions = torch.arange(seq_len, device=device) - documents_of(document_ids).starts
-        return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids), positions)
+            if segments is not None:
+                whole = torch.arange(seq_len, device=device)[None] if isinstance(positions, int) else positions
+                # Tokens added at the end may lie behind the last position; nothing sees them.
+                positions = segments.take(whole).clamp(max=self.config.max_seq_len - 1)
+        return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments), positions)
 
     def prefix_refusal(self) -> str | None:
         """Reason why the model cannot read packed requests that share a prefix (`prefix_context`), or None."""
@@ -127,7 +149,8 @@ class HybridLM(nn.Module):
         """Fills all parameters; the same values for any sharding and device (see models/init.py)."""
         init = self.config.init
         depth = 2 * len(self.blocks) if init.scale_residual else 1
-        init_weights(self, InitScale(init.std, init.std * depth**-0.5), seed)
+        std = None if init.type == "kaiming" else init.std
+        init_weights(self, InitScale(std, depth**-0.5), seed)
 
     def cast(self, dtype: torch.dtype) -> HybridLM:
         """All parameters to `dtype`, for inference, except those that mixers keep in fp32."""

@@ -26,11 +26,17 @@ _SLICE = 1 << 22  # elements computed at a time, to bound memory
 
 @dataclass(frozen=True)
 class InitScale:
-    """Standard deviations of one model's projections."""
+    """Standard deviations of one model's projections and embeddings."""
 
-    std: float
-    residual_std: float
-    """Of projections whose output is added to the residual stream, or to what a mixer reads of it."""
+    std: float | None
+    """None: sqrt(2 / inputs) of each matrix."""
+    residual: float
+    """Factor for projections whose output is added to the residual stream, or to what a mixer reads of it."""
+
+    def of(self, inputs: int, residual: bool = False) -> float:
+        """The standard deviation of a matrix that sums over `inputs` channels."""
+        std = math.sqrt(2 / inputs) if self.std is None else self.std
+        return std * self.residual if residual else std
 
 
 def normal(std: float) -> Rule:

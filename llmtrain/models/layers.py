@@ -7,6 +7,7 @@ parameters' initial distributions. Norms compute in fp32 whatever their input's 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,14 @@ from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, constant, normal
-from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, MLPConfig, NormConfig, RotaryPosition
+from llmtrain.models.sections.layers import (
+    LinearScaling,
+    Llama3Scaling,
+    MLPConfig,
+    NormConfig,
+    RotaryPosition,
+    YarnScaling,
+)
 
 
 class Linear(nn.Linear):
@@ -26,17 +34,23 @@ class Linear(nn.Linear):
 
     residual: the output is added to the residual stream, or to what a mixer reads of it, so its initial scale shrinks with
         depth.
+    parts: widths of the projections that stand side by side in the output, which an optimizer of matrices takes one by one;
+        default: one of d_out. Empty where rows are entries of a table rather than a map (the head's).
     """
 
-    def __init__(self, d_in: int, d_out: int, bias: bool = False, residual: bool = False):
+    def __init__(
+        self, d_in: int, d_out: int, bias: bool = False, residual: bool = False, parts: Sequence[int] | None = None
+    ):
         super().__init__(d_in, d_out, bias=bias)
         self.residual = residual
+        self.parts = (d_out,) if parts is None else tuple(parts)
+        assert sum(self.parts) in (0, d_out), (self.parts, d_out)
 
     def reset_parameters(self) -> None:
         """Called by nn.Linear's constructor; init_weights does it instead."""
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
-        rules = {"weight": normal(scale.residual_std if self.residual else scale.std)}
+        rules = {"weight": normal(scale.of(self.in_features, self.residual))}
         return rules if self.bias is None else rules | {"bias": constant(0.0)}
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
@@ -51,7 +65,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, d))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
-        return {"weight": normal(scale.std)}
+        return {"weight": normal(scale.of(self.weight.shape[1]))}
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
@@ -81,11 +95,14 @@ class Norm(nn.Module):
         self.plain = self.kernel = ReferenceNorm(spec)
         if platform is not None:
             self.kernel = registry.resolve("norm", config.backend, spec, platform).build(spec, platform)
+        self.zero_centered = config.zero_centered
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if config.bias else None
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
-        return {"weight": constant(1.0)} | ({} if self.bias is None else {"bias": constant(0.0)})
+        return {"weight": constant(0.0 if self.zero_centered else 1.0)} | (
+            {} if self.bias is None else {"bias": constant(0.0)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x, None)[1]
@@ -94,7 +111,10 @@ class Norm(nn.Module):
         """x + delta (None: x), and its norm."""
         # Our kernel was measured in training steps. Scoring and generation are not compiled, and bound by Python's overhead.
         kernel = self.kernel if torch.is_grad_enabled() else self.plain
-        return kernel(x, delta, self.weight, self.bias)
+        weight = self.weight
+        if self.zero_centered:  # in fp32: near 1, bf16 would not see steps below 1/256
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return kernel(x, delta, weight, self.bias)
 
 
 class GatedRMSNorm(nn.Module):
@@ -116,13 +136,22 @@ class GatedRMSNorm(nn.Module):
         return self.kernel(x, z, self.weight)
 
 
+class SiluGate(nn.Module):
+    """x * silu(z), computed in fp32: Mamba-2's gate where no norm is beside it. x, z: [..., dim] -> like x."""
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(wide) * F.silu(z.to(wide))).to(x.dtype)
+
+
 class LowRank(nn.Module):
     """x -> up(down(x)): a low-rank addition to another projection, without bias or scale."""
 
-    def __init__(self, d_in: int, rank: int, d_out: int):
+    def __init__(self, d_in: int, rank: int, d_out: int, parts: Sequence[int] | None = None):
+        """parts: of the output, as Linear's."""
         super().__init__()
         self.down = Linear(d_in, rank)
-        self.up = Linear(rank, d_out)
+        self.up = Linear(rank, d_out, parts=parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x))
@@ -132,16 +161,18 @@ class LowRank(nn.Module):
 
 
 class MLP(nn.Module):
-    """w_out(gelu(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
+    """w_out(act(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
 
-    act is SiLU (swiglu) or the exact GELU (gelu, geglu); Shazeer, arXiv:2002.05202.
+    See MLPConfig.type, and Shazeer, arXiv:2002.05202.
     """
 
     def __init__(self, d_model: int, config: MLPConfig, residual: bool = True):
         super().__init__()
-        self.activation = config.type
-        self.d_in = config.d_ff if config.type == "gelu" else 2 * config.d_ff
-        self.w_in = Linear(d_model, self.d_in, config.bias)
+        self.gated, self.activation = config.gated, _ACTIVATIONS[config.type]
+        self.activation_multiplier, self.out_multiplier = config.activation_multiplier, config.out_multiplier
+        self.parts = [config.d_ff] * (2 if config.gated else 1)  # gate and up
+        self.d_in = sum(self.parts)
+        self.w_in = Linear(d_model, self.d_in, config.bias, parts=self.parts)
         self.w_out = Linear(config.d_ff, d_model, config.bias, residual=residual)
 
     def forward(self, x: Tensor, adapter: LowRank | None = None) -> Tensor:
@@ -149,27 +180,53 @@ class MLP(nn.Module):
         h = self.w_in(x)
         if adapter is not None:
             h = h + adapter(x)
-        if self.activation == "gelu":
-            return self.w_out(F.gelu(h))
-        gate, up = h.chunk(2, dim=-1)
-        return self.w_out((F.silu(gate) if self.activation == "swiglu" else F.gelu(gate)) * up)
+        gate, up = h.chunk(2, dim=-1) if self.gated else (h, None)
+        h = self.activation(multiplied(gate, self.activation_multiplier))
+        return multiplied(self.w_out(h if up is None else h * up), self.out_multiplier)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
 
 
-def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:
-    """cos and sin of t * frequency_i (arXiv:2104.09864), in fp32.
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """x * factor, without an operation for the usual factor of 1."""
+    return x if factor == 1 else x * factor
 
-    positions: [T] or [batch, T] -> each [T, 1, head_dim / 2], or with batch in front.
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": _gelu_tanh,
+}
+"""By MLPConfig.type."""
+
+
+def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:
+    """cos and sin of t * frequency_i (arXiv:2104.09864), times the scaling's amplitude, in fp32, for the
+    n = rotary.width(head_dim) channels that are rotated.
+
+    positions: [T] or [batch, T] -> each [T, 1, n / 2], or with batch in front.
     """
     angle = positions.to(torch.float32)[..., None, None] * rotary_frequencies(head_dim, rotary, positions.device)
-    return angle.cos(), angle.sin()
+    amplitude = rotary.scaling.amplitude if isinstance(rotary.scaling, YarnScaling) else 1.0
+    return multiplied(angle.cos(), amplitude), multiplied(angle.sin(), amplitude)
 
 
 def rotary_frequencies(head_dim: int, rotary: RotaryPosition, device: torch.device) -> Tensor:
-    """Radians per token of each pair of channels: theta^(-2 i / head_dim), scaled. [head_dim / 2] in fp32."""
-    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    """Radians per token of each pair of the n rotated channels: theta^(-2 i / n), scaled. [n / 2] in fp32."""
+    width = rotary.width(head_dim)
+    steps = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
     frequency = 1.0 / rotary.theta**steps
     match rotary.scaling:
         case None:
@@ -181,3 +238,7 @@ def rotary_frequencies(head_dim: int, rotary: RotaryPosition, device: torch.devi
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             return frequency * (kept + (1 - kept) / scaling.factor)
+        case YarnScaling() as scaling:
+            low, high = scaling.ramp(width, rotary.theta)
+            lowered = ((torch.arange(width // 2, device=device) - low) / (high - low)).clamp(0, 1)
+            return frequency * (1 - lowered + lowered / scaling.factor)

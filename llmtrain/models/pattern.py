@@ -17,6 +17,8 @@ from llmtrain.errors import UserError
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<count>[0-9]+)|(?P<sign>[()*+]))")
 MAX_LAYERS = 10_000
+_MAX_DEPTH = 20
+"""Groups inside one another."""
 
 
 class PatternError(UserError):
@@ -70,7 +72,8 @@ def _format_run(run: tuple[Layer, int]) -> str:
 
 def _tokenize(text: str) -> list[tuple[str, str, int]]:
     tokens, at = [], 0
-    while text[at:].strip():
+    text = text.rstrip()
+    while at < len(text):
         match = _TOKEN.match(text, at)
         if not match:
             at += len(text[at:]) - len(text[at:].lstrip())
@@ -89,6 +92,8 @@ def _sequence(tokens: list[tuple[str, str, int]], at: int, depth: int) -> tuple[
     while at < len(tokens) and tokens[at][1] != ")":
         kind, value, start = tokens[at]
         if value == "(":
+            if depth == _MAX_DEPTH:
+                raise PatternError(f"more than {_MAX_DEPTH} groups inside one another at character {start + 1}")
             unit, at = _sequence(tokens, at + 1, depth + 1)
             if at >= len(tokens):
                 raise PatternError(f"the '(' at character {start + 1} is never closed")
@@ -106,9 +111,12 @@ def _sequence(tokens: list[tuple[str, str, int]], at: int, depth: int) -> tuple[
         else:
             raise PatternError(f"unexpected '{value}' at character {start + 1}")
         if at < len(tokens) and tokens[at][1] == "*":
-            if at + 1 >= len(tokens) or tokens[at + 1][0] != "count" or int(tokens[at + 1][1]) < 1:
+            count = tokens[at + 1][1].lstrip("0") if at + 1 < len(tokens) and tokens[at + 1][0] == "count" else ""
+            if not count:
                 raise PatternError(f"the '*' at character {tokens[at][2] + 1} needs a positive number after it")
-            unit = unit * min(int(tokens[at + 1][1]), MAX_LAYERS + 1)
+            if len(count) > 6 or len(unit) * int(count) > MAX_LAYERS:
+                raise PatternError(f"more than {MAX_LAYERS} layers")
+            unit = unit * int(count)
             at += 2
         layers += unit
         if len(layers) > MAX_LAYERS:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import os.path
 from collections.abc import Iterator
-from typing import Annotated
 
-from pydantic import Field
-
-from llmtrain.config.base import Problem, Section, free
+from llmtrain.config.addresses import local_folder
+from llmtrain.config.base import Problem, Section, Seed, free
+from llmtrain.config.texts import LocalPath, RunName
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
 from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.schedule import schedule_problems
 from llmtrain.schema.training import (
     CheckpointConfig,
     EvalConfig,
@@ -26,11 +26,11 @@ from llmtrain.schema.training import (
 class Config(Section):
     """Settings of one run: the model, its data, and how it is trained."""
 
-    name: str = free()
+    name: RunName = free()
     """Name of the run: letters, digits, '.', '_' and '-'."""
-    run_dir: str = free("runs/${name}")
+    run_dir: LocalPath = free("runs/${name}")
     """Folder of checkpoints, logs and plots."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 17
+    seed: Seed = 17
     """Seed of the initial weights, of dropout, and (with data.shuffle_seed) of the sample order."""
     init_from: InitialWeights | None = None
     """Weights to start from, as a path or a mapping: a run's folder, a checkpoint, or what `llmtrain import` wrote; also in a
@@ -46,8 +46,6 @@ class Config(Section):
     logging: LoggingConfig = free(LoggingConfig())
 
     def problems(self) -> Iterator[Problem]:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            yield Problem("name", self.name, "use letters, digits, '.', '_' and '-' only")
         if self.data.seq_len > self.model.max_seq_len:
             yield Problem(
                 "data.seq_len", self.data.seq_len, f"must not exceed model.max_seq_len ({self.model.max_seq_len})"
@@ -59,30 +57,33 @@ class Config(Section):
                 prepare.vocab_size,
                 f"must not exceed model.vocab_size ({self.model.vocab_size})",
             )
-        yield from self._duration_problems()
+        remote = self.checkpoint.remote
+        if remote is not None and (folder := local_folder(remote)) and _within(folder, self.run_dir):
+            yield Problem(
+                "checkpoint.remote",
+                remote,
+                f"is in run_dir ({self.run_dir}), whose checkpoints are to be copied; choose a place apart from it",
+            )
+        yield from self._context_problems()
+        yield from schedule_problems(self)
 
-    def _duration_problems(self) -> Iterator[Problem]:
-        parts = {"schedule.warmup": self.schedule.warmup, "schedule.decay": self.schedule.decay}
-        total = self.train.duration
-        steps = {}
-        for path, part in parts.items():
-            if part is None:
-                continue
-            if "epochs" in (part.unit, total.unit) and part.unit not in (total.unit, "fraction"):
-                continue  # the length of an epoch is known only once the data is
-            steps[path] = self._in_steps(part) if part.unit != "epochs" else part.value
-        whole = total.value if total.unit == "epochs" else self._in_steps(total)
-        if len(steps) == len([p for p in parts.values() if p is not None]) and sum(steps.values()) > whole:
-            last = list(steps)[-1]
-            yield Problem(last, str(parts[last]), f"warmup and decay together are longer than train.duration ({total})")
-
-    def _in_steps(self, part) -> float:
-        if part.unit == "fraction":
-            total = self.train.duration
-            return part.value * (total.value if total.unit == "epochs" else self._in_steps(total))
-        if part.unit == "tokens":
-            return part.value / self.tokens_per_step
-        return part.value
+    def _context_problems(self) -> Iterator[Problem]:
+        """Settings under which ranks cannot share sequences."""
+        context = self.train.parallel.context
+        if context == 1:
+            return
+        key, shard_size = "train.parallel.context", self.train.sharding.shard_size
+        if self.data.seq_len < 2 * context:
+            yield Problem(
+                key, context, f"cuts data.seq_len = {self.data.seq_len} into {2 * context} parts; use fewer ranks"
+            )
+        if shard_size is not None and shard_size % context:
+            yield Problem(key, context, f"must divide train.sharding.shard_size ({shard_size})")
+        for name, block in self.model.blocks.items():
+            if any(block.width_problems(self.model.d_model)):
+                continue  # reported by themselves
+            if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
+                yield Problem(key, context, f"block {name}: {reason}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -90,11 +91,21 @@ class Config(Section):
 
     def grad_accum(self, world_size: int) -> int:
         """Microbatches per step and rank. Raises UserError if the batch cannot be split so."""
-        per_rank, rest = divmod(self.train.global_batch_size, world_size)
+        context = self.train.parallel.context
+        groups, left = divmod(world_size, context)
+        if left:
+            raise UserError(f"train.parallel.context = {context} does not divide the {world_size} ranks")
+        per_rank, rest = divmod(self.train.global_batch_size, groups)
         if rest or per_rank % self.train.microbatch_size:
+            sharers = f"{world_size} ranks" if context == 1 else f"{groups} groups of {context} ranks"
             raise UserError(
-                f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {world_size} ranks "
+                f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {sharers} "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "
-                f"it must be a multiple of {world_size * self.train.microbatch_size}"
+                f"it must be a multiple of {groups * self.train.microbatch_size}"
             )
         return per_rank // self.train.microbatch_size
+
+
+def _within(folder: str, other: str) -> bool:
+    path, other = (os.path.realpath(os.path.expanduser(one)) for one in (folder, other))
+    return os.path.commonpath((path, other)) == other

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveInt, Problem, Section, free
+from llmtrain.config.addresses import local_problem
+from llmtrain.config.base import (
+    ByteCount,
+    DurationField,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Problem,
+    Processes,
+    Section,
+    Seed,
+    Share,
+    free,
+)
+from llmtrain.config.texts import LocalPath, PathText
 
 
 class PrepareConfig(Section):
@@ -17,28 +32,35 @@ class PrepareConfig(Section):
     sources with the same settings are used again.
     """
 
-    sources: Annotated[list[str], Field(min_length=1)]
-    """Text files, folders of source code, JSONL (.jsonl, .gz, .zst), or `stdlib`: Python's own standard library sources."""
-    out: str
+    sources: Annotated[list[PathText], Field(min_length=1)]
+    """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
+    `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), told by their content; or `stdlib`:
+    Python's own standard library sources."""
+    out: LocalPath
     """Folder that gets tokenizer/, train/, validation/ and manifest.json."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """A tokenizer folder, tokenizer.json, or hub name. null trains a byte-level BPE on the training part."""
     vocab_size: PositiveInt | None = None
     """Size of the tokenizer to train, where `tokenizer` is null."""
     seq_len: PositiveInt = 2048
     """Tokens per stored sample; documents are concatenated, each closed by the end-of-document token."""
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    validation_fraction: Probability = 0.05
     """Share of documents (files, for text and source trees) held out, chosen by a hash of seed and name."""
-    text_key: str = "text"
-    """Field of a JSONL record that holds the text."""
-    max_bytes: PositiveInt | None = None
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """Field or column of a record that holds the text; `a.b` is the field b of the field a."""
+    max_bytes: ByteCount | None = None
     """Stop reading sources after this many bytes of text."""
+    dedup: bool = False
+    """Leave out every document whose text equals that of an earlier one, in the order of the sources. All text is read twice."""
     skip_bad_records: bool = False
-    """Name and skip records that cannot be read, rather than stop at the first."""
-    seed: int = 17
+    """Name and skip all records that cannot be read, rather than stop at the first."""
+    max_bad: Share = free(0.0)
+    """Share of the text, such as `0.1 %`, that may be set aside because it cannot be read; damaged files and records are named
+    and counted. 0: stop at the first."""
+    seed: Seed = 17
     """Seed of the split into training and validation."""
-    workers: PositiveInt | None = free(None)
-    """Number of processes. Default: the number of CPU cores."""
+    workers: Processes | None = free(None)
+    """Number of processes. Default: the number of CPU cores that this process may use."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokenizer is None) == (self.vocab_size is None):
@@ -56,14 +78,18 @@ class PrepareConfig(Section):
 class StreamConfig(Section):
     """One source of MDS shards: a local folder, or a remote one cached in a local folder."""
 
-    local: str = free()
+    local: PathText = free()
     """Folder that holds the shards, or caches them when remote is given."""
-    remote: str | None = free(None)
+    remote: PathText | None = free(None)
     """Any URL StreamingDataset reads: s3://, gs://, oci://, hf://, sftp:// or a path."""
-    split: str | None = None
+    split: PathText | None = None
     """Subfolder, such as train or validation."""
-    proportion: Annotated[float, Field(gt=0)] | None = None
+    proportion: PositiveFloat | None = None
     """Share of the mixture; give one to every stream or to none (then each stream counts by its size)."""
+
+    def problems(self) -> Iterator[Problem]:
+        if local_problem(self.local):
+            yield Problem("local", self.local, "is an address: give it as `remote`, and here a folder that caches it")
 
 
 class SplitConfig(Section):
@@ -76,6 +102,28 @@ class SplitConfig(Section):
         if given and len(given) != len(self.streams):
             missing = ", ".join(name for name in self.streams if name not in given)
             yield Problem("streams", missing, "has no proportion while others do; give one to every stream or to none")
+
+
+class MixturePhase(Section):
+    """A part of the run in which the streams are mixed by these proportions."""
+
+    until: DurationField | None = None
+    """Where the next phase begins, counted from the start of the run, in steps or tokens; the last phase has none."""
+    proportions: Annotated[dict[str, NonNegativeFloat], Field(min_length=1)]
+    """Share of each stream, by name, in any scale; 0 leaves a stream out."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.until is not None and self.until.unit not in ("steps", "tokens"):
+            yield Problem(
+                "until", str(self.until), "give steps or tokens: the order must not depend on the run's length"
+            )
+        elif self.until is not None and self.until.value <= 0:
+            yield Problem("until", str(self.until), "must be positive")
+        if not any(self.proportions.values()):
+            yield Problem("proportions", None, "all are 0; at least one stream must be read")
+
+
+SampleOrderName = Literal["seekable", "streaming"]
 
 
 class DataConfig(Section):
@@ -95,22 +143,76 @@ class DataConfig(Section):
     streams' manifest.json (or tokenizer/) says which token ends a document."""
     shuffle: bool = True
     """Read training samples in random order, another one in each epoch."""
-    shuffle_seed: int = 9176
+    shuffle_seed: Seed = 9176
     """Seed of that order."""
     shuffle_block_size: PositiveInt | None = None
     """StreamingDataset's: samples that are shuffled together. Default: StreamingDataset's own choice."""
+    order: SampleOrderName | None = free(None)
+    """seekable: computed position by position, with neither time at the start nor memory for it; streaming: StreamingDataset's
+    own, which builds a list of the whole epoch at every start: a minute for ten million samples. Default: streaming; seekable
+    with `mixture` or `stratified`, which need it."""
+    mixture: list[MixturePhase] | None = None
+    """Proportions of the training streams that change during the run, in place of the streams' own `proportion`. A stream is
+    read without repetition until all of it was, whatever its share is at the time."""
+    stratified: bool = False
+    """Spread each stream evenly over the samples instead of at random, so that every batch has about the same mixture."""
     num_canonical_nodes: PositiveInt = 8
     """Fixes the sample order on any number of nodes; a multiple (or divisor) of the nodes ever used."""
-    num_workers: Annotated[int, Field(ge=0)] = free(2)
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = free(2)
     """Loader processes per rank."""
     predownload: PositiveInt | None = free(None)
     """Samples to fetch ahead of training from a remote."""
+    cache_limit: ByteCount | None = free(None)
+    """Most bytes of shards that a node keeps in its local folders; the ones read longest ago are deleted. Only for streams with
+    a remote. Default: no limit."""
+    download_retries: Annotated[int, Field(ge=0, le=100)] = free(4)
+    """Further attempts to download a shard after one has failed."""
+    download_timeout: Annotated[float, Field(gt=0, le=86400)] = free(120.0)
+    """Seconds after which a download has failed."""
 
     def problems(self) -> Iterator[Problem]:
         if self.train is None and self.prepare is None:
             yield Problem("train", None, "give data.train.streams, or data.prepare to make shards first")
         if self.prepare is not None and self.prepare.seq_len != self.seq_len:
             yield Problem("prepare.seq_len", self.prepare.seq_len, f"must equal data.seq_len ({self.seq_len})")
+        if self.cache_limit is not None and (
+            kept := [name for name, stream in self.train_streams().items() if stream.remote is None]
+        ):
+            yield Problem(
+                "cache_limit",
+                self.cache_limit,
+                f"deletes shards that can be downloaded again, but stream {kept[0]} has no remote",
+            )
+        yield from self._mixture_problems()
+
+    def _mixture_problems(self) -> Iterator[Problem]:
+        streams = self.train_streams() if self.train or self.prepare else {}
+        if self.stratified and self.mixture is None and not any(one.proportion for one in streams.values()):
+            yield Problem("stratified", True, "has an effect on a mixture alone; give proportions, or leave it out")
+        if self.order == "streaming" and (self.mixture is not None or self.stratified):
+            yield Problem("order", self.order, "is StreamingDataset's, which has no data.mixture or data.stratified")
+        if self.mixture is None:
+            return
+        if not self.mixture:
+            yield Problem("mixture", None, "is empty; leave it out, or give a phase")
+        for number, phase in enumerate(self.mixture):
+            for name in sorted(phase.proportions.keys() ^ streams.keys()):
+                known = "is missing; 0 leaves a stream out" if name in streams else "is no stream of data.train"
+                yield Problem(f"mixture.{number}.proportions.{name}", None, known)
+            if (phase.until is None) != (number == len(self.mixture) - 1):
+                wrong = "missing; only the last phase has none" if phase.until is None else "the last phase has none"
+                yield Problem(f"mixture.{number}.until", phase.until and str(phase.until), wrong)
+        for name, stream in streams.items():
+            if stream.proportion is not None:
+                yield Problem(
+                    f"train.streams.{name}.proportion",
+                    stream.proportion,
+                    "has no effect beside data.mixture; remove it",
+                )
+
+    @property
+    def chosen_order(self) -> SampleOrderName:
+        return self.order or ("seekable" if self.mixture is not None or self.stratified else "streaming")
 
     def train_streams(self) -> dict[str, StreamConfig]:
         return self.train.streams if self.train else self._prepared("train")

@@ -81,6 +81,9 @@ def _value_changes(old: Any, new: Any, written: Any, path: str) -> Iterator[Chan
         for name in old:
             if name not in new:
                 yield Change(f"{path}.{name}", old[name], ABSENT)
+    elif isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
+        for i, (was, value) in enumerate(zip(old, new, strict=True)):
+            yield from _value_changes(was, value, written[i], f"{path}.{i}")
     elif old != written:
         yield Change(path, old, written)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from llmtrain.config.base import Problem, Section
+from llmtrain.config.base import Section
+from llmtrain.config.texts import PathText
 
 
 class InitialWeights(Section):
     """Weights that a run starts from. A path alone means all of the checkpoint's parameters, and nothing else of it."""
 
-    path: str
+    path: PathText
     """A run's folder, a checkpoint, or what `llmtrain import` wrote; also in a store, s3://bucket/prefix."""
     parameters: list[str] = Field(default=["*"], min_length=1)
     """Names of the parameters to take, as patterns (`blocks.0.*`, `embed.weight`); the others start fresh."""
@@ -28,10 +28,6 @@ class InitialWeights(Section):
     def is_whole(self) -> bool:
         """True if the checkpoint must hold exactly this model."""
         return self.strict and self.parameters == ["*"]
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.path:
-            yield Problem("path", self.path, "must name a checkpoint")
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from llmtrain.config.decode import decode, problems_of_decoded
 from llmtrain.config.interpolation import resolve
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
+from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.yaml_source import read_file
 from llmtrain.models.backends import backend_problems
 from llmtrain.schema.config import Config
@@ -32,7 +33,7 @@ def load_config(
     world_size: int | None = None,
     checks: Sequence[Check] = (),
 ) -> Config:
-    """Read and check a config.
+    """Read and check a config. path: also the name of a shipped one (`llmtrain.config.shipped`).
 
     overrides: `a.b=c`, applied in order; c is YAML and takes the place of the file's value.
     world_size: ranks of the run, where known; adds `check_for_world`.
@@ -40,7 +41,8 @@ def load_config(
 
     Raises ConfigError, which holds every problem and prints as the whole report.
     """
-    source = read_file(path)
+    source = read_file(find_config(path))
+    source.title = config_title(path)
     check_config_type(source, "training")
     for override in overrides:
         apply_override(source, override, Config)
@@ -61,19 +63,24 @@ def load_config(
 
 
 def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
-    """Problems that keep a config from running on so many ranks (data-parallel processes, one per GPU)."""
+    """Problems that keep a config from running on so many ranks (processes, one per GPU)."""
     if world_size < 1:
         yield Problem("", None, f"cannot run on {world_size} ranks")
         return
-    train = config.train
-    unit = world_size * train.microbatch_size
+    train, context = config.train, config.train.parallel.context
+    if world_size % context:
+        yield Problem("train.parallel.context", context, f"must divide the number of ranks ({world_size})")
+        return
+    groups = world_size // context
+    sharers = f"{world_size} ranks" if context == 1 else f"{groups} groups of {context} ranks"
+    unit = groups * train.microbatch_size
     if train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit
         near = f"{below} or {below + unit}" if below else f"{unit}"
         yield Problem(
             "train.global_batch_size",
             train.global_batch_size,
-            f"must be a multiple of {unit} ({world_size} ranks x microbatch_size {train.microbatch_size}); use {near}",
+            f"must be a multiple of {unit} ({sharers} x microbatch_size {train.microbatch_size}); use {near}",
         )
     size = train.sharding.shard_size
     if size is not None and world_size % size:

@@ -8,11 +8,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmtrain.config.addresses import address_problem
-from llmtrain.config.base import Duration, DurationField, PositiveInt, Problem, Section, free
+from llmtrain.config.base import (
+    Duration,
+    DurationField,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Section,
+    UnitInterval,
+    free,
+)
+from llmtrain.config.texts import PathText
 from llmtrain.models.config import LossConfig
 from llmtrain.schema.wandb import WandbConfig
-
-UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class ActivationCheckpointing(Section):
@@ -46,6 +54,55 @@ class Sharding(Section):
             yield Problem("shard_size", self.shard_size, "has no effect unless strategy: hybrid")
 
 
+class Parallel(Section):
+    """Parallelism within a sequence. What is left of the ranks is data-parallel."""
+
+    context: PositiveInt = free(1)
+    """Context parallelism: so many consecutive ranks share every sequence, and with it the memory of its activations. They read
+    the same samples and keep a part of the tokens each; results are those of one rank."""
+    tensor: PositiveInt = free(1)
+    """Tensor parallelism. 1, as it is not there yet."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.tensor != 1:
+            yield Problem(
+                "tensor", self.tensor, "there is no tensor parallelism yet; use 1, and train.sharding (FSDP2)"
+            )
+
+
+class SpikeConfig(Section):
+    """Skip the update of a step whose loss or gradient norm lies far above those of the steps before it (OLMo-core's SkipStep)."""
+
+    window: Annotated[PositiveInt, Field(ge=4, le=10_000)] = 128
+    """Steps to compare with: the last so many, skipped ones too. The guard begins once half of them are there."""
+    deviations: PositiveFloat = 6.0
+    """Standard deviations above the window's mean from which a step is skipped."""
+
+
+class AverageConfig(Section):
+    """Keep an exponential moving average (EMA) of the weights, in fp32, sharded as they are: 4 bytes per parameter. It is part of
+    checkpoints, and read by choice: `llmtrain generate --ema`, `llmtrain export --ema`, `ema: true` of a model to evaluate."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    """Share of the average that a step keeps. After step t it is (1 + t) / (10 + t) where that is less, so that the initial weights
+    are soon forgotten."""
+
+    def decay_of(self, step: int) -> float:
+        """step: steps taken."""
+        return min(self.decay, (1 + step) / (10 + step))
+
+
+class Profile(Section):
+    """Look into a few steps: a trace, and where their time goes, in RUN/profile. Every start of the run makes one."""
+
+    steps: PositiveInt = free(3)
+    """Steps to profile; each may add tens of megabytes to the trace."""
+    after: PositiveInt = free(10)
+    """Steps before, counted from the start or resumption: compilation and warm-up are no part of it."""
+    memory: bool = free(False)
+    """Also write a snapshot of the GPU's memory, with what allocated it."""
+
+
 class TrainConfig(Section):
     """Length, batch, precision and parallelism."""
 
@@ -59,18 +116,28 @@ class TrainConfig(Section):
     """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and
     dt_bias stay fp32."""
     loss: LossConfig = LossConfig()
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_grad_norm: PositiveFloat | None = 1.0
     """Scale gradients down to this norm, over all parameters together; null: never."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """When the loss or a gradient is not finite: end the run, or drop that step. Either way the step and its samples are named."""
+    spike: SpikeConfig | None = None
+    """Skip steps that are spikes of the loss or of the gradient norm, on all ranks alike; `{}` for the usual guard, null: none.
+    Each is named with its samples, and counted in train/spikes."""
     max_skipped_steps: PositiveInt = free(10)
-    """With nonfinite: skip, give up after this many steps in a row."""
+    """With nonfinite: skip or spike, give up after this many skipped steps in a row."""
+    ema: AverageConfig | None = None
+    """Keep a moving average of the weights too; null: none."""
     activation_checkpointing: ActivationCheckpointing = free(ActivationCheckpointing())
     compile: Literal["auto", "on", "off"] = free("auto")
     """torch.compile(fullgraph=True) of every block. auto: on GPUs."""
     sharding: Sharding = free(Sharding())
+    parallel: Parallel = free(Parallel())
     deterministic: bool = free(False)
     """Ask PyTorch for deterministic kernels; slower."""
+    profile: Profile | None = free(None)
+    peak_tflops: Annotated[PositiveFloat, Field(le=100_000)] | None = free(None)
+    """Dense peak of one GPU at train.precision, in TFLOP/s (989.5 for bf16 on an H200, 67 for fp32): the base of MFU. Default:
+    from the table of known GPUs; a device that is not there has no MFU without it."""
 
     def problems(self) -> Iterator[Problem]:
         if self.duration.unit == "fraction" or self.duration.value <= 0:
@@ -107,10 +174,12 @@ class ScheduleConfig(Section):
 class InContextConfig(Section):
     """In-context-learning tasks during training."""
 
-    file: str = free()
+    file: PathText = free()
     """An eval YAML, such as eval/quick.yaml: its tasks, gauntlet, convention, data_dir and limit count, its models do not."""
     interval: DurationField = free(Duration(1000, "steps"))
     """Time from one scoring to the next; the last step is always followed by one."""
+    keep_answers: PositiveInt | None = free(5)
+    """Keep, in RUN/icl/step-N/documents, the answers of this many evaluations, the newest; null: of all. Results are all kept."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
@@ -137,7 +206,8 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving: how often, how many are kept, and where. The last step is always saved."""
+    """Saving: how often, how many are kept, and where. The last step is always saved. With schedule.type: wsd, so is the last
+    step before the decay, and kept for good: a longer run goes on from there."""
 
     interval: DurationField = free(Duration(1000, "steps"))
     """Time from one checkpoint to the next."""
@@ -150,11 +220,11 @@ class CheckpointConfig(Section):
     checkpoint), and goes on while it is written. false: training waits until it is written."""
     verify: bool = free(True)
     """Compare the hash of every file before a checkpoint is loaded."""
-    remote: str | None = free(None)
+    remote: PathText | None = free(None)
     """Store to which every checkpoint is also uploaded, in the background: `s3://bucket/prefix`, or a mounted folder. A start
     takes the newest from there when it is newer than what is here. It must hold this run's checkpoints alone:
     `s3://bucket/runs/${name}`."""
-    grace_seconds: Annotated[float, Field(gt=0)] = free(120.0)
+    grace_seconds: PositiveFloat = free(120.0)
     """Seconds after SIGTERM within which a run saves and ends, with exit status 143; what takes longer is not saved."""
 
     def problems(self) -> Iterator[Problem]:

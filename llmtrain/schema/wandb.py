@@ -6,18 +6,19 @@ import os
 from pathlib import Path
 
 from llmtrain.config.base import Section, free
+from llmtrain.config.texts import WandbName, WandbTag
 
 
 class WandbConfig(Section):
     """Weights & Biases; runs offline, into the run's folder, when there is no API key."""
 
-    project: str = free("llmtrain")
+    project: WandbName = free("llmtrain")
     """Project on Weights & Biases."""
-    entity: str | None = free(None)
+    entity: WandbName | None = free(None)
     """Team or user. Default: the user's own."""
-    group: str | None = free(None)
+    group: WandbName | None = free(None)
     """Group of runs to show this one with."""
-    tags: list[str] = free(list)
+    tags: list[WandbTag] = free(list)
     """Labels of the run."""
 
 

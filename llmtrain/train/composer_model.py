@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,21 +14,32 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.loss import LossOutput
+from llmtrain.models.loss import IGNORE, LossOutput
+from llmtrain.models.segments import Segments
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors of llmtrain.data.batches.Batch, on the CPU or a device."""
 
 
 class ComposerHybridLM(ComposerModel):
-    """Gives Composer the loss it minimises and the sums its validation needs."""
+    """Gives Composer the loss it minimises and the sums its validation needs.
 
-    def __init__(self, model: CausalLM):
+    validation_streams: sample ids of each validation stream, for metrics of its own, `STREAM/cross_entropy`; a batch of
+    validation holds samples of one stream alone. segments: this rank's, where ranks share sequences.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        validation_streams: Mapping[str, range] | None = None,
+        segments: Segments | None = None,
+    ):
         super().__init__()
-        self.model = model
+        self.model, self.segments = model, segments
+        self.validation_streams = validation_streams or {}
 
     def forward(self, batch: Batch) -> LossOutput:
-        return self.model.loss(batch["input_ids"], batch["labels"], batch.get("document_ids"))
+        return self.model.loss(batch["input_ids"], batch["labels"], batch.get("document_ids"), self.segments)
 
     def loss(self, outputs: LossOutput, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """`total` is differentiated. Composer weights it by the microbatch's share of the global batch's labelled tokens."""
@@ -40,29 +52,51 @@ class ComposerHybridLM(ComposerModel):
         return outputs if outputs is not None else self.forward(batch)
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        return {} if is_train else {"cross_entropy": NatsPerToken(), "bits_per_byte": BitsPerByte()}
+        if is_train:
+            return {}
+        metrics: dict[str, Metric] = {"cross_entropy": NatsPerToken(), "bits_per_byte": BitsPerByte()}
+        for name, ids in self.validation_streams.items():
+            metrics |= {f"{name}/cross_entropy": NatsPerToken(ids), f"{name}/bits_per_byte": BitsPerByte(ids)}
+        return metrics
 
     def update_metric(self, batch: Batch, outputs: LossOutput, metric: Metric) -> dict:
-        metric.update(outputs.ce.double() * outputs.n_tokens, outputs.n_tokens, batch["text_bytes"])
+        metric.update(
+            outputs.ce.double() * outputs.n_tokens, outputs.n_tokens, batch["text_bytes"], batch["sample_ids"]
+        )
         return {}
 
 
 class NatsPerToken(Metric):
-    """Cross entropy over all labelled tokens of all batches and ranks, summed in fp64."""
+    """Cross entropy over all labelled tokens of all batches and ranks, summed in fp64.
+
+    samples: count only batches with samples among these; None: all.
+    """
 
     full_state_update = False
     nats: torch.Tensor
     per: torch.Tensor
 
-    def __init__(self):
+    def __init__(self, samples: range | None = None):
         super().__init__()
+        self.samples = samples
         for name in ("nats", "per"):
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, nats: torch.Tensor, tokens: torch.Tensor, text_bytes: torch.Tensor) -> None:
-        """nats: sum over the batch. tokens: how many have a label. text_bytes: [batch], -1 where unknown."""
+    def update(
+        self, nats: torch.Tensor, tokens: torch.Tensor, text_bytes: torch.Tensor, sample_ids: torch.Tensor
+    ) -> None:
+        """nats: sum over the batch. tokens: how many have a label. text_bytes: [batch], -1 where unknown. sample_ids: [batch],
+        -1 for fillers."""
+        per = self.units(tokens, text_bytes)
+        if self.samples is not None:
+            counts = ((sample_ids >= self.samples.start) & (sample_ids < self.samples.stop)).any()
+            nats, per = (torch.where(counts, value, torch.zeros_like(value)) for value in (nats, per))
         self.nats += nats
-        self.per += tokens
+        self.per += per
+
+    def units(self, tokens: torch.Tensor, text_bytes: torch.Tensor) -> torch.Tensor:
+        """The divisor of the sum, for one batch."""
+        return tokens
 
     def compute(self) -> torch.Tensor:
         return self.nats / self.per
@@ -71,37 +105,59 @@ class NatsPerToken(Metric):
 class BitsPerByte(NatsPerToken):
     """The same sum in bits, per byte of the text behind the labels: comparable between tokenizers. NaN where unknown."""
 
-    def update(self, nats: torch.Tensor, tokens: torch.Tensor, text_bytes: torch.Tensor) -> None:
-        self.nats += nats
-        self.per += torch.where(text_bytes < 0, torch.nan, text_bytes.double()).sum()
+    def units(self, tokens: torch.Tensor, text_bytes: torch.Tensor) -> torch.Tensor:
+        return torch.where(text_bytes < 0, torch.nan, text_bytes.double()).sum()
 
     def compute(self) -> torch.Tensor:
-        return self.nats / self.per / math.log(2)
+        return super().compute() / math.log(2)
 
 
-def data_spec(loader: DataLoader) -> DataSpec:
-    """Wrapper by which Composer splits our batches and counts samples and tokens."""
+def data_spec(loader: DataLoader, segments: Segments | None = None) -> DataSpec:
+    """Wrapper by which Composer splits our batches and counts samples and tokens.
+
+    segments: this rank's, where ranks share sequences. The loader's batches are of whole ones, microbatches of this rank's part.
+    """
+    counts = segments is None or segments.rank == 0  # Composer adds up the ranks' counts
     return DataSpec(
         loader,
-        split_batch=_split,
-        get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]),
-        get_num_tokens_in_batch=_count_tokens,
+        split_batch=functools.partial(_split, segments=segments),
+        get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]) * counts,
+        get_num_tokens_in_batch=functools.partial(_count_tokens, counts=counts),
     )
 
 
-def _split(batch: Batch, microbatch_size: int | float) -> Sequence[dict[str, Any]]:
+def _split(batch: Batch, microbatch_size: int | float, segments: Segments | None = None) -> Sequence[dict[str, Any]]:
     """Microbatches, each with its number of labelled tokens as a Python int: counted here, on the CPU, once.
 
     Composer asks for the count again when the microbatch is on the GPU, where counting would wait for the device.
     """
     size = int(microbatch_size)
+    if segments is not None:
+        batch = own_part(batch, segments)
     parts = [
         {key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)
     ]
     return [{**part, "n_labels": int((part["labels"] != -100).sum())} for part in parts]
 
 
-def _count_tokens(batch: Mapping[str, Any]) -> dict[str, int]:
-    """total: tokens read, as throughput and schedules count them; loss_generating: labelled ones, as losses are weighted by."""
+def own_part(batch: Batch, segments: Segments) -> dict[str, torch.Tensor]:
+    """A batch of whole sequences with this rank's part of their tokens and labels. Documents stay those of whole sequences; the
+    bytes of their text are the first rank's, as metrics add up the ranks'."""
+    part = dict(batch)
+    part["input_ids"] = segments.pad_and_take(batch["input_ids"], 0)
+    part["labels"] = segments.pad_and_take(batch["labels"], IGNORE)
+    if "document_ids" in batch:
+        ids = batch["document_ids"]
+        part["document_ids"] = torch.cat((ids, ids[:, -1:].expand(-1, segments.padding(ids.shape[1]))), dim=1)
+    if segments.rank:
+        part["text_bytes"] = torch.zeros_like(batch["text_bytes"])
+    return part
+
+
+def _count_tokens(batch: Mapping[str, Any], counts: bool = True) -> dict[str, int]:
+    """total: tokens read, as throughput and schedules count them; loss_generating: labelled ones, as losses are weighted by.
+
+    counts: the tokens of this rank are not those of another too.
+    """
     labelled = batch["n_labels"] if "n_labels" in batch else int((batch["labels"] != -100).sum())
-    return {"total": batch["input_ids"].numel(), "loss_generating": labelled}
+    return {"total": batch["input_ids"].numel() * counts, "loss_generating": labelled}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,61 +18,47 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.schema.wandb import go_offline_without_key
-
-
-class StepLogger(LoggerDestination):
-    """Gathers what Composer logs in pieces during a step, and writes it once, under the step's number."""
-
-    def __init__(self, interval: int = 1):
-        self.interval = interval
-        self.pending: dict[str, float] = {}
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        raise NotImplementedError
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.pending.update({key: float(value) for key, value in metrics.items()})
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        rare = any(name.startswith("icl/") for name in self.pending)  # not to be lost between two lines
-        if rare or state.timestamp.batch.value % self.interval == 0:
-            self._flush(state)
-        self.pending.clear()
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        self._flush(state)
-
-    def _flush(self, state: State) -> None:
-        # JSON has no NaN; a metric that is not finite is left out rather than make the line unreadable.
-        finite = {name: value for name, value in self.pending.items() if math.isfinite(value)}
-        if finite:
-            self.write(state.timestamp.batch.value, {"tokens": state.timestamp.token.value, **finite})
-        self.pending.clear()
+from llmtrain.train.curves import TRAINING_LOSS, VALIDATION_LOSS, Curve, read_curves, stream_metrics
+from llmtrain.train.picture import LossPicture
+from llmtrain.train.step_logger import StepLogger
 
 
 class JSONLLogger(StepLogger):
-    """One line per step (`{"step": …, metric: value, …}`), appended: a resumed run continues the file."""
+    """One line per step (`{"step": …, metric: value, …}`), appended: a resumed run continues the file.
+
+    Where a full disk or a kill cut the last line short, the next one begins on its own.
+    """
 
     def __init__(self, path: Path, interval: int):
         super().__init__(interval)
-        self.path = path
+        self.path, self.place = path, str(path)
 
-    def init(self, state: State, logger: Logger) -> None:
+    def open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        line = json.dumps({"step": step, **metrics}).encode() + b"\n"
+        with self.path.open("a+b") as file:
+            if end := file.seek(0, os.SEEK_END):
+                file.seek(end - 1)
+                if file.read(1) != b"\n":  # a line that was cut short does not spoil the next one
+                    line = b"\n" + line
+            file.write(line)
 
 
 class TensorBoardLogger(StepLogger):
-    """RUN/tensorboard. Not Composer's own, which scatters a run over nested folders."""
+    """RUN/tensorboard. Not Composer's own, which scatters a run over nested folders.
+
+    The writer's thread ends with its first failure: the next attempt makes another, and with it another file.
+    """
+
+    again_seconds = 60.0
 
     def __init__(self, folder: Path, interval: int):
         super().__init__(interval)
-        self.folder = folder
+        self.folder, self.place = folder, str(folder)
 
-    def init(self, state: State, logger: Logger) -> None:
+    def open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(self.folder))
@@ -81,7 +67,7 @@ class TensorBoardLogger(StepLogger):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
-    def close(self, state: State, logger: Logger) -> None:
+    def end(self) -> None:
         self.writer.close()
 
 
@@ -91,11 +77,16 @@ class WandbLogger(StepLogger):
     Not Composer's own, which calls a method that wandb 0.30 removed.
     """
 
+    again_seconds = 3600.0
+
     def __init__(self, config: Config, folder: Path):
         super().__init__(config.logging.interval)
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.place = config, folder, "wandb"
+        self.run: Any = None
 
-    def init(self, state: State, logger: Logger) -> None:
+    def open(self) -> None:
+        if self.run is not None:
+            return
         import wandb
 
         options = self.config.logging.wandb
@@ -117,18 +108,27 @@ class WandbLogger(StepLogger):
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log({"step": step, **metrics})
 
-    def close(self, state: State, logger: Logger) -> None:
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        def log() -> None:
+            import wandb
+
+            table: Any = wandb.Table
+            self.run.log({"step": step, name: table(columns=columns, data=rows)})
+
+        if not self.lost:
+            self._attempt(log)
+
+    def end(self) -> None:
         self.run.finish()
 
 
 def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric. A step that was run again after a resume counts with its last value."""
-    values: dict[int, float] = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        if name in line:
-            values[line["step"]] = line[name]
-    return sorted(values), [values[step] for step in sorted(values)]
+    curve = read_curves(path, lambda found: found == name).get(name, Curve())
+    steps, values = curve.copy()
+    return steps.tolist(), values.tolist()
 
 
 class ProgressLogger(LoggerDestination):
@@ -169,10 +169,15 @@ class ProgressLogger(LoggerDestination):
             run_log.info(f"step {step}/{self.total}  {self._text()}  {self._time_left(step)}")
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        loss = self.metrics.get("metrics/validation/cross_entropy")
+        loss = self.metrics.get(VALIDATION_LOSS)
         if loss is not None:
             text = f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}"
-            self.progress.console.print(text) if self.progress else run_log.info(text)
+            streams = (
+                f"{name} {value:.4f}" for name, key in stream_metrics(self.metrics) for value in [self.metrics[key]]
+            )
+            if listed := ", ".join(streams):
+                text += f" ({listed})"
+            self.progress.console.print(text, markup=False) if self.progress else run_log.info(text)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.close(state, logger)
@@ -184,8 +189,10 @@ class ProgressLogger(LoggerDestination):
 
     def _text(self) -> str:
         parts = []
-        if "loss/train/total" in self.metrics:
-            parts.append(f"loss {self.metrics['loss/train/total']:.4f}")
+        if TRAINING_LOSS in self.metrics:
+            parts.append(f"loss {self.metrics[TRAINING_LOSS]:.4f}")
+        if "loss/train/z" in self.metrics:
+            parts.append(f"z-loss {self.metrics['loss/train/z']:.4f}")
         if "throughput/tokens_per_second" in self.metrics:
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:
@@ -207,6 +214,7 @@ def build_loggers(config: Config, folder: Path, total_steps: int) -> list[Logger
     loggers: list[LoggerDestination] = [
         JSONLLogger(folder / "metrics.jsonl", config.logging.interval),
         ProgressLogger(total_steps, config.logging.progress_bar),
+        LossPicture(folder, config.logging.interval),
     ]
     if config.logging.tensorboard:
         loggers.append(TensorBoardLogger(folder / "tensorboard", config.logging.interval))

@@ -1,4 +1,4 @@
-"""Activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
+"""Context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
@@ -21,21 +21,29 @@ from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
-from llmtrain.schema.training import ActivationCheckpointing, Sharding, TrainConfig
+from llmtrain.models.segments import Segments
+from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 
 
-def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> None:
+def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set.
 
-    The order matters. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
-    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
-    break; memory comes last, so that a rank only ever holds its own shard.
+    Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
+
+    The order matters. Context parallelism chooses kernels, whose operators checkpointing has to know. Checkpointing wraps a
+    layer, so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer
+    then stay outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
     """
+    mesh = device_mesh(config, world, device)
+    segments = segments_of(mesh)
+    if segments is not None:
+        model.hybrid.enable_segments()
     checkpoint_activations(model.hybrid, config.activation_checkpointing)
     if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
         compile_layers(model.hybrid)
-    shard(model, data_mesh(config.sharding, world, device), config)
+    shard(model, fsdp_mesh(mesh), config)
     model.to_empty(device=device)
+    return segments
 
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> None:
@@ -44,7 +52,7 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
     every = config.k if config.type == "every_k" else 1
     assert every is not None
     # By name: a backend's own operator exists only once the backend was imported.
-    saved_ops = _COLLECTIVES.union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
+    saved_ops = set[str]().union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
@@ -52,10 +60,6 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
         if config.type == "selective":
             options["context_fn"] = partial(_selective_contexts, saved_ops)
         model.blocks[i] = checkpoint_wrapper(block, **options)
-
-
-# A reduce-scatter or all-gather would be repeated by recomputation.
-_COLLECTIVES = {"_c10d_functional.reduce_scatter_tensor.default"}
 
 
 def _selective_contexts(saved_ops: set[str]):
@@ -91,14 +95,40 @@ def compute_dtype(precision: Literal["fp32", "amp_bf16"]) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
-def data_mesh(config: Sharding, world: World, device: torch.device) -> DeviceMesh:
-    """One dimension to shard over, or (replicate, shard) for hybrid sharding."""
-    if config.strategy != "hybrid":
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    size = config.shard_size or world.local_size
+def device_mesh(config: TrainConfig, world: World, device: torch.device) -> DeviceMesh:
+    """All ranks, over the dimensions (replicate, shard, context), consecutive ranks in the last one; replicate is there for
+    hybrid sharding alone, context where it is more than 1. Raises UserError where a size does not divide another.
+    """
+    sharding, context = config.sharding, config.parallel.context
+    size = sharding.shard_size or world.local_size if sharding.strategy == "hybrid" else world.size
     if world.size % size:
         raise UserError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
-    return init_device_mesh(device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    if size % context:
+        raise UserError(f"train.parallel.context = {context} does not divide the {size} ranks that share one model")
+    dimensions = {"replicate": world.size // size, "shard": size // context, "context": context}
+    if sharding.strategy != "hybrid":
+        del dimensions["replicate"]
+    if context == 1:
+        del dimensions["context"]
+    return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def segments_of(mesh: DeviceMesh) -> Segments | None:
+    """This rank's part of sequences, where ranks share them."""
+    if "context" not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group("context")
+    return Segments(mesh.get_local_rank("context"), group.size(), group.group_name)
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """(shard,) or (replicate, shard) for FSDP2, to which the ranks of a context-parallel group are shards like others: each
+    has the gradients of its own tokens."""
+    names = mesh.mesh_dim_names or ()
+    if "context" not in names:
+        return mesh
+    *replicate, shards, context = mesh.shape
+    return init_device_mesh(mesh.device_type, (*replicate, shards * context), mesh_dim_names=names[:-1])
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.distributed.run_lock import release_all
 from llmtrain.distributed.world import gloo_group
 from llmtrain.errors import Preempted
 
@@ -80,10 +81,12 @@ class Preemption:
                 )
         elif now - self._signalled_at > _SAME_SIGNAL_SECONDS:
             _write_stderr("a second SIGTERM: ending without saving")
+            release_all()
             os._exit(Preempted.status)
 
     def _on_time_limit(self) -> None:
         _write_stderr(f"SIGTERM: nothing was saved within {self.grace_seconds:g} s; ending")
+        release_all()
         os._exit(Preempted.status)
 
 

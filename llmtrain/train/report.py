@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
+import torch
 from composer.utils import dist
 
 from llmtrain.data.baselines import read_baselines
 from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.generate.sampling import Sampling
+from llmtrain.logs import run_log
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.schema.config import Config
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.extend import longer_run, quoted
+from llmtrain.train.picture import plot_loss
 from llmtrain.train.run import Outcome
 
 SAMPLE_TOKENS = 64
@@ -32,18 +35,24 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
         f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min"
     )
     _print_quality(config, outcome)
-    picture = plot_loss(outcome.folder)
+    picture = None
+    try:
+        picture = plot_loss(outcome.folder)
+    except OSError as error:  # a full disk: the rest of the report needs none
+        run_log.warning(f"WARNING: {outcome.folder / 'loss.png'} was not drawn: {error.strerror or error}")
     if picture:
         print(f"loss curve       {picture}")
     if completion:
         print(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
-    _print_next(config, file, overrides)
+    _print_next(config, outcome, file, overrides)
 
 
 def _print_quality(config: Config, outcome: Outcome) -> None:
     if outcome.validation_loss is None:
         return
     print(f"validation loss  {outcome.validation_loss:.4f} nats per token")
+    for name, loss in outcome.stream_losses.items():
+        print(f"  {name:<14} {loss:.4f}")
     if outcome.bits_per_byte is None:
         return
     line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
@@ -52,46 +61,6 @@ def _print_quality(config: Config, outcome: Outcome) -> None:
         others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
         line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)
     print(line)
-
-
-def plot_loss(folder: Path) -> Path | None:
-    """Draw RUN/loss.png from RUN/metrics.jsonl: training and validation loss over steps. None if nothing was logged."""
-    log = folder / "metrics.jsonl"
-    if not log.exists():
-        return None
-    steps, losses = read_metrics(log, "loss/train/total")
-    at, validation = read_metrics(log, "metrics/validation/cross_entropy")
-    if not steps:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), constrained_layout=True)
-    axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="training, each step")
-    axes.plot(steps, _smooth(losses), color="#2171b5", linewidth=1.8, label="training, smoothed")
-    if at:
-        axes.plot(at, validation, "o-", color="#d94801", markersize=5, label="validation")
-        axes.annotate(
-            f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right"
-        )
-    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=folder.name, xlim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    path = folder / "loss.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    smooth, total, mass = [], 0.0, 0.0
-    for value in values:
-        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
-        smooth.append(total / mass)
-    return smooth
 
 
 def _complete(config: Config, outcome: Outcome) -> str | None:
@@ -108,14 +77,18 @@ def _complete(config: Config, outcome: Outcome) -> str | None:
     return config.eval.prompt + tokenizer.decode([step[0] for step in steps if step[0] is not None])
 
 
-def _print_next(config: Config, file: str, overrides: Sequence[str]) -> None:
+def _print_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[str]) -> None:
     command = "uv run llmtrain" if "UV_RUN_RECURSION_DEPTH" in os.environ else "llmtrain"
-    same = " ".join(shlex.quote(word) for word in [file, *overrides])
-    longer = f"{int(config.train.duration.value * 2)} {config.train.duration.unit}"
+    arguments = [file, *overrides]
+    train, processes = f"{command} train", dist.get_world_size()
+    elsewhere = processes > 1 and LAUNCHER not in os.environ  # as torchrun, which takes no --nproc of ours
+    if processes != (torch.cuda.device_count() or 1) and not elsewhere:
+        train += f" --nproc {processes}"
     prompt = config.eval.prompt or "Once upon a time"
     print("\nnext:")
-    print(f"  {command} train {same} train.duration={shlex.quote(longer)}   # resume, and train on")
-    print(f"  {command} describe {same}")
+    for line in longer_run(config, outcome.schedule, outcome.steps_per_epoch, train, arguments):
+        print(f"  {line}")
+    print(f"  {command} describe {quoted(arguments)}")
     run = shlex.quote(str(config.run_dir))
     print(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
     try:

@@ -9,7 +9,8 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.local import folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
-from llmtrain.data.shards import ShardError, data_fingerprint
+from llmtrain.data.shard_index import ShardError
+from llmtrain.data.shards import data_fingerprint
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences
@@ -60,6 +61,9 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
     """
     manifest = checkpoint.require()
     changed = differences(manifest.config, config)
+    began = manifest.data.get("position", {}).get("order", "streaming")
+    if began != config.data.chosen_order:
+        changed.append(f"data.order: {began} -> {config.data.chosen_order}")
     try:
         if manifest.data.get("fingerprint") != data_fingerprint(config.data):
             changed.append("data: the shards are not those the run was started on")

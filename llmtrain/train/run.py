@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.core import Callback, Evaluator, State
-from composer.utils import dist
 
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.collective import newest_checkpoint
@@ -19,40 +18,53 @@ from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
+from llmtrain.data.loaders import ValidationLoader, build_train_loader, build_validation_loader
+from llmtrain.data.mixture import mixture_report
 from llmtrain.data.shards import data_fingerprint
-from llmtrain.data.streaming import TokenDataset, build_train_loader, build_validation_loader
+from llmtrain.data.streaming import TokenDataset
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
+from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.segments import Segments
 from llmtrain.schema.config import Config
+from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
+from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
+from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
+from llmtrain.train.extend import extension_notice
 from llmtrain.train.loggers import build_loggers
-from llmtrain.train.optim import LearningRate, build_optimizer
+from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import require_same_run
 from llmtrain.train.shared_folder import require_shared
+from llmtrain.train.spike_window import SpikeWindow
 from llmtrain.train.uploads import Uploads
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of training. validation_loss: nats per token; None without validation data, as is bits_per_byte.
+    stream_losses: the same for each validation stream, where there are several.
     uploads: still in the background; call its `finish` last."""
 
     folder: Path
     step: int
     tokens: int
     model: CausalLM
+    schedule: Schedule
+    steps_per_epoch: int
     validation_loss: float | None
     bits_per_byte: float | None
+    stream_losses: dict[str, float]
     uploads: Uploads
 
 
@@ -65,7 +77,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     """
     folder = Path(config.run_dir)
     device = initialize()
-    world = world_from_environment()
+    world = world_from_environment().split(config.train.parallel.context)
     torch.use_deterministic_algorithms(config.train.deterministic)
     checkpoint = config.checkpoint
     require_shared(folder, world)
@@ -78,15 +90,26 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         model = HybridLM(config.model, dtype=dtype, documents=documents)
     causal_lm = CausalLM(model, config.train.loss)
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    parallelize(causal_lm, config.train, world, device)
+    segments = parallelize(causal_lm, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
+    spikes = SpikeWindow(config.train.spike) if config.train.spike else None
+    average = WeightAverage(model, config.train.ema) if config.train.ema else None
+    parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
+    peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
     loader = build_train_loader(
-        config.data, global_batch_size=config.train.global_batch_size, vocab_size=config.model.vocab_size
+        config.data,
+        global_batch_size=config.train.global_batch_size,
+        vocab_size=config.model.vocab_size,
+        replication=world.context,
     )
+    validation = validation_loader(config, world)
+    streams = stream_samples(validation, config)
+    schedule = resolved_schedule(config, len(loader))
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-        save_load.load(resumed.folder, model, optimizer, manifest=resumed.require(), verify=False)  # it was
+        # Verified before.
+        save_load.load(resumed.folder, model, optimizer, manifest=resumed.require(), verify=False, parts=parts)
     elif config.init_from:
         if not config.init_from.is_whole:
             model.init_weights(config.seed)  # for what is not loaded
@@ -95,10 +118,22 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         run_log.info(loaded.summary())
     else:
         model.init_weights(config.seed)
+    if average is not None and not resumed:
+        average.begin()
 
-    length: dict[str, Any] = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": len(loader)}
-    length["total_steps"] = total_steps = config.train.duration.steps(**length, total_steps=None)
-    retention = Retention(checkpoint.keep_last, checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1))
+    total_steps = schedule.total
+    length: dict[str, Any] = {
+        "tokens_per_step": config.tokens_per_step,
+        "steps_per_epoch": len(loader),
+        "total_steps": total_steps,
+    }
+    # What a longer run of this schedule would go on from.
+    before_decay = schedule.decay_start if schedule.type == "wsd" and schedule.decay else None
+    retention = Retention(
+        checkpoint.keep_last,
+        checkpoint.keep_every and max(checkpoint.keep_every.steps(**length), 1),
+        also=before_decay,
+    )
     saver = Saver(
         folder / "checkpoints",
         model,
@@ -107,28 +142,31 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         background=checkpoint.background,
         group=gloo_group(),
         warn=run_log.warning,
+        parts=parts,
     )
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     trainer = Trainer(
-        model=ComposerHybridLM(causal_lm),
+        model=ComposerHybridLM(causal_lm, streams, segments),
         run_name=config.name,
         seed=config.seed,
         # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
         precision="fp32",
         optimizers=optimizer,
-        train_dataloader=data_spec(loader),
-        eval_dataloader=evaluators(config),
+        train_dataloader=data_spec(loader, segments),
+        eval_dataloader=evaluators(config, validation, segments),
         eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
         max_duration=f"{total_steps}ba",
         device_train_microbatch_size=config.train.microbatch_size,
         accumulate_train_batch_on_tokens=True,
         callbacks=[
             StepRNG(config.seed),
-            LearningRate(config, total_steps, len(loader)),
+            LearningRate(schedule, peaks),
             GradientSync(causal_lm, config.train.sharding.sync_every_microbatch),
-            Stability(config.train),
+            Stability(config.train, spikes),
+            *([average] if average is not None else []),
             Throughput(cost),
+            *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
             *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
             Checkpointing(
                 saver,
@@ -136,6 +174,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 config=config.model_dump(mode="json"),
                 data_position=lambda state: data_position(state, config),
                 interval=max(checkpoint.interval.steps(**length), 1),
+                also=before_decay,
             ),
         ],
         loggers=build_loggers(config, folder, total_steps),
@@ -145,6 +184,13 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         trainer.state.timestamp.load_state_dict(resumed.require().clock)
         trainer.state._load_dataset_state({"train": resumed.require().data["position"]})
         run_log.info(f"resumed from {resumed.folder} (step {resumed.step} of {total_steps})")
+    run_log.info(f"learning rate: {schedule}")
+    if loader.dataset.order is not None and loader.dataset.num_streams > 1:
+        samples = loader.dataset.samples_per_stream.tolist()
+        for line in mixture_report(config.data, loader.dataset.order, samples, total_steps):
+            run_log.info(line)
+    if resumed and (notice := extension_notice(config, resumed.require(), schedule, len(loader))):
+        run_log.info(notice)
     with uploads, saver, preemption, contextlib.closing(trainer):
         if trainer.state.timestamp.batch.value < total_steps:
             trainer.fit()
@@ -156,10 +202,22 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         clock.batch.value,
         clock.token.value,
         causal_lm,
+        schedule,
+        len(loader),
         validation_loss=final_metric(trainer.state, "cross_entropy"),
         bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
+        stream_losses={
+            name: loss for name in streams if (loss := final_metric(trainer.state, f"{name}/cross_entropy")) is not None
+        },
         uploads=uploads,
     )
+
+
+def resolved_schedule(config: Config, steps_per_epoch: int) -> Schedule:
+    """The schedule in steps. Raises UserError if its lengths make none, which shows only now where the data was not here."""
+    if problems := list(schedule_problems(config, steps_per_epoch)):
+        raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))
+    return resolve(config, steps_per_epoch)
 
 
 def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:
@@ -170,10 +228,12 @@ def in_context(config: Config, model: CausalLM, world: World, length: dict[str, 
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.generate.load import run_tokenizer_path
     from llmtrain.train.callbacks.evaluation import Evaluation
+    from llmtrain.train.kept_results import KeptResults
 
     tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
     run = load_eval_run(icl.file, needs_models=False)
-    return [Evaluation(run, model, tokenizer, world, max(icl.interval.steps(**length), 1))]
+    kept = KeptResults(Path(config.run_dir), run.model_dump(mode="json"), icl.keep_answers)
+    return [Evaluation(run, model, tokenizer, world, max(icl.interval.steps(**length), 1), config.name, kept)]
 
 
 def final_metric(state: State, name: str) -> float | None:
@@ -182,17 +242,35 @@ def final_metric(state: State, name: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def evaluators(config: Config) -> list[Evaluator]:
+def validation_loader(config: Config, world: World) -> ValidationLoader | None:
     size = config.eval.microbatch_size or config.train.microbatch_size
-    loader = build_validation_loader(
+    return build_validation_loader(
         config.data,
-        global_batch_size=size * dist.get_world_size(),
+        global_batch_size=size * world.data_size,
         max_samples=config.eval.max_samples,
         vocab_size=config.model.vocab_size,
+        replication=world.context,
     )
+
+
+def stream_samples(loader: ValidationLoader | None, config: Config) -> dict[str, range]:
+    """Sample ids of each validation stream that gets a loss of its own: all, where there are several."""
+    if loader is None or len(loader.dataset.streams) == 1:
+        return {}
+    unused = loader.dataset.unused
+    if unused:
+        names = ", ".join(unused)
+        run_log.info(
+            f"WARNING: no sample of validation stream {names} is among eval.max_samples {config.eval.max_samples}"
+        )
+    return {name: ids for name, ids in loader.dataset.streams.items() if name not in unused}
+
+
+def evaluators(config: Config, loader: ValidationLoader | None, segments: Segments | None) -> list[Evaluator]:
     if loader is None:
         return []
-    return [Evaluator(label="validation", dataloader=data_spec(loader), device_eval_microbatch_size=size)]
+    size = config.eval.microbatch_size or config.train.microbatch_size
+    return [Evaluator(label="validation", dataloader=data_spec(loader, segments), device_eval_microbatch_size=size)]
 
 
 def data_position(state: State, config: Config) -> dict[str, Any]:

@@ -10,13 +10,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from llmtrain.distributed.world import World, exit_status_of_rank, launch_id, world_from_environment
-from llmtrain.errors import Preempted, UserError, is_expected, print_error
+from llmtrain.distributed.processes import LAUNCHER
+from llmtrain.distributed.run_lock import RunLock, release_all
+from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
+from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
+from llmtrain.train.early_sigterm import handlers_kept
 from llmtrain.train.resume import (
     check_resumption,
     download_initial_weights,
@@ -28,19 +31,23 @@ _SECONDS_FOR_THE_LAUNCHER = 3.0
 _SECONDS_FOR_THE_REPORTING_RANK = 30.0
 
 
-def run_rank(load: Callable[[int], Config], file: str, overrides: Sequence[str], fresh: bool) -> int:
+def run_rank(
+    load: Callable[[int], Config], file: str, overrides: Sequence[str], fresh: bool, lock: RunLock | None = None
+) -> int:
     """Prepare the data, train, and report the result (rank 0). Returns the exit status, or ends a rank of several.
 
     load: reads and checks the config for so many ranks. file, overrides: as the user gave them, for the report.
+    lock: of the run's folder, if this process holds it already.
     """
     world = world_from_environment()
     folder: Path | None = None
 
     def run() -> int:
-        nonlocal folder
+        nonlocal folder, lock
         config = load(world.size)
+        lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
-        verified = _prepare(config, world, fresh)
+        verified = _prepare(config, world, lock, fresh)
         with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
             try:
                 return _train(config, verified, file, overrides)
@@ -48,11 +55,37 @@ def run_rank(load: Callable[[int], Config], file: str, overrides: Sequence[str],
                 file_log.error(f"{type(error).__name__}: {error}")  # the terminal gets it from `_report`
                 raise
 
-    return exit_status_of_rank(run, lambda error: _report(error, folder, world))
+    try:
+        return exit_status_of_rank(run, lambda error: _report(error, folder, world))
+    finally:
+        release_all()
 
 
-def _prepare(config: Config, world: World, fresh: bool) -> str | None:
-    """Everything that comes before the process group. Returns save_id of a checkpoint here that is verified already."""
+def _hold(config: Config, world: World) -> RunLock | None:
+    """Hold the run's folder, on rank 0. Raises RunHeldError on every rank if another run does. Every rank calls this."""
+    if LAUNCHER in os.environ:  # which holds it for its ranks
+        return None
+    lock, error = None, None
+    if world.is_main:
+        try:
+            lock = RunLock(config.run_dir)
+        except (UserError, RunError) as caught:
+            error = caught
+    if world.size > 1:
+        import torch.distributed as dist
+
+        _refuse_missing_gpus(world)
+        initialize()
+        answers = [error]
+        dist.broadcast_object_list(answers, src=0)
+        [error] = answers
+    if error is not None:
+        raise error
+    return lock
+
+
+def _prepare(config: Config, world: World, lock: RunLock | None, fresh: bool) -> str | None:
+    """Everything that comes before the first step of `train`. Returns save_id of a checkpoint here that is verified already."""
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if fresh and first_start:
         refuse_used_remote(config)
@@ -64,8 +97,8 @@ def _prepare(config: Config, world: World, fresh: bool) -> str | None:
     download_initial_weights(config, fresh)
     _refuse_missing_gpus(world)
     _prepare_data(config, world)
-    if fresh and world.is_main and first_start:
-        set_aside(Path(config.run_dir))  # the other ranks look for a checkpoint only once this one has joined them
+    if fresh and lock and first_start:
+        set_aside(lock)  # the other ranks look for a checkpoint only once this one has joined them
     return verified
 
 
@@ -88,24 +121,44 @@ def _prepare_data(config: Config, world: World) -> None:
         run_log.info(prepared.summary())
 
 
-def set_aside(folder: Path) -> None:
-    """Rename the folder of an earlier run, rather than delete it."""
-    if folder.exists():
-        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.rename(aside)
+def set_aside(lock: RunLock) -> None:
+    """Rename the folder of an earlier run, rather than delete it, and hold a new one."""
+    if any(path != lock.path for path in lock.folder.iterdir()):
+        aside = lock.folder.with_name(f"{lock.folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+        lock.set_aside(aside)
         run_log.info(f"--fresh: the earlier run is now in {aside}")
 
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
-    from llmtrain.train.report import report
-    from llmtrain.train.run import train
+    with handlers_kept():
+        from llmtrain.train.report import report
+        from llmtrain.train.run import train
 
     began = time.perf_counter()
-    outcome = train(config, verified)
-    report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
+    with _memory_explained(config):
+        outcome = train(config, verified)
+    try:
+        report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
+    except Exception:
+        outcome.uploads.finish()  # what is trained must not be lost with the report of it
+        raise
     outcome.uploads.finish()
     return 0
+
+
+@contextlib.contextmanager
+def _memory_explained(config: Config) -> Iterator[None]:
+    """Raises RunError, with what took the memory and what would fit, where a GPU's memory is not enough."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # CUDA's and HIP's
+        from llmtrain.train.out_of_memory import explain
+
+        available = torch.cuda.mem_get_info()[1]
+        raise RunError(explain(error, config, world_from_environment().size, available)) from error
 
 
 def silence_warnings() -> None:

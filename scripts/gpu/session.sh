@@ -163,7 +163,7 @@ compare() { # [BASE [more arguments]]
     step compare-zamba2 400 "${compare[@]}" yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
         train.microbatch_size=2 --out "$work/zamba2-2.7b" "$@"
     step compare-mamba2 300 "${compare[@]}" yamls/pretrain/mamba2-1.3b.yaml train.global_batch_size=32 \
-        --out "$work/mamba2-1.3b" "$@"
+        train.microbatch_size=16 --out "$work/mamba2-1.3b" "$@"
 }
 
 # MPT-1B as MptForCausalLM can express it: ALiBi, no biases.

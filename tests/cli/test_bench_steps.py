@@ -23,6 +23,7 @@ def test_every_block_takes_the_kernels_of_its_kind():
     assert model.blocks["s"].norm and model.blocks["s"].norm.backend == model.norm.backend == "reference"
 
 
+@pytest.mark.slow
 def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(monkeypatch, capfd, tmp_path):
     out = tmp_path / "figures" / "steps.json"
     kernels = ["auto", "reference", "public"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -95,6 +96,30 @@ def test_verify_of_what_is_not_whole(run, capsys):
     assert [line.split(maxsplit=2)[1] for line in lines] == ["good", "good", "WRONG:", "WRONG:", "WRONG:", "partial"]
 
 
+def test_verify_of_one_that_has_lost_its_manifest(place, capsys):
+    (Path(place.removeprefix("file://")) / "step-00000020" / "manifest.json").unlink()
+    status, lines, _ = checkpoint(capsys, "verify", place)
+    assert status == 1 and [line.split()[1] for line in lines] == ["good", "WRONG:", "good"]
+    assert "step-00000020 is not a complete checkpoint: it has no manifest.json" in lines[1]
+
+
+def test_verify_of_one_under_the_name_of_another(place, capsys):
+    root = Path(place.removeprefix("file://"))
+    shutil.rmtree(root / "step-00000030")
+    shutil.copytree(root / "step-00000020", root / "step-00000030")
+    status, lines, _ = checkpoint(capsys, "verify", place)
+    assert status == 1 and lines[2].startswith("step-00000030: WRONG: ") and "holds step 20" in lines[2]
+    assert checkpoint(capsys, "verify", f"{place}/step-00000030")[0] == 1
+
+
+def test_verify_of_a_pipe_does_not_hang(place, capsys):
+    manifest = Path(place.removeprefix("file://")) / "step-00000020" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    status, lines, _ = checkpoint(capsys, "verify", place)
+    assert status == 1 and [line.split()[1] for line in lines] == ["good", "WRONG:", "good"]
+
+
 def steps(place: str, capsys) -> list[int]:
     return [int(line.split()[1]) for line in checkpoint(capsys, "ls", place)[1][1:]]
 
@@ -124,6 +149,7 @@ def test_rm(place, capsys, arguments, left):
     verb = "would remove" if "--dry-run" in arguments else "removed"
     gone = 1 if "--dry-run" in arguments else len(before) - len(left)
     assert [line.startswith(verb) for line in lines] == [True] * gone or lines == ["nothing to remove"]
+    assert not any("(0 B" in line for line in lines)
     if left:
         assert steps(place, capsys) == left
     else:

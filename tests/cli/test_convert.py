@@ -286,3 +286,42 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_succeeds
     found = open_hf_checkpoint(out)
     expected = parameters(large)
     assert torch.equal(found["transformer.wte.weight"], expected["embed.weight"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "nemotron_h"])
+def test_padding_of_the_vocabulary_is_exported_or_left_out(kind, tmp_path, capsys):
+    """The tokenizer has 270 tokens, embedding and head have 300 rows."""
+    publish(tmp_path / "source", kind)
+    convert(capsys, "import", tmp_path / "source", tmp_path / "checkpoint")
+    printed = convert(capsys, "export", tmp_path / "checkpoint", tmp_path / "padded")
+    assert "rows of padding" not in printed
+    assert_same_tensors(tmp_path / "padded", tmp_path / "source")
+    printed = convert(capsys, "export", tmp_path / "checkpoint", tmp_path / "trimmed", "--trim-vocab")
+    assert "ForCausalLM without 30 rows of padding, " in printed
+    whole, trimmed = (open_hf_checkpoint(tmp_path / name) for name in ("source", "trimmed"))
+    assert trimmed.config["vocab_size"] == 270 and whole.config["vocab_size"] == 300
+    assert set(trimmed) == set(whole)
+    assert all(
+        torch.equal(trimmed[name], whole[name][:270] if whole.shape(name)[0] == 300 else whole[name]) for name in whole
+    )
+
+    ids = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        logits, padded = (from_pretrained(tmp_path / name)(ids).logits for name in ("trimmed", "source"))
+    torch.testing.assert_close(logits, padded[..., :270])
+    # A model without padding comes in and goes out as it is.
+    convert(capsys, "import", tmp_path / "trimmed", tmp_path / "again")
+    printed = convert(capsys, "export", tmp_path / "again", tmp_path / "out", "--trim-vocab")
+    assert "rows of padding" not in printed
+    assert_same_tensors(tmp_path / "out", tmp_path / "trimmed")
+
+
+def test_a_chat_template_goes_through_import_and_export(tmp_path, capsys):
+    source = publish(tmp_path / "source", "llama")
+    template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    convert(capsys, "import", source, tmp_path / "checkpoint")
+    convert(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+    chat = [{"role": "user", "content": "the quick"}]
+    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(chat, tokenize=False)
+    assert text == "<|user|>the quick\n"

@@ -58,6 +58,8 @@ SIZES = {
     "300 MB": (checkpoints.mpt(768, 9, 12_500), "40MB"),
     # 2.2 GB, 98 MB; files of 100 MB.
     "2 GB": (checkpoints.mpt(1536, 19, 16_000), "100MB"),
+    # 1.7 GB, 66 MB; files of 70 MB.
+    "Nemotron-H, 2 GB": (checkpoints.nemotron_h(1536, 10, 10_700), "70MB"),
 }
 
 
@@ -67,6 +69,8 @@ SIZES = {
         ("300 MB", "bfloat16"),
         pytest.param("2 GB", "bfloat16", marks=pytest.mark.slow),
         pytest.param("2 GB", "float32", marks=pytest.mark.slow),
+        pytest.param("Nemotron-H, 2 GB", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("Nemotron-H, 2 GB", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from streaming import MDSWriter
 
 from llmtrain.cli import main
 from llmtrain.schema.data import PrepareConfig
 from tests.support.icl import byte_level, some_sentence
+from tests.support.pickled import Bomb
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +99,23 @@ def test_ids_that_the_tokenizer_lacks_are_another_tokenizers(place, tmp_path, ca
     command = ["decontaminate", str(place / "eval.yaml"), str(tmp_path / "shards")]
     assert main([*command, "--tokenizer", str(tmp_path / "small")]) == 2
     assert "but the tokenizer has 257: it is not the one the shards were made with" in capsys.readouterr().err
+
+
+def test_a_pickled_column_is_refused_unread(place, tmp_path, capsys):
+    """StreamingDataset's decoder would unpickle it, and so run what it holds."""
+    mark = tmp_path / "was-run"
+    with MDSWriter(columns={"tokens": "ndarray:uint16:8", "more": "pkl"}, out=str(tmp_path / "shards")) as writer:
+        writer.write({"tokens": np.zeros(8, np.uint16), "more": Bomb(mark)})
+    command = ["decontaminate", str(place / "eval.yaml"), str(tmp_path / "shards")]
+    assert main([*command, "--tokenizer", str(place / "tokenizer"), "--out", str(tmp_path / "out")]) == 2
+    assert "is a pickle, which may run any code" in capsys.readouterr().err and not mark.exists()
+
+
+def test_a_damaged_shard_is_not_compared(place, tmp_path, capsys):
+    shutil.copytree(place / "prepared", tmp_path / "prepared")
+    index = tmp_path / "prepared/train/index.json"
+    content = json.loads(index.read_text())
+    content["shards"][0]["samples"] -= 1
+    index.write_text(json.dumps(content))
+    assert main(["decontaminate", str(place / "eval.yaml"), str(tmp_path / "prepared"), "--out", str(tmp_path)]) == 2
+    assert "is damaged: it holds" in capsys.readouterr().err

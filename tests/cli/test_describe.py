@@ -1,6 +1,7 @@
 """`llmtrain describe` and `llmtrain mfu`, as a user types them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ PUBLISHED = {
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
     "zamba2-1.2b": 1_215_064_704,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "olmo2-1b": 1_484_916_736,
+    "olmo3-7b": 7_298_011_136,
+    "phi3-mini": 3_821_079_552,
+    "granite3-2b": 2_533_531_648,
+    "pythia-1.4b": 1_414_647_808,
+    "starcoder2-3b": 3_030_371_328,
+    "gemma2-2b": 2_614_341_888,
+    "gemma3-1b": 999_885_952,
+    "granite4-h-350m": 340_332_224,
+    "bamba-9b": 9_780_235_392,
+    "falcon-h1-0.5b": 521_411_104,
 }
 
 
@@ -90,11 +105,56 @@ def test_expected_speed_and_length_of_the_run(capsys):
     assert speed["seconds_per_step"] * 24_800 / 86_400 == pytest.approx(speed["days"])
 
 
+def test_a_peak_of_ones_own_stands_for_a_gpu_that_is_not_in_the_table(capsys):
+    path = str(PRETRAIN / "mpt-1b.yaml")
+    own = facts(capsys, path, "train.peak_tflops=125", "--mfu", "0.4")["speed"]
+    assert (own["peak_flops"], own["mfu"], own["peak_source"]) == (125e12, 0.4, "train.peak_tflops")
+    instead = facts(capsys, path, "train.peak_tflops=125", "--mfu", "0.4", "--gpu", "h200")
+    assert instead["speed"]["tokens_per_second_per_gpu"] == own["tokens_per_second_per_gpu"]
+    assert instead["gpu_memory"] == 141e9
+    assert main(["describe", path, "train.peak_tflops=125"]) == 0
+    assert "50% MFU (foundry) of 125.0 TFLOP/s, one GPU (train.peak_tflops)" in capsys.readouterr().out
+
+
+SMALL = """
+name: small
+run_dir: try/small
+model:
+  vocab_size: 64
+  d_model: 8
+  max_seq_len: 16
+  blocks: {m: {type: mamba2, head_dim: 4, d_state: 4}, a: {type: attention, n_heads: 2}}
+  layers: m a
+data: {seq_len: 16, train: {streams: {s: {local: try/data, split: train}}}}
+train: {duration: 1 steps, global_batch_size: 1, microbatch_size: 1}
+optimizer: {lr: 1e-3}
+"""
+
+
+def test_small_numbers_have_units_that_show_them(capsys, tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert main(["describe", str(tmp_path / "small.yaml"), "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert not re.search(r"(?<![\d.,])0\.0+(?!\d)", out), out
+    assert re.search(r"scan +256 FLOP +256 FLOP", out)
+    assert re.search(r"together +[\d.]+ KiB +<1%", out)
+    assert re.search(r"time on 1 GPU +[\d.]+ (µs|ns)", out)
+
+
+def test_large_numbers_have_units_that_hold_them(capsys):
+    path = str(PRETRAIN / "mpt-70b.yaml")
+    assert main(["describe", path, "--gpu", "h200", "--world-size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"forward +1\d\d\.\d GFLOP", out) and re.search(r"together +[\d.]+ [GT]iB", out)
+    assert re.search(r"time on 64 GPUs +[\d,.]+ days", out)
+
+
 def test_overrides_change_what_is_described(capsys):
     path = str(PRETRAIN / "mpt-125m.yaml")
     plain, deep = facts(capsys, path), facts(capsys, path, "model.layers=attn*24", "train.duration=2 epochs")
     assert deep["n_layers"] == 2 * plain["n_layers"]
-    assert (deep["steps"], deep["tokens"]) == (None, None)
+    assert (deep["steps"], deep["tokens"], deep["schedule"]) == (None, None, None)
+    assert plain["schedule"].startswith("warmup to ") and f"at step {plain['steps']:,}" in plain["schedule"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +192,10 @@ def test_a_model_that_does_not_fit_says_so(capsys):
         (["--world-size", "0"], "0 ranks"),
         (["--gpu", "v100"], "no peak is known for GPU 'v100'"),
         (["--gpu", "h200", "--mfu", "50"], "between 0 and 1"),
-        (["--mfu", "0.5"], "--mfu has no effect without --gpu"),
+        (["--gpu", "v100"], "train.peak_tflops"),
+        (["train.peak_tflops=9.895e14"], "train.peak_tflops"),
+        (["train.peak_tflops=0"], "train.peak_tflops"),
+        (["--mfu", "0.5"], "--mfu has no effect without --gpu or train.peak_tflops"),
         (["model.d_modl=3"], "d_model"),
     ],
 )
@@ -167,6 +230,14 @@ def test_mfu_with_the_attention_term_and_a_gpu_by_name(capsys):
     out = capsys.readouterr().out
     assert "6 N + 12 L d T" in out
     assert "MFU              41.8" in out
+
+
+def test_more_than_the_peak_is_called_impossible(capsys):
+    assert main([*RUN_405B, "--peak", "1e12"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("1036.8% is above 100 %") and "1 TFLOP/s (as given)" in line and "--gpus 8" in line
+    assert main([*RUN_405B, "--peak", "1.3e15"]) == 0
+    assert "above 100 %" not in capsys.readouterr().out
 
 
 def test_recomputation_adds_hfu(capsys):

@@ -14,6 +14,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.report.document_scores import read_lines
 from llmtrain.eval.scoring import load as loading
 from llmtrain.eval.scoring.load import FoundModel
 from llmtrain.eval.scoring.scorer import HybridScorer
@@ -43,7 +44,7 @@ def whole(place, tmp_path_factory) -> dict[str, Any]:
 
 
 def test_results_are_written_as_json_markdown_csv_and_a_picture(place, tmp_path, capsys):
-    content = evaluate(place, tmp_path, "--details")
+    content = evaluate(place, tmp_path)
     said = capsys.readouterr().out
     titles = ["choice (0-shot)", "choice (2-shot)", *(f"{name} (0-shot)" for name in TASKS[1:])]
     assert [one["task"] for one in content["results"]] == ["choice", *TASKS]
@@ -55,9 +56,13 @@ def test_results_are_written_as_json_markdown_csv_and_a_picture(place, tmp_path,
     assert row[0] == "tiny" and heads[2:4] == ["choice (0-shot) acc_sum", "choice (0-shot) acc_sum stderr"]
     assert float(row[2]) == content["results"][0]["value"] and len(heads) == 2 + 2 * 6
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    lines = (tmp_path / "details" / "tiny" / "choice-2-shot.jsonl").read_text().splitlines()
-    first = json.loads(lines[0])
-    assert len(lines) == 12 and len(first["log_likelihoods"]) == 8 and first["where"].endswith("choice.jsonl:1")
+    lines = read_lines(tmp_path / "documents" / "tiny" / "choice-2-shot.jsonl.gz")
+    assert len(lines) == 12 and len(lines[0]["log_likelihoods"]) == 8 and lines[0]["where"].endswith("choice.jsonl:1")
+    assert sum(line["values"]["acc_sum"] for line in lines) / 12 == content["results"][1]["value"]
+    long = list(csv.DictReader((tmp_path / "results_long.csv").open()))
+    assert (
+        len(long) == sum(len(one["metrics"]) for one in content["results"]) and f"{tmp_path}/results_long.csv" in said
+    )
     assert sorted(content["results"][0]["metrics"]) == sorted(
         ["acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte", "acc_pmi"]
     )
@@ -162,6 +167,10 @@ def test_several_models_and_a_gauntlet(place, tmp_path):
     assert "## Gauntlet both" in (tmp_path / "results.md").read_text()
     assert "gauntlet average" in (tmp_path / "results.csv").read_text()
     assert len({round(value, 6) for value in scores(content).values()}) == len({first[0], first[1]})
+    assert main(["compare", str(tmp_path), "--out", str(tmp_path / "compare")]) == 0
+    compared = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert [one["metrics"]["acc_sum"]["difference"] for one in compared["tasks"]] == [0.0, 0.0]
+    assert compared["gauntlet"]["scores"]["average"]["a"] == pytest.approx(expected)
 
 
 def test_results_go_to_wandb(place, tmp_path, monkeypatch):
@@ -185,7 +194,10 @@ def test_results_go_to_wandb(place, tmp_path, monkeypatch):
     options, (summary, table), end = logged
     assert options["project"] == "p" and options["tags"] == ["t"] and options["name"] == "try: tiny"
     assert summary["icl/choice-0-shot/acc_sum"] == content["results"][0]["value"] and end == "finished"
-    assert table["icl/results"][1][:4] == ["choice", 2, "lm-eval", "acc_sum"]
+    assert summary["icl/choice-0-shot/acc_sum_stderr"] == content["results"][0]["stderr"]
+    results, answers = table["icl/results"], table["icl/answers"]
+    assert results[0][:6] == ["tiny", "choice", 0, "", "acc_sum", content["results"][0]["value"]] and len(results) == 10
+    assert len(answers) == 24 and answers[0][:3] == ["choice", 0, f"{place.folder}/choice.jsonl:1"]
 
 
 @pytest.mark.parametrize(
@@ -259,19 +271,125 @@ def test_what_was_done_before_an_error_is_written(place, tmp_path, capsys, monke
     assert [(one["model"], one["shots"]) for one in written] == [("tiny", 0), ("tiny", 2)]
 
 
-def test_a_bad_line_of_data_is_named(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+@pytest.fixture
+def bad_cloze(place):
+    """cloze.jsonl, of whose twelve records two make no document."""
     data = place.folder / "cloze.jsonl"
     before = data.read_text()
     lines = before.splitlines()
-    lines[6] = json.dumps({"context": "the"})
+    lines[6], lines[9] = json.dumps({"context": "the"}), "{"
     data.write_text("\n".join(lines))
-    try:
-        assert main(["eval", str(place.write({})), f"out={tmp_path}"]) == 2
-    finally:
-        data.write_text(before)
+    yield place
+    data.write_text(before)
+
+
+def test_a_task_that_fails_is_told_before_a_model_is_loaded_and_the_others_go_on(
+    bad_cloze, whole, tmp_path, capsys, monkeypatch
+):
+    told: list[str] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        told.append(capsys.readouterr().err)
+        return loading.load_scorer(*given, **options)
+
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", load)
+    assert main(["eval", str(bad_cloze.write({})), "--out", str(tmp_path)]) == 2
+    reason = "cloze.jsonl:7: `continuation`: field `continuation` is missing"
+    assert (
+        "cloze (0-shot), tiny: not evaluated: task cloze: 2 documents cannot be used" in told[0] and reason in told[0]
+    )
+    assert reason in capsys.readouterr().err, "it is told again at the end"
+    content = json.loads((tmp_path / "results.json").read_text())
+    others = {name: value for name, value in scores(whole).items() if "cloze" not in name}
+    assert scores(content) == pytest.approx(others)
+    [failed] = content["failed"]
+    assert failed["title"] == "cloze (0-shot)" and failed["models"] == ["tiny"] and reason in failed["reason"]
+    assert (
+        "## Not evaluated\n\n- cloze (0-shot) (tiny): task cloze: 2 documents" in (tmp_path / "results.md").read_text()
+    )
+
+
+def test_nothing_is_loaded_if_no_task_is_left(bad_cloze, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
+    file = bad_cloze.write({"tasks": [bad_cloze.tasks[2], {"task": bad_cloze.tasks[0], "shots": [12]}]})
+    assert main(["eval", str(file), f"out={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert "cloze.jsonl:7" in said and "field `continuation` is missing" in said
+    assert "cloze (0-shot), tiny: not evaluated" in said and "choice (12-shot), tiny: not evaluated" in said
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_bad_documents_are_left_out_on_demand_and_counted(bad_cloze, tmp_path, capsys):
+    content = evaluate(bad_cloze, tmp_path, "--tasks", bad_cloze.tasks[2], "skip_bad_documents=true")
+    [result] = content["results"]
+    assert (result["documents"], result["skipped"], result["asked"]) == (10, 2, 10)
+    assert [Path(where).name for where in result["skipped_documents"]] == ["cloze.jsonl:7", "cloze.jsonl:10"]
+    note = "2 of 12 documents left out, as they cannot be used"
+    assert f"- tiny, cloze (0-shot): {note}." in (tmp_path / "results.md").read_text()
+    assert note in capsys.readouterr().out.splitlines()[0]
+    [heads, row] = csv.reader((tmp_path / "results.csv").open())
+    assert dict(zip(heads, row, strict=True))["cloze (0-shot) skipped"] == "2"
+
+
+def test_a_task_that_fails_for_one_model_leaves_a_gap_in_the_tables(place, tmp_path, capsys):
+    long = place.folder / "long.jsonl"
+    long.write_text(json.dumps({"context": "the", "continuation": "fox " * 60}) + "\n")
+    task = {"name": "long", "type": "language_modeling", "source": {"path": long.name}}
+    (place.folder / "long.yaml").write_text(json.dumps(task))
+    models = [{"path": str(place.model), "name": "a"}, {"path": str(place.model), "name": "b", "max_length": 20}]
+    gauntlet = place.folder / "gap.yaml"
+    benchmark = {"task": "long.yaml", "shots": 0, "baseline": 0.0, "metric": "acc"}
+    gauntlet.write_text(json.dumps({"name": "gap", "categories": {"all": [benchmark]}}))
+    changes = {"tasks": [str(place.folder / "long.yaml"), place.tasks[2]], "models": models, "gauntlet": str(gauntlet)}
+    assert main(["eval", str(place.write(changes)), "--out", str(tmp_path), "--limit", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "long (0-shot), b: not evaluated: task long:" in said and "does not fit (at most 20 of them)" in said
+    assert "gauntlet gap, b: not evaluated: gauntlet gap: no results for" in said
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert [(one["model"], one["task"]) for one in content["results"]] == [
+        ("a", "long"),
+        ("a", "cloze"),
+        ("b", "cloze"),
+    ]
+    assert list(content["gauntlet"]) == ["name", "a"]
+    assert "| b | failed |" in (tmp_path / "results.md").read_text()
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert rows[0]["long (0-shot) acc"] and rows[1]["long (0-shot) acc"] == rows[1]["gauntlet average"] == ""
+    assert (tmp_path / "results.png").exists()
+
+
+def test_tasks_and_shots_of_the_command_line(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    choice, cloze = place.tasks[0], place.tasks[2]
+    file = place.write({"tasks": [{"task": choice, "shots": [2]}], "gauntlet": "core"})
+    assert (
+        main(["eval", str(file), "--tasks", f"{choice}, {cloze}", "--shots", "0,1", "--limit", "2", "out=named"]) == 0
+    )
+    content = json.loads((tmp_path / "named" / "results.json").read_text())
+    expected = [("choice", 0), ("choice", 1), ("cloze", 0), ("cloze", 1)]
+    assert [(one["task"], one["shots"]) for one in content["results"]] == expected
+    assert main(["eval", "--tasks", cloze, f"model={place.model}", "--limit", "1"]) == 0
+    assert json.loads((tmp_path / "results" / "eval" / "results.json").read_text())["results"][0]["task"] == "cloze"
+    capsys.readouterr()
+    for arguments, message in (
+        ([], "there is nothing to run; name tasks, or a gauntlet"),
+        (["--tasks", "hellaswg", "model=x"], "there is no task 'hellaswg': did you mean hellaswag"),
+        (
+            ["--tasks", f"{cloze},{place.tasks[3]}", "--shots", "1", "model=x"],
+            "task text: the perplexity of a text has no",
+        ),
+        (["gauntlet=core", "--shots", "1", "model=x"], "a gauntlet says with how many shots its tasks run"),
+        (["--tasks", cloze, "--shots", "-1", "model=x"], "an integer at least 0"),
+        (["--tasks", cloze, "--data-dir", ".", "model=x"], "the task has no `local` that says what to look for there"),
+    ):
+        assert main(["eval", *arguments]) == 2
+        assert message in " ".join(capsys.readouterr().err.split()), arguments
+    for arguments, message in (
+        (["--tasks", "a,,b"], "expected names or paths, such as arc_easy,my/task.yaml, found 'a,,b'"),
+        (["--shots", "five"], "expected whole numbers, such as 5 or 0,5, found 'five'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["eval", *arguments])
+        assert message in capsys.readouterr().err
 
 
 def test_shipped_files_are_in_order():

@@ -52,8 +52,10 @@ def metric(run_dir: str | Path, name: str) -> dict[int, float]:
 def loss_of(weights: Path, batches: list[dict[str, torch.Tensor]]) -> float:
     model, _ = load_model(str(weights), torch.float32)
     with torch.no_grad():
-        batch = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        return float(model.loss(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss)
+        ids, labels = (
+            torch.cat([batch[name] for batch in batches]).to(model.device) for name in ("input_ids", "labels")
+        )
+        return float(model.loss(ids, labels).loss)
 
 
 @pytest.fixture

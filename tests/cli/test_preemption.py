@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from unittest.mock import patch
 
 import pytest
 
@@ -51,6 +54,24 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
+def test_a_signal_during_the_start_is_143_as_well(project, arguments):
+    """Composer, whose import is the longest part of the start, would make it 1."""
+    process = project.start([*LLMTRAIN, "train", "run.yaml", *arguments])
+    try:
+        wait_for(lambda: any(has_torch(pid) for pid in living(project.folder) if arguments == [] or pid != process.pid))
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)
+        assert living(project.folder) == []
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 143, text
+    assert text == "SIGTERM: ending; there is nothing to save\n"
+    assert not (project.run_dir / "lock.json").exists()
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_rank_reaches_all(project):
     """A job manager that drains one node of many signals that node alone."""
     project.write(ENDLESS)
@@ -94,15 +115,25 @@ def test_a_slurm_job_saves_before_its_time_limit_and_goes_on_when_it_is_started_
     assert f"(step {step} of {step + 3})" in text
 
 
+def has_torch(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+        return "libtorch_cpu" in file.read()
+    return False
+
+
 def environment(pid: int) -> bytes:
     with open(f"/proc/{pid}/environ", "rb") as file:
         return b"\0" + file.read()
 
 
+def command_on_a_full_disk(*arguments: str) -> tuple[int, str]:
+    """A job for Ranks.run: `llmtrain ...`, which cannot make the folder of a checkpoint."""
+    with patch("llmtrain.checkpoint.save_load.clear", side_effect=OSError("No space left on device")):
+        return command(*arguments)
+
+
 def test_a_final_checkpoint_that_cannot_be_written_fails_the_run(ranks, project):
-    (project.run_dir).mkdir()
-    (project.run_dir / "checkpoints").touch()  # a file, where a folder must be
-    [(status, text)] = ranks(1).run(command, "train", str(project.folder / "run.yaml"))
+    [(status, text)] = ranks(1).run(command_on_a_full_disk, "train", str(project.folder / "run.yaml"))
     assert status == 1, text
     assert text.strip().splitlines()[-1].startswith("cannot create ")
     assert "Traceback" not in text

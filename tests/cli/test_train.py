@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
+from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import free_port
 from tests.support.project import LLMTRAIN, Project, copy_of, living, seconds_of_children, stop
 
@@ -36,7 +39,8 @@ def test_one_process_trains_and_reports(finished):
     assert "tiny: 6 steps, 1,536 tokens" in text
     assert "validation loss  " in text and "bits per byte  " in text
     assert "sample, after the prompt 'the quick':" in text
-    assert "llmtrain train run.yaml train.duration='12 steps'   # resume" in text
+    assert "learning rate: warmup to 0.003 at step 4, cosine decay to 0.0003 at step 6" in text
+    assert "llmtrain train --fresh run.yaml train.duration='12 steps'   # anew" in text
     assert project.checkpoints() == ["step-00000006"]
     assert (project.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in text and "Warning" not in text
@@ -92,6 +96,30 @@ def test_what_is_free_may_change_and_the_run_goes_on(finished, tmp_path):
     assert project.checkpoints() == ["step-00000006", "step-00000009"]
 
 
+def test_a_wsd_run_is_extended_from_before_its_decay(ranks, finished, tmp_path, monkeypatch):
+    project = copy_of(finished, tmp_path)
+    folder, file = project.folder, str(project.folder / "run.yaml")
+    schedule = ["schedule={type: wsd, warmup: 1 steps, decay: 3 steps}", "checkpoint.keep_last=1"]
+    train = ["train", file, *schedule, "eval.prompt=null", f"run_dir={folder / 'run'}"]
+    [(status, text)] = ranks(1).run(command, *train, "--fresh", "train.duration=6 steps")
+    assert status == 0, text
+    assert "learning rate: warmup to 0.003 at step 1, constant to step 3, linear decay to 0 at step 6" in text
+    assert project.checkpoints() == ["step-00000003", "step-00000006"]
+
+    copying, longer = [line.strip() for line in text.splitlines() if "-longer" in line]
+    assert subprocess.run(["bash", "-ec", copying]).returncode == 0
+    words = shlex.split(longer, comments=True)  # "uv run llmtrain train …" where uv runs the tests
+    arguments = words[words.index("llmtrain") + 1 :]
+    [(status, text)] = ranks(1).run(command, *arguments)
+    assert status == 0 and "WARNING" not in text, text
+    assert "the learning rate was 0.003 at step 3 and is 0.003 at step 4" in text
+
+    [(status, text)] = ranks(1).run(command, *train, "train.duration=8 steps")
+    assert status == 0, text
+    assert "WARNING: train.duration was 6 steps and is 8: the learning rate was 0.001 at step 6" in text
+    assert f"copy {folder}/run/checkpoints/step-00000003 to" in text
+
+
 def in_process(project: Project, monkeypatch, capsys, *arguments: str) -> tuple[int, str, float]:
     """(exit status, standard error, seconds of this process: a busy machine must not count)."""
     monkeypatch.chdir(project.folder)
@@ -99,6 +127,42 @@ def in_process(project: Project, monkeypatch, capsys, *arguments: str) -> tuple[
     status = main(["train", "run.yaml", *arguments])
     captured = capsys.readouterr()
     return status, captured.err, time.process_time() - began
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nproc", "2"], ["--fresh"]], ids=["one process", "two", "fresh"])
+def test_a_run_that_another_process_trains_is_refused_and_can_be_read(
+    finished, tmp_path, monkeypatch, capsys, arguments
+):
+    project = copy_of(finished, tmp_path)
+    monkeypatch.setattr("llmtrain.train.worker._train", None)
+    monkeypatch.setattr("llmtrain.distributed.launch.launch", None)
+    with RunLock(project.run_dir):
+        before = sorted(project.folder.rglob("*"))
+        status, text, seconds = in_process(project, monkeypatch, capsys, *arguments)
+        assert status == 2 and seconds < 5
+        assert text.startswith(f"{project.run_dir} is held by process {os.getpid()} on ") and text.count("\n") == 1
+        assert sorted(project.folder.rglob("*")) == before
+        assert main(["checkpoint", "verify", str(project.run_dir)]) == 0
+    assert not (project.run_dir / "lock.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "composer"])
+def test_a_run_that_another_process_trains_is_refused_once_under_a_launcher(project, launcher):
+    with RunLock(project.run_dir):
+        status, text = project.run(*LAUNCHERS[launcher](), "run.yaml")
+        assert status != 0
+        assert text.count("is held by process") == 1, text
+        assert [path.name for path in project.run_dir.iterdir()] == ["lock.json"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
+def test_a_file_where_a_checkpoint_belongs_is_refused(project, monkeypatch, capsys, arguments):
+    (project.run_dir / "checkpoints").mkdir(parents=True)
+    (project.run_dir / "checkpoints" / "step-00000006").touch()
+    status, text, _ = in_process(project, monkeypatch, capsys, *arguments)
+    assert status == 2
+    assert "checkpoints has a file where a checkpoint's folder belongs: step-00000006; move it away" in text
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
@@ -204,7 +268,9 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     finally:
         stop(process, project.folder)
     # On a busy machine, a save that the next one waited for is reported too.
-    *warnings, error = [line for line in text.splitlines() if not line.startswith(("step ", "checkpoint: "))]
+    *warnings, error = [
+        line for line in text.splitlines() if not line.startswith(("learning rate: ", "step ", "checkpoint: "))
+    ]
     assert error == "rank 1 was killed by SIGKILL (the system may have run out of memory); the other ranks were stopped"
     complete = [int(name[5:13]) for name in project.checkpoints() if not name.endswith(".partial")]
     last = max(complete)
@@ -238,5 +304,5 @@ def test_a_rank_that_fails_is_reported_once(project, launcher):
     ours = text.partition("ChildFailedError")[0] if launcher == "torchrun" else text  # it adds a report of its own
     assert ours.count("Traceback") == (launcher == "torchrun")
     if launcher == "llmtrain":
-        assert text.strip().splitlines()[0].startswith(f"the shard {shards}/train/")
-        assert len(text.strip().splitlines()) == 1
+        [schedule, error] = text.strip().splitlines()
+        assert schedule.startswith("learning rate: ") and error.startswith(f"the shard {shards}/train/")

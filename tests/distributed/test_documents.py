@@ -17,10 +17,18 @@ from tests.support.tiny import tiny_config
 
 EOD = 0
 MASKED = {"data.mask_documents": True, "model.positions": "learned"}
-DENSE_ATTENTION = {
+OTHER_LAYERS = {
     "model.blocks.a": {"type": "attention", "n_heads": 2, "mlp": {"type": "swiglu", "d_ff": 48}},
-    "model.layers": "m (s+m)*2 a",
+    "model.blocks.g": {
+        "type": "gated_deltanet",
+        "n_heads": 2,
+        "n_key_heads": 1,
+        "key_head_dim": 8,
+        "value_head_dim": 16,
+    },
+    "model.layers": "m (s+m)*2 a g",
 }
+"""Dense attention and Gated DeltaNet beside those of the tiny run."""
 
 
 def documents_apart(config: Config, batch: dict[str, torch.Tensor]) -> Step:
@@ -54,7 +62,7 @@ def test_a_step_is_that_of_the_documents_apart(ranks, shards, tmp_path, size, mi
         "train.compile": "on" if compiled_by else "off",
         "train.activation_checkpointing": {"type": kind},
     }
-    config = tiny_config(shards, tmp_path / "run", ONE_STEP | MASKED | DENSE_ATTENTION | changes)
+    config = tiny_config(shards, tmp_path / "run", ONE_STEP | MASKED | OTHER_LAYERS | changes)
     for step in ranks(size).run(one_step, config, compiled_by):
         assert_same_step(step, documents_apart(config, step.batch))
 
@@ -65,7 +73,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_a_resumed_run_is_bit_identical_and_sees_what_an_unmasked_one_sees(ranks, shards, folder):
-    changes = MASKED | {"train.duration": "8 steps", "checkpoint.interval": "3 steps", "eval.interval": "4 steps"}
+    changes = (
+        MASKED
+        | OTHER_LAYERS
+        | {"train.duration": "8 steps", "checkpoint.interval": "3 steps", "eval.interval": "4 steps"}
+    )
     [whole] = ranks(1).run(train, tiny_config(shards, folder / "whole", changes))
     config = tiny_config(shards, folder / "run", changes)
     [first] = ranks(1).run(train, config, 5)

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from llmtrain.distributed.world import initialize, world_from_environment
+from llmtrain.eval import runner
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prepare import prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Response, responses_in_order
 from llmtrain.eval.run_config import EvalRun
 from llmtrain.eval.runner import evaluate
@@ -65,6 +68,38 @@ def test_results_do_not_depend_on_ranks_batches_or_sharing(place, ranks, tmp_pat
             assert asked == [12, 12, 12, 12, 2, 12]
         again = ranks(size).run(details, place.run(cache=cache))
         assert all(asked == [0] * 6 for _, asked in again)
+
+
+def with_failures_of_one_rank(run: EvalRun) -> tuple[list[str], list[tuple[str, str]]]:
+    """A job: rank 1 alone cannot read one task, prepares no requests of another, and reads other documents of a third."""
+    if world_from_environment().rank == 1:
+
+        def read(task: Any, settings: EvalRun) -> Any:
+            if task.name == "cloze":
+                raise EvalError("no file on this node")
+            return read_documents(task, settings if task.name != "answer" else settings.model_copy(update={"limit": 2}))
+
+        def prepare(task_run: Any, *given: Any) -> Any:
+            if task_run.task.name == "schema":
+                raise EvalError("no requests on this node")
+            return (yield from prepare_steps(task_run, *given))
+
+        runner.read_documents, runner.prepare_steps = read, prepare
+    try:
+        report = evaluate(run)
+    finally:
+        runner.read_documents, runner.prepare_steps = read_documents, prepare_steps
+    return [one.title for one in report.results], [(one.title, one.reason) for one in report.failures]
+
+
+def test_a_task_that_fails_on_one_rank_fails_on_all_and_the_others_go_on(place, ranks):
+    for results, failures in ranks(2).run(with_failures_of_one_rank, place.run(cache=None)):
+        assert results == ["choice (0-shot)", "choice (2-shot)", "text (0-shot)"]
+        assert failures == [
+            ("cloze (0-shot)", "no file on this node"),
+            ("schema (0-shot)", "no requests on this node"),
+            ("answer (0-shot)", "task answer: ranks read different documents; give all of them the same data"),
+        ]
 
 
 UNEQUAL = [*choices(7), *letters(5, shots=20), *schemas(3), *texts(6)]

@@ -17,7 +17,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.data import batches, streaming
+from llmtrain.data import batches, loaders
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -30,6 +30,22 @@ ONE_STEP = {"train.duration": "1 steps", "schedule.warmup": "0 steps", "train.cl
 DENSE_ATTENTION = {
     "model.blocks.a": {"type": "attention", "n_heads": 2, "mlp": {"type": "swiglu", "d_ff": 48}},
     "model.layers": "m (s+m)*2 a",
+}
+
+ATTENTION = {"type": "attention", "n_heads": 2, "position": {"type": "rotary", "fraction": 0.5}}
+NORM = {"type": "rmsnorm", "zero_centered": True}
+WIRED = {
+    "model.norm": NORM,
+    "model.embedding_multiplier": 4.0,
+    "model.logit_multiplier": 0.5,
+    "model.blocks": {
+        "both": ATTENTION
+        | {"norm": NORM | {"place": "both"}, "qk_norm": "head", "mlp": {"type": "geglu_tanh", "d_ff": 48}},
+        "after": ATTENTION
+        | {"norm": NORM | {"place": "after"}, "qk_norm": "full", "mlp": {"type": "gelu_tanh", "d_ff": 48}},
+        "parallel": ATTENTION | {"parallel": True, "residual_multiplier": 0.5, "mlp": {"type": "relu2", "d_ff": 48}},
+    },
+    "model.layers": "both after parallel",
 }
 
 
@@ -110,7 +126,7 @@ def one_step(config: Config, compiled_by: str | None = None, labels: str = "all"
             compiler = functools.partial(torch.compile, backend=compiled_by)
             stack.enter_context(patch.object(torch, "compile", compiler))
         if labels == "uneven":
-            stack.enter_context(patch.object(streaming, "collate", uneven))
+            stack.enter_context(patch.object(loaders, "collate", uneven))
         run.train(config)
     return observer.step
 
@@ -197,6 +213,21 @@ def test_activation_checkpointing_and_compilation_leave_gradients_alone(ranks, c
     made = config(DENSE_ATTENTION | ACTIVATION_CHECKPOINTING[kind] | changes)
     step = ranks(size).run(one_step, made, compiled_by)[0]
     assert_same_step(step, plain_step(made, step.batch))
+
+
+@pytest.mark.parametrize("kind", ["selective", pytest.param("full", marks=SLOW), pytest.param("none", marks=SLOW)])
+def test_they_also_do_whatever_surrounds_the_mixers(ranks, config, kind):
+    changes = {"train.microbatch_size": 4, "train.compile": "on"}
+    made = config(WIRED | ACTIVATION_CHECKPOINTING[kind] | changes)
+    step = ranks(2).run(one_step, made, "aot_eager")[0]
+    assert_same_step(step, plain_step(made, step.batch))
+
+
+def test_bf16_leaves_weights_of_norms_near_one(ranks, config):
+    made = config(WIRED | {"train.precision": "amp_bf16", "train.microbatch_size": 4, "train.compile": "on"})
+    step = ranks(2).run(one_step, made, "aot_eager")[0]
+    assert all(gradient.dtype == torch.float32 for gradient in step.gradients.values())
+    assert_same_step(step, plain_step(made, step.batch), relative=0.1)
 
 
 class OpCounter(TorchDispatchMode):

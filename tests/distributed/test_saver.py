@@ -6,10 +6,11 @@ import contextlib
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,9 +23,14 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import RunState, SaveError
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.staging import Staging
-from llmtrain.distributed.world import gloo_group
+from llmtrain.checkpoint.stored import list_stored
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.schema.config import Config
+from llmtrain.train import uploads
+from llmtrain.train.preemption import Preemption
 from tests.support.sharded import build_causal_lm, same, state_of
+from tests.support.stores import make_checkpoint
 from tests.support.tiny import tiny_config
 
 
@@ -260,3 +266,27 @@ def test_a_disk_that_fills_up_costs_one_checkpoint(ranks, config, small_disk):
     assert [local.step_of(folder) for folder in folders] == [1, 3]
     for folder in folders:
         manifests.verify(folder, manifests.read(folder))
+
+
+def end_with_a_failed_save(root: Path) -> list[int]:
+    """Steps in the store when this rank may end."""
+    world, put, limit = world_from_environment(), MountedStore.put, Mock(spec=Preemption, seconds_left=60.0)
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.4)
+        put(*arguments)
+
+    with (
+        patch.object(MountedStore, "put", slowly),
+        patch.object(uploads, "_TOGETHER_SECONDS", 0.1),
+        contextlib.suppress(SaveError),
+        uploads.Uploads(str(root / "there"), root / "here", Retention(), world, limit),
+    ):
+        raise SaveError("full")
+    return [found.step for found in list_stored(MountedStore(root / "there")) if found.manifest]
+
+
+def test_no_rank_ends_before_the_uploads_of_rank_0(ranks, tmp_path):
+    """The launcher ends all ranks once one has ended."""
+    make_checkpoint(tmp_path / "here", 1)
+    assert ranks(2).run(end_with_a_failed_save, tmp_path) == [[1], [1]]

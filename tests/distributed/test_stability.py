@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the run ends or the step is dropped, on all ranks alike, with the step named."""
+"""A loss or gradient that is not finite, or a spike: all ranks end the run or drop the step, which is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
+from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.composer_model import ComposerHybridLM
@@ -27,6 +28,8 @@ class Seen:
     ids: dict[int, list[int]] = field(default_factory=dict)
     changed: dict[int, bool] = field(default_factory=dict)
     skipped: float = 0.0
+    spikes: float = 0.0
+    warnings: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -48,6 +51,7 @@ class Watch(LoggerDestination):
 
     def log_metrics(self, metrics, step=None) -> None:
         self.seen.skipped = metrics.get("train/skipped_steps", self.seen.skipped)
+        self.seen.spikes = metrics.get("train/spikes", self.seen.spikes)
 
     @staticmethod
     def snapshot(state: State) -> list[torch.Tensor]:
@@ -57,7 +61,8 @@ class Watch(LoggerDestination):
 
 
 def train_with_nan(config: Config, bad_steps: list[int], bad_rank: int, what: str = "loss") -> Seen:
-    """A job: on `bad_rank`, the loss (or only its gradient) of `bad_steps` is NaN. Errors come back as text."""
+    """A job: on `bad_rank`, the loss (or only its gradient) of `bad_steps` is NaN, or three times as high. Errors come back as
+    text."""
     watch, true_loss = Watch(), ComposerHybridLM.loss
 
     def loss(self, outputs, batch, *args, **kwargs):
@@ -65,11 +70,14 @@ def train_with_nan(config: Config, bad_steps: list[int], bad_rank: int, what: st
         if max(watch.seen.ids) in bad_steps and torch.distributed.get_rank() == bad_rank:
             if what == "loss":
                 losses["total"] = losses["total"] * torch.nan
+            elif what == "spike":
+                losses["total"] = losses["total"] * 3
             else:
                 losses["total"].register_hook(lambda gradient: gradient * torch.inf)
         return losses
 
-    with observed_by(watch), patch.object(ComposerHybridLM, "loss", loss):
+    warnings = patch.object(run_log, "warning", watch.seen.warnings.append)
+    with observed_by(watch), patch.object(ComposerHybridLM, "loss", loss), warnings:
         try:
             run.train(config)
         except RuntimeError as error:
@@ -121,6 +129,21 @@ def test_too_many_skipped_in_a_row_stop_the_run(ranks, config):
 def test_finite_runs_are_not_touched(ranks, config):
     [seen] = ranks(1).run(train_with_nan, config(nonfinite="skip"), [], 0)
     assert all(seen.changed.values()) and seen.skipped == 0
+
+
+def test_a_spike_on_one_rank_is_skipped_by_all(ranks, config):
+    guarded = config(duration="8 steps", spike={"window": 8, "deviations": 6.0})
+    for seen in ranks(2).run(train_with_nan, guarded, [6], 1, "spike"):
+        assert seen.error == "" and seen.spikes == seen.skipped == 1
+        assert [step for step, changed in seen.changed.items() if not changed] == [6]
+        [warning] = seen.warnings
+        assert re.match(r"skipped: the loss \d.* standard deviations above the mean 5\.\d+ of 5 steps", warning)
+        assert "at step 6; sample ids of rank 0:" in warning and "rank 1:" in warning
+
+
+def test_spikes_are_trained_on_without_the_guard(ranks, config):
+    [seen] = ranks(1).run(train_with_nan, config(), [5], 0, "spike")
+    assert all(seen.changed.values())
 
 
 def gradient_norms(config: Config) -> list[float]:

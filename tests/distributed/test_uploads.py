@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from llmtrain.checkpoint.retention import Retention
+from llmtrain.checkpoint.save_load import SaveError
 from llmtrain.checkpoint.stored import list_stored
 from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.data.shard_index import ShardError
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted
 from llmtrain.train.uploads import Uploads
@@ -63,3 +65,15 @@ def test_a_run_that_ends_early_waits_no_longer_than_it_may(tmp_path, monkeypatch
     assert at_least <= time.monotonic() - began < 50
     assert "the same command again goes on with the upload" in capfd.readouterr().err
     release.set()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), ShardError("damaged"), SaveError("full")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_full_disk_ends_a_run_only_when_its_uploads_are_done(tmp_path, error):
+    make_checkpoint(tmp_path / "here", 1)
+    with pytest.raises(type(error)), uploads(str(tmp_path / "there"), tmp_path / "here"):
+        raise error
+    assert [found.step for found in list_stored(MountedStore(tmp_path / "there")) if found.manifest] == [1]

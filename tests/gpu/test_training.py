@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.eval.report.results import flat_metrics
 from llmtrain.eval.runner import evaluate
+from llmtrain.generate.load import load_model
 from llmtrain.schema.load import load_config
 from tests.support.evaluation import Place
 from tests.support.selection import cases
@@ -97,6 +98,16 @@ def test_our_kernels_in_every_block_follow_too(config_file: Path, plain: list[fl
     setting = f"train.activation_checkpointing={{type: {kind}}}"
     ours = losses(config_file, f"ours-{kind}", "train.compile=on", setting, *kernels)
     assert ours == pytest.approx(plain, rel=1e-2)
+
+
+def test_muon_trains_and_an_average_is_kept(config_file: Path, plain: list[float]):
+    """Muon's iterations run in bf16 here, and the average beside compiled layers; `load_model` reads it back."""
+    settings = ("optimizer={type: muon, lr: 1e-3}", "train.ema={}", "train.spike={}")
+    found = losses(config_file, "muon", "train.compile=on", *settings)
+    assert found[0] == pytest.approx(plain[0], rel=1e-3)
+    assert found[-1] < found[0] - 0.5
+    average, _ = load_model(str(config_file.parent / "muon"), ema=True)
+    assert all(parameter.isfinite().all() for parameter in average.parameters())
 
 
 def test_tasks_are_scored_in_training_as_afterwards(config_file: Path, tmp_path: Path):

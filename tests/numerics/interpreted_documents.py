@@ -1,4 +1,4 @@
-"""Cases of test_around_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+"""Cases of test_mamba_parts_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Cases of test_ssd_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -83,10 +84,9 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
 
 
 @both_tiles
-@pytest.mark.parametrize("seq_len", [48, 64])
-@pytest.mark.parametrize("d_state", [16, 128])
+@pytest.mark.parametrize("seq_len, d_state", [(48, 16), (64, 128)])
 @pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])
-def test_tiles_may_be_loaded_by_tma(seq_len, halves, d_state, num_sms):
+def test_tiles_may_be_loaded_by_tma(seq_len, d_state, halves, num_sms):
     """Two sequences, one after the other; of 48 tokens a last chunk of 32 has no second half but that of the next sequence."""
     spec = SSDSpec(4, 16, d_state, 2, 64, **FP32)
     launch = small(spec, halves=halves, num_sms=num_sms)
@@ -157,14 +157,26 @@ def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_
         torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
 
 
-@both_tiles
-@pytest.mark.parametrize("columns", [16, 64], ids=["exponents of parts", "of whole states"])
-@pytest.mark.parametrize("longer", [0.0, 5.0], ids=["short steps", "steps above 1"])
+FP16_STATES = list(itertools.product([False, True], [16, 64], [0.0, 5.0], [(24, 1), (24, 1000), (70, 1), (70, 1000)]))
+"""Halves of chunks, columns of a state with an exponent of their own, steps longer by, (d_state, multiprocessors)."""
+COVERING = {
+    (False, 16, 0.0, (24, 1)),
+    (True, 64, 5.0, (24, 1)),
+    (True, 16, 5.0, (24, 1000)),
+    (False, 64, 0.0, (24, 1000)),
+    (True, 16, 0.0, (70, 1)),
+    (False, 64, 5.0, (70, 1)),
+}
+"""Every pair of two settings is in one of these."""
+
+
 @pytest.mark.parametrize(
-    "d_state, num_sms", [(24, 1), (24, 1000), (70, 1), pytest.param(70, 1000, marks=pytest.mark.slow)]
+    "halves, columns, longer, sizes",
+    [pytest.param(*case, marks=[] if case in COVERING else pytest.mark.slow) for case in FP16_STATES],
 )
-def test_states_in_fp16_with_powers_of_two(halves, columns, longer, num_sms, d_state):
+def test_states_in_fp16_with_powers_of_two(halves, columns, longer, sizes):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
+    d_state, num_sms = sizes
     spec = SSDSpec(4, 40, d_state, 2, 64, dtype="float16")
     tensors = scans.inputs(spec, 2, 70, torch.float16, with_state=True)
     tensors[0] = tensors[0] * torch.tensor([1e-3, 1e2]).half().view(2, 1, 1, 1)

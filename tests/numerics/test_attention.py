@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from tests.support.closeness import rounding
 
 B, T, D = 2, 37, 16  # an odd length: no tile or alignment helps
 SPECS = {
@@ -81,7 +83,7 @@ def test_fp32_backends_agree_with_the_fp64_reference(name, spec):
     out, gradients = run(name, spec, torch.float32)
     expected, expected_gradients = run("reference", spec, torch.float64)
     for ours, exact in zip([out, *gradients], [expected, *expected_gradients], strict=True):
-        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(ours.double(), exact, atol=rounding(exact.abs().max().item(), terms=T), rtol=0)
 
 
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
@@ -111,7 +113,36 @@ def test_documents_of_one_sequence_equal_the_documents_apart(name, label):
     for row, of_row in ((0, lengths), (1, lengths[::-1])):
         pieces = [t[row : row + 1].split(of_row, 1) for t in (q, k, v)]
         apart = [reference(*piece, reference.prepare(piece[0].shape[1], cpu)) for piece in zip(*pieces, strict=True)]
-        torch.testing.assert_close(out[row], torch.cat(apart, 1)[0], atol=2e-6, rtol=2e-5)
+        expected = torch.cat(apart, 1)[0]
+        torch.testing.assert_close(out[row], expected, atol=rounding(expected.abs().max().item(), terms=T), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "flex"])
+@pytest.mark.parametrize("label", SPECS)
+@pytest.mark.parametrize("queries", [1, 11, T])
+def test_the_last_queries_alone_are_the_last_rows(name, label, queries):
+    """For ranks that share sequences. flex: its forward alone, uncompiled, as above."""
+    spec = replace(SPECS[label], dtype="float32", lower_right=True)
+    if name == "sdpa" and registry.refusal("attention", name, spec, platform.cpu()):
+        pytest.skip("refused")
+    if name == "flex":
+        kernel = importlib.import_module("llmtrain.kernels.attention.flex").build(spec, platform.cpu(), "")
+        kernel.kernel = flex_attention
+    else:
+        kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
+    q, k, v = (t.detach() for t in inputs(spec, torch.float32))
+    ids = None if name == "sdpa" else torch.arange(T).div(7, rounding_mode="floor").expand(B, -1)
+    cpu = torch.device("cpu")
+    out = kernel(q[:, T - queries :], k, v, kernel.prepare(T, cpu, ids, queries=queries))
+    reference = registry.resolve("attention", "reference", spec, platform.cpu()).build(spec, platform.cpu())
+    expected = reference(q, k, v, reference.prepare(T, cpu, ids))[:, T - queries :]
+    torch.testing.assert_close(out, expected, atol=rounding(expected.abs().max().item(), terms=T), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "triton", "flash_attn"])
+def test_backends_for_whole_sequences_alone_say_so(name):
+    refused = registry.refusal("attention", name, replace(SPECS["gqa"], lower_right=True))
+    assert refused is not None and "train.parallel.context" in refused and "flex" in refused
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -5,19 +5,31 @@ The default run holds tests/data/compiled.json to the limits and compiles a few 
 changed since the file was written. `pytest -m compile` compiles them all.
 """
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
+from llmtrain.bench.tune.compiling import Compilers
 from llmtrain.kernels import tuning
 from tests.support import offline
 
 COUNT = 6
+SHARES = 8
+"""Tests of an architecture: enough that two processes end at about the same time."""
 
 
 @pytest.fixture(scope="module")
 def checks() -> list[offline.Check]:
     return offline.checks()
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Compilers]:
+    """One process for each architecture, for all tests: starting it takes seconds, and it remembers what it has compiled."""
+    with Compilers(1, offline.TIMEOUT_S) as made:
+        yield made
 
 
 def test_the_reviewed_table_holds_every_row_and_each_fits(checks):
@@ -30,7 +42,7 @@ def test_the_reviewed_table_holds_every_row_and_each_fits(checks):
     assert not [line for check in checks for line in offline.faults(check, known[check.key])]
 
 
-def test_a_sample_compiles(checks):
+def test_a_sample_compiles(checks, compilers):
     """What has changed since the review comes first; a row that has not must take what the table says."""
     chance = random.Random(0)
     changed = offline.stale(checks)
@@ -38,7 +50,7 @@ def test_a_sample_compiles(checks):
     for operations in (("attention",), offline.MEMORY_BOUND):
         same = [check for check in checks if check not in changed and check.operation in operations]
         wanted += chance.sample(same, min(2, len(same)))
-    found = list(offline.compile_all(wanted, 1))
+    found = list(offline.compile_all(wanted, compilers))
     assert len(found) == len(wanted)
     known = offline.reviewed()
     for check, entry in found:
@@ -47,12 +59,14 @@ def test_a_sample_compiles(checks):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("arch", offline.ARCHES)
-def test_every_row_compiles(arch, share):
-    """And takes what the reviewed table says, but for rows whose source has changed since."""
-    mine = offline.checks([arch])[share::4]
-    found, known, changed = list(offline.compile_all(mine, 1)), offline.reviewed(), offline.stale(mine)
+def test_every_row_compiles(arch, share, compilers):
+    """And takes what the reviewed table says, but for rows whose source has changed since. The cases of a row, which have
+    kernels in common, are in one share."""
+    by_row = itertools.groupby(offline.checks([arch]), key=lambda check: check.key.split(" | ")[:2])
+    mine = [check for number, (_, cases) in enumerate(by_row) if number % SHARES == share for check in cases]
+    found, known, changed = list(offline.compile_all(mine, compilers)), offline.reviewed(), offline.stale(mine)
     wrong = [line for check, entry in found for line in offline.faults(check, entry)]
     assert not wrong, "\n".join(wrong)
     assert [check.key for check, entry in found if check not in changed and entry != known[check.key]] == []

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request
-from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.sections import FoundryPrompting
 from tests.support import foundry_oracle as oracle
 from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
@@ -61,11 +61,11 @@ def records_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def task_of(name: str, file: Path, **changes: Any) -> Task:
+def task_of(name: str, file: Path, **changes: Any) -> NativeTask:
     """A shipped task on a file, with other settings of its foundry section."""
     task = load_task(name, "foundry", file.parent)
     config = task.config.model_copy(update={"pmi": None, "foundry": task.config.foundry.model_copy(update=changes)})
-    return Task(config, "foundry", task.source.model_copy(update={"path": file.name}), task.base)
+    return NativeTask(config, "foundry", task.source.model_copy(update={"path": file.name}), task.base)
 
 
 def grouped(requests: list[Request]) -> list[list[Any]]:
@@ -78,7 +78,7 @@ def grouped(requests: list[Request]) -> list[list[Any]]:
 
 
 def check(
-    task: Task, records: list[dict[str, Any]], tokenizer: TextTokenizer, settings: dict, shots: int, folder: Path
+    task: NativeTask, records: list[dict[str, Any]], tokenizer: TextTokenizer, settings: dict, shots: int, folder: Path
 ):
     documents = task.documents()
     requests = task.requests(documents, tokenizer, shots)
@@ -92,7 +92,7 @@ def check(
 
 
 def check_verdicts(
-    task: Task, documents: Any, requests: list, records: list[dict[str, Any]], settings: oracle.FoundrySettings
+    task: NativeTask, documents: Any, requests: list, records: list[dict[str, Any]], settings: oracle.FoundrySettings
 ):
     results = ask(requests)
     metrics = task.metrics(documents, requests, results)

@@ -14,9 +14,10 @@ import pytest
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.report.metrics import Metrics
-from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.sections import Examples, Source
+from llmtrain.eval.tasks.templates import Template
 from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
 
 pytestmark = pytest.mark.skipif(
@@ -126,14 +127,14 @@ def harness(tokenizer: TextTokenizer, folder: Path, max_length: int = 8192):
     return Harness(AutoTokenizer.from_pretrained(folder), max_length)
 
 
-def without_pmi_premise(task: Task) -> Task:
+def without_pmi_premise(task: NativeTask) -> NativeTask:
     """lm-evaluation-harness's PMI scores have the empty premise."""
     if task.config.pmi is None:
         return task
-    return Task(task.config.model_copy(update={"pmi": ""}), task.convention, task.source, task.base)
+    return NativeTask(task.config.model_copy(update={"pmi": ""}), task.convention, task.source, task.base)
 
 
-def ours(task: Task, tokenizer: TextTokenizer, shots: int, **options: Any) -> tuple[list[Request], Metrics]:
+def ours(task: NativeTask, tokenizer: TextTokenizer, shots: int, **options: Any) -> tuple[list[Request], Metrics]:
     documents = task.documents(LIMIT)
     requests = task.requests(documents, tokenizer, shots, **options)
     return requests, task.metrics(documents, requests, ask(requests))
@@ -176,7 +177,7 @@ def check_local(name: str, shots: int, tokenizer: TextTokenizer, folder: Path) -
     file, settings = LOCAL[name]
     source = icl_file(file)
     task = without_pmi_premise(load_task(name, "lm-eval", source.parent))
-    task = Task(task.config, "lm-eval", task.source.model_copy(update={"path": source.name}), task.base)
+    task = NativeTask(task.config, "lm-eval", task.source.model_copy(update={"path": source.name}), task.base)
     requests, metrics = ours(task, tokenizer, shots)
     theirs = harness(tokenizer, folder / "tokenizer")
     groups = categories(source, folder) if task.config.category else [source]
@@ -320,7 +321,7 @@ def test_hub_records_in_the_harness_own_tasks(name: str, shots: int, tokenizer, 
         files[split].write_text("".join(lines), encoding="utf-8")
     examples = task.source.few_shot and Examples(path=f"{task.source.few_shot.split}.jsonl")
     source = Source(path=f"{task.source.split}.jsonl", fields=task.source.fields, few_shot=examples)
-    task = without_pmi_premise(Task(task.config, "lm-eval", source, tmp_path))
+    task = without_pmi_premise(NativeTask(task.config, "lm-eval", source, tmp_path))
     requests, metrics = ours(task, tokenizer, shots)
     theirs = harness(tokenizer, tmp_path / "tokenizer")
     config = oracle.shipped(HUB[name], files, tmp_path / "cache")
@@ -338,7 +339,7 @@ def test_windows_of_a_long_text(size: int, any_tokenizer, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     config = TaskConfig(name="it", type="perplexity", source=Source(path=file.name))
-    requests, metrics = ours(Task(config, "lm-eval", config.source, tmp_path), any_tokenizer, 0, max_seq_len=size)
+    requests, metrics = ours(NativeTask(config, "lm-eval", config.source, tmp_path), any_tokenizer, 0, max_seq_len=size)
     theirs = harness(any_tokenizer, tmp_path / "tokenizer", size)
     names = ("word_perplexity", "byte_perplexity", "bits_per_byte")
     settings: dict[str, Any] = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
@@ -347,3 +348,87 @@ def test_windows_of_a_long_text(size: int, any_tokenizer, tmp_path):
         theirs, oracle.local({"test": file}, tmp_path / "cache", test_split="test", **settings), 0, None
     )
     assert_same(theirs, results, requests, metrics)
+
+
+@pytest.mark.parametrize("name", [*HUB, "wikitext", "ifeval", "bbh", "bbh_cot"])
+def test_sources_are_the_harness_s(name: str):
+    from tests.support.harness import TASKS, load_yaml
+
+    new = {"wikitext": "wikitext/wikitext.yaml", "ifeval": "ifeval/ifeval.yaml"}
+    path = (HUB | new).get(name) or f"bbh/{'cot_' * (name == 'bbh_cot')}zeroshot/snarks.yaml"
+    theirs, source = load_yaml(TASKS / path, resolve_func=False), load_task(name, "lm-eval").source
+    assert source.hub == theirs["dataset_path"]
+    assert source.split == (theirs.get("test_split") or theirs["validation_split"])
+    few_shot = theirs.get("fewshot_split") or theirs.get("training_split")
+    if name not in ("wikitext", "ifeval"):  # which have no examples
+        assert (source.few_shot and source.few_shot.split) == few_shot
+    if name == "mmlu":
+        assert source.config == ["all"]
+    elif name in ("bbh", "bbh_cot"):
+        files = sorted((TASKS / path).parent.glob("[a-z]*.yaml"))
+        assert source.config == [load_yaml(file, resolve_func=False)["dataset_name"] for file in files]
+    else:
+        assert (source.config or [None]) == [theirs.get("dataset_name")]
+
+
+def test_every_subject_of_mmlu_is_described_as_in_the_harness():
+    from tests.support.harness import TASKS, load_yaml
+
+    files = [file for file in (TASKS / "mmlu" / "default").glob("mmlu_*.yaml") if "dataset_name" in file.read_text()]
+    assert len(files) == 57
+    preamble = load_task("mmlu", "lm-eval").settings.preamble
+    assert preamble
+    for config in map(load_yaml, files):
+        assert Template(preamble).text({"subject": config["dataset_name"]}) == config["description"]
+
+
+def test_wikitext_is_the_harness_s(tokenizer, tmp_path):
+    from tests.support import harness as oracle
+
+    rng = random.Random(11)
+    marks = (
+        *(
+            " @-@ ",
+            " @,@ ",
+            " @.@ ",
+            " : ",
+            " ; ",
+            " . ",
+            " ! ",
+            " ? ",
+            " , ",
+            " ( a ) ",
+            " ( ) ",
+            " [ b ]",
+            "{ c }",
+            " { } ",
+        ),
+        *(
+            ' " d " ',
+            " ' e ' ",
+            "s ' ",
+            " 's ",
+            " = = = = ",
+            " = = = ",
+            " = = ",
+            " = ",
+            " ° ",
+            " \n ",
+            "\n\n",
+            " N ",
+            "/' 7/",
+            '"',
+            "'",
+        ),
+        *("(", ")", "\u00a0", " café ", " . . . "),
+    )
+    pages = ["".join(some_sentence(rng, 2) + rng.choice(marks) for _ in range(60)) for _ in range(12)]
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages), encoding="utf-8")
+    task = load_task("wikitext", "lm-eval")
+    task = NativeTask(task.config, "lm-eval", Source(path=file.name), tmp_path)
+    requests, metrics = ours(task, tokenizer, 0, max_seq_len=100)
+    theirs = harness(tokenizer, tmp_path / "tokenizer", 100)
+    none = {"training_split": None, "validation_split": None}
+    config = oracle.shipped("wikitext/wikitext.yaml", {"test": file}, tmp_path / "cache", **none)
+    assert_same(theirs, oracle.evaluate(theirs, config, 0, None), requests, metrics)

@@ -132,12 +132,3 @@ def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
     y, state = kernel(*half)
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert (y.double() - expected).norm() < 0.02 * expected.norm()
-
-
-def test_causal_flops_count_pairs_inside_chunks():
-    """In units of one pair: chunks of 8, 8 and 3 tokens hold 36, 36 and 6 pairs."""
-    spec = SSDSpec(H, P, N, 1, 8)
-    state = H * P * N
-    expected = (36 + 36 + 6) * 2 * (N + H * P) + 4 * 19 * state + 2 * 3 * state
-    assert spec.flops(19, causal=True) == expected
-    assert spec.flops(19, causal=False) > expected

@@ -53,6 +53,18 @@ def mpt(d_model: int, n_layers: int, vocab_size: int) -> ModelConfig:
     return ModelConfig.model_validate(MPT_7B | changes)
 
 
+def nemotron_h(d_model: int, n_layers: int, vocab_size: int) -> ModelConfig:
+    """The form of Nemotron-H 8B: four layers of Mamba-2 for one of attention, an MLP in each."""
+    mlp = {"type": "relu2", "d_ff": d_model * 21 // 4}
+    blocks = {
+        "mamba": {"type": "mamba2", "n_groups": 8, "mlp": mlp},
+        "attn": {"type": "attention", "n_heads": d_model // 128, "n_kv_heads": 1, "mlp": mlp},
+    }
+    layers = f"(mamba*4 attn)*{n_layers // 5}"
+    sizes = {"vocab_size": vocab_size, "d_model": d_model, "tie_embeddings": False}
+    return ModelConfig.model_validate(sizes | {"blocks": blocks, "layers": layers})
+
+
 def tokenizer() -> TextTokenizer:
     return train_bpe(["the quick brown fox jumps over a lazy dog " * 20], 270)
 

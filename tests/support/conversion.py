@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, MptConfig, Zamba2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MptConfig,
+    NemotronHConfig,
+    Zamba2Config,
+)
 
 from llmtrain.cli import main
 from tests.support import checkpoints
@@ -69,6 +77,26 @@ CONFIGS: dict[str, Any] = {
         adapter_rank=4,
         use_mem_rope=True,
         chunk_size=16,
+    ),
+    # Rows of queries, keys and values head by head, and a head of another name in files than in memory.
+    "gpt_neox": lambda: GPTNeoXConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "nemotron_h": lambda: NemotronHConfig.from_dict(
+        {
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "hybrid_override_pattern": "M-M*-",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+        }
     ),
 }
 

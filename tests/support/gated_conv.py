@@ -50,7 +50,7 @@ class GatedConv(Mixer):
         documents: bool = False,
     ):
         super().__init__(block, config, platform, dtype, documents)
-        self.in_proj = Linear(config.d_model, 2 * config.d_model)
+        self.in_proj = Linear(config.d_model, 2 * config.d_model, parts=[config.d_model] * 2)
         spec = Conv1dSpec(config.d_model, block.d_conv, str(dtype).removeprefix("torch."), documents)
         self.conv = CausalConv1d(spec, bias=True, platform=platform)
         self.out_proj = Linear(config.d_model, config.d_model, residual=True)

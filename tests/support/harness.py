@@ -36,6 +36,8 @@ class Harness(_HFLM):
         self.batch_size_per_gpu = 1
         self.truncation = False
         self.enable_thinking = None
+        self.chat_template_args = {}
+        self.answer = generate
         self._max_length = max_length
         self._rank, self._world_size = 0, 1
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -58,7 +60,7 @@ class Harness(_HFLM):
             until = handle_stop_sequences(options.pop("until"), eos=None)
             ids = tuple(self.tok_batch_encode([context], left_truncate_len=self.max_length - length)[0][0].tolist())
             self.generations.append((ids, tuple(until), length))
-            texts.append(postprocess_generated_text(generate(ids), until, None))
+            texts.append(postprocess_generated_text(self.answer(ids), until, None))
         return texts
 
 
@@ -76,11 +78,11 @@ def local(splits: dict[str, Path], cache: Path, **settings: Any) -> dict[str, An
     }
 
 
-def evaluate(lm: Harness, config: dict[str, Any], shots: int, limit: int | None) -> dict[str, Any]:
-    """Harness results of one task."""
+def evaluate(lm: Harness, config: dict[str, Any], shots: int, limit: int | None, **chat: Any) -> dict[str, Any]:
+    """Harness results of one task. chat: the harness's settings of chat templates."""
     task = ConfigurableTask(config=config | {"num_fewshot": shots})
     task.set_fewshot_seed(1234)
     os.environ["DISABLE_MULTIPROC"] = "1"
-    results = lm_eval.evaluator.evaluate(lm, {"it": task}, limit=limit, bootstrap_iters=10)
+    results = lm_eval.evaluator.evaluate(lm, {"it": task}, limit=limit, bootstrap_iters=10, **chat)
     assert results is not None
     return cast(dict[str, Any], cast(Any, results)["results"]["it"])

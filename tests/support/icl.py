@@ -46,11 +46,11 @@ def byte_level(bos: bool = False) -> TextTokenizer:
         return made
     backend = made.backend
     backend.add_special_tokens(["<s>"])
-    backend.post_processor = _bos(backend)
+    backend.post_processor = bos_processor(backend)
     return make_tokenizer(backend, made.eod_token, made.config | {"bos_token": "<s>"})
 
 
-def _bos(backend: Tokenizer) -> processors.TemplateProcessing:
+def bos_processor(backend: Tokenizer) -> processors.TemplateProcessing:
     return processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
     )
@@ -67,7 +67,7 @@ def sentence_piece() -> TextTokenizer:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
     backend.train_from_iterator([some_sentence(rng, 12) + ". Question: Answer:" for _ in range(400)], trainer)
-    backend.post_processor = _bos(backend)
+    backend.post_processor = bos_processor(backend)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

@@ -16,6 +16,7 @@ from llmtrain.models.sections.layers import NormBackend
 VOCAB = 97
 GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
 MAMBA = {"type": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 16}
+GDN = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
 ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
@@ -52,13 +53,53 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "layers": "m s+m m s+m",
     },
+    "norms after and on both sides, branches side by side, multipliers": {
+        "norm": {"zero_centered": True, "place": "both"},
+        "blocks": {
+            "a": ATTENTION
+            | {
+                "position": ROTARY | {"fraction": 0.5},
+                "residual_multiplier": 0.5,
+                "mlp": {"type": "geglu_tanh", "d_ff": 48},
+            },
+            "p": ATTENTION
+            | {
+                "position": ROTARY,
+                "parallel": True,
+                "mlp": {"type": "relu2", "d_ff": 48},
+                "norm": {"type": "layernorm"},
+            },
+            "m": {
+                "type": "parallel_mixers",
+                "mixers": [
+                    MAMBA | {"input_multiplier": 0.5, "projection_multipliers": (0.5, 2.0, 1.0, 1.5, 1.0)},
+                    {"type": "attention", "n_heads": 2, "position": ALIBI, "residual_multiplier": 2.0},
+                ],
+                "mlp": {"type": "gelu_tanh", "d_ff": 48, "out_multiplier": 0.5},
+                "norm": {"type": "rmsnorm", "place": "after"},
+            },
+        },
+        "layers": "a p m",
+        "embedding_multiplier": 3.0,
+        "logit_multiplier": 0.5,
+    },
+    "gated deltanet with grouped keys, and gated attention": {
+        "norm": {"zero_centered": True},
+        "blocks": {
+            "g": GDN | {"n_key_heads": 2, "mlp": SWIGLU},
+            "n": GDN | {"negative_eigenvalues": True, "d_conv": 1},
+            "a": ATTENTION
+            | {"n_kv_heads": 2, "position": ROTARY | {"fraction": 0.5}, "qk_norm": "head", "output_gate": True},
+        },
+        "layers": "g a n",
+    },
     "zamba2 as the 2.7B": {
         "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
         "layers": "m s+m m (s+m)*2",
     },
 }
-PACKABLE = [name for name in MODELS if "window" not in name]
-"""Models without windows, which score requests that share a prefix."""
+PACKABLE = [name for name in MODELS if "window" not in name and "deltanet" not in name]
+"""Models without windows and Gated DeltaNet, which score requests that share a prefix."""
 
 
 def build(
@@ -76,7 +117,7 @@ def build(
     device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
     """
     settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
-    settings["blocks"] = {name: block | {"backend": backend} for name, block in settings["blocks"].items()}
+    settings["blocks"] = {name: _with_backend(block, backend) for name, block in settings["blocks"].items()}
     if backend in get_args(NormBackend):
         settings["norm"] = settings.get("norm", {}) | {"backend": backend}
     settings["layers"] = layers or settings["layers"]
@@ -87,3 +128,9 @@ def build(
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     return CausalLM(model).to(device or platform.device_type).eval()
+
+
+def _with_backend(block: dict[str, Any], backend: str) -> dict[str, Any]:
+    if "mixers" in block:
+        return block | {"mixers": [_with_backend(part, backend) for part in block["mixers"]]}
+    return block | {"backend": backend}

@@ -89,6 +89,13 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index)}
+    pages = {*(ROOT / "docs").glob("*.md"), ROOT / "docs" / "reference" / "README.md"} - {ROOT / "docs" / "README.md"}
+    assert sorted(map(name, pages - linked)) == []
+
+
 def anchors(page: Path) -> list[str]:
     return [anchor_of(heading) for heading in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)]
 
@@ -131,8 +138,8 @@ def test_the_committed_schemas_and_reference_are_the_generated_ones():
 
 def test_the_reference_has_every_type_of_block_and_says_what_may_change_on_resume():
     pages = reference()
-    for kind in ("attention", "mamba2", "shared_attention"):
+    for kind in ("attention", "gated_deltanet", "mamba2", "parallel_mixers", "shared_attention"):
         assert f"## `model.blocks.NAME` with `type: {kind}`" in pages["blocks.md"]
-    assert "| `d_conv` | an integer above 0 | `4` | fixed | Kernel width" in pages["blocks.md"]
+    assert "| `d_conv` | an integer above 0 and at most 131072 | `4` | fixed | Kernel width" in pages["blocks.md"]
     assert re.search(r"^\| `chunk_size` \| .* \| may change \|", pages["blocks.md"], re.M)
     assert re.search(r"^\| `interval` \| .* \| may change \|", pages["checkpoint.md"], re.M)

@@ -30,6 +30,7 @@ WITHOUT_TORCH = (
     "llmtrain.progress",
     "llmtrain.config.*",
     "llmtrain.schema.*",
+    "llmtrain.convert.foundry.*",
     "llmtrain.models.config",
     "llmtrain.models.backends",
     "llmtrain.models.sections.*",

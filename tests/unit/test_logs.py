@@ -1,5 +1,7 @@
 """The logger: streams, ranks, and the file of rank 0."""
 
+import contextlib
+import logging
 import re
 
 import pytest
@@ -53,3 +55,30 @@ def test_a_file_that_cannot_be_written_is_no_failure(tmp_path, capsys):
     with copied_to(tmp_path / "logs" / "rank0.txt"):
         run_log.info("step 1/2")
     assert capsys.readouterr().out == "step 1/2\n"
+
+
+def test_a_full_disk_is_told_once_and_again_when_it_is_over(tmp_path, capsys):
+    """/dev/full stands for the disk: every write to it fails."""
+    with copied_to(tmp_path / "rank0.txt"):
+        handler = next(one for one in log.handlers if getattr(one, "baseFilename", "").endswith("rank0.txt"))
+        assert isinstance(handler, logging.FileHandler)
+        good, handler.stream = handler.stream, open("/dev/full", "w")  # noqa: SIM115
+        for _ in range(3):
+            write()
+        full, handler.stream = handler.stream, good
+        err = capsys.readouterr().err
+        assert err.count("cannot be written") == 1 and "No space left" in err
+        write()
+        assert f"{tmp_path / 'rank0.txt'} is written again" in capsys.readouterr().err
+        handler.stream = full
+        write()
+    assert (tmp_path / "rank0.txt").read_text().count("step 1/2") == 1
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        run_log.info("step 1/2")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()

@@ -8,6 +8,7 @@ the GPU finds it. Processes of their own do it (worker.py), because a compiler c
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import re
@@ -160,12 +161,7 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled: Any = launch(self, *args, grid=grid, warmup=True, **options)
-        assembly = compiled.asm["amdgcn" if amd else "ptx"]
-        matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
-        wide = sum(assembly.count(f"{way}.global.v4.b32") for way in ("ld", "st"))  # 16 bytes a thread; NVIDIA's
-        used = {"shared": compiled.metadata.shared, "matrix": matrix, "wide": wide}
-        used |= _amd(assembly) if amd else _nvidia(compiled, arch)
-        taken.append({"kernel": self.fn.__name__, **used})
+        taken.append({"kernel": self.fn.__name__, **_resources(compiled, arch)})
         return compiled
 
     JITFunction.run = run
@@ -173,6 +169,16 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
         yield taken
     finally:
         JITFunction.run = launch
+
+
+@functools.cache  # Triton hands out the same object for each launch of a kernel, and disassembling takes as long as ptxas
+def _resources(compiled: Any, arch: str) -> dict[str, int]:
+    amd = arch.startswith("gfx")
+    assembly = compiled.asm["amdgcn" if amd else "ptx"]
+    matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
+    wide = sum(assembly.count(f"{way}.global.v4.b32") for way in ("ld", "st"))  # 16 bytes a thread; NVIDIA's
+    used = {"shared": compiled.metadata.shared, "matrix": matrix, "wide": wide}
+    return used | (_amd(assembly) if amd else _nvidia(compiled, arch))
 
 
 def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
@@ -188,7 +194,7 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         products = compiled.asm["ptx"].count("wgmma.commit_group")
-        waits = _tool("nvdisasm", "-c", file.name).count(", gsb0 ;") if products else 0
+        waits = _tool("nvdisasm", "-c", "-ndf", file.name).count(", gsb0 ;") if products else 0
     registers, num_warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
     shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
     programs = min(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from llmtrain.bench.tune.measuring import Measured
 from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
 from llmtrain.kernels.tuning_table import KERNELS, Row
+from llmtrain.progress import CountBar
 
 Step = Callable[[], None]
 """To be called after each candidate."""
@@ -92,13 +94,7 @@ def shared_of(operation: str, case: dict[str, Any], launch: Any, where: Platform
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Step]:
     """Progress bar on standard error, with the time left; a line at the end where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(f"{title:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
-    if not console.is_terminal:
-        console.print(f"{title}: {total} done")
+    with CountBar(sys.stderr.isatty(), total, f"{title:<10}") as bar:
+        yield bar.advance
+    if not bar.shown:
+        print(f"{title}: {total} done", file=sys.stderr)

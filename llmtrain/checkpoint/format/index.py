@@ -40,7 +40,8 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """tensors, values: by name, which begins with `model.` or `optimizer.`; values are no tensors, such as learning rates."""
+    """tensors, values: by name, which begins with `model.`, `optimizer.`, `ema.` or `spike.`; values are no tensors, such as
+    learning rates."""
 
     save_id: str
     tensors: dict[str, TensorRecord]
@@ -50,6 +51,15 @@ class Index:
         """Names of the files that hold these tensors; of all files by default."""
         chosen = self.tensors if names is None else [name for name in names if name in self.tensors]
         return sorted({piece.file for name in chosen for piece in self.tensors[name].pieces})
+
+
+def weights_prefix(folder: Path, manifest: Manifest, ema: bool) -> str:
+    """Beginning of the names of a checkpoint's weights, or of their moving averages. Raises CheckpointError if it has none."""
+    if not ema:
+        return "model."
+    if not any(name.startswith("ema.") for name in read(folder, manifest).tensors):
+        raise CheckpointError(f"{folder} has no moving average of the weights: its run was trained without train.ema")
+    return "ema."
 
 
 def write(folder: Path, index: Index) -> FileRecord:

@@ -20,11 +20,14 @@ import xxhash
 from llmtrain.checkpoint.format.header import HeaderError, read_header
 from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
 from llmtrain.config.output_folder import write_synced
+from llmtrain.config.regular_file import open_regular
 from llmtrain.errors import UserError
 
 FORMAT = 2
 NAME = "manifest.json"
 _CHECKSUM = re.compile(rb',\n "xxh3_128": "([0-9a-f]{32})"\n\}\n')
+_STEP_NAME = re.compile(r"(?:.*/)?step-(\d{8})(?:\..*)?/?")
+_MAX_BYTES = 64 * 2**20
 _READ_BYTES = 8 * 2**20
 _READERS = 4
 
@@ -177,11 +180,15 @@ def sync_folder(folder: Path) -> None:
 
 def _read_text(folder: Path) -> bytes:
     try:
-        return (folder / NAME).read_bytes()
+        with open_regular(folder / NAME) as file:
+            text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {NAME}") from None
     except OSError as error:
-        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from None
+        raise CheckpointError(f"{folder / NAME} cannot be read: {error.strerror or error}") from None
+    if len(text) > _MAX_BYTES:
+        raise CheckpointError(f"{folder / NAME} is not a checkpoint's manifest: it has more than {_MAX_BYTES:,} bytes")
+    return text
 
 
 def _decode_fields(folder: Path | str, text: bytes) -> dict[str, Any]:
@@ -219,9 +226,13 @@ def _decode(folder: Path | str, fields: dict[str, Any]) -> Manifest:
             raise _not_a_manifest(folder, name)
     for name, record in manifest.files.items():
         # A name with a path in it would reach outside the folder.
-        plain = name == Path(name).name and name != NAME
+        plain = name == Path(name).name and name not in ("", "..", NAME) and "\0" not in name
         if not plain or not isinstance(record, dict) or set(record) != {"bytes", "xxh3_128"}:
             raise _not_a_manifest(folder, f"files: {name}")
+    if (named := _STEP_NAME.fullmatch(str(folder))) and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{folder} holds step {manifest.step}, which is not the step of its name; give it back its own"
+        )
     return manifest
 
 
@@ -231,8 +242,7 @@ def _not_a_manifest(folder: Path | str, what: object) -> CheckpointError:
 
 def _check_file(folder: Path, name: str, manifest: Manifest) -> None:
     path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is incomplete: {name} is missing")
+    _require_file(folder, name)
     if path.suffix == ".safetensors":
         try:
             save_id = read_header(path).metadata.get("save_id")
@@ -249,7 +259,13 @@ def _check_file(folder: Path, name: str, manifest: Manifest) -> None:
 
 def _check_size(folder: Path, name: str, size: int) -> None:
     path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is incomplete: {name} is missing")
+    _require_file(folder, name)
     if path.stat().st_size != size:
         raise CheckpointError(f"{folder} is damaged: {name} has {path.stat().st_size} bytes, not {size}")
+
+
+def _require_file(folder: Path, name: str) -> None:
+    path = folder / name
+    if not path.is_file():
+        state = "is not a regular file" if os.path.lexists(path) else "is missing"
+        raise CheckpointError(f"{folder} is incomplete: {name} {state}")

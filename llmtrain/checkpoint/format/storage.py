@@ -43,7 +43,14 @@ from torch.futures import Future
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import FileRecord
-from llmtrain.checkpoint.format.tensor_file import DTYPE_NAMES, DTYPES, Entry, TensorFile, TensorSource
+from llmtrain.checkpoint.format.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    Entry,
+    TensorFile,
+    TensorSource,
+    split_into_files,
+)
 from llmtrain.checkpoint.format.threads import in_threads
 
 FILE_BYTES = 512 * 2**20
@@ -83,13 +90,11 @@ class StatePlanner(DefaultSavePlanner):
 class ShardWriter(StorageWriter):
     """Writes tensors into safetensors files and the rest into the index. files: the written ones; on the coordinator only.
 
-    The names of the files name no rank: the coordinator numbers them. threads: 1 asks the planner for one tensor after
-    another, in the order of the plan.
+    The names of the files name no rank: the coordinator numbers them.
     """
 
-    def __init__(self, folder: Path, save_id: str, *, file_bytes: int | None = None, threads: int = THREADS):
-        self._folder, self._save_id = folder, save_id
-        self._file_bytes, self._threads = file_bytes or FILE_BYTES, threads
+    def __init__(self, folder: Path, save_id: str, *, file_bytes: int | None = None):
+        self._folder, self._save_id, self._file_bytes = folder, save_id, file_bytes or FILE_BYTES
         self.files: dict[str, FileRecord] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -102,13 +107,18 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        shares = [_divide(plan.items, self._file_bytes) for plan in plans]
+        shares = [self._divide(plan.items) for plan in plans]
         prepared, count = [], 0
         for plan, groups in zip(plans, shares, strict=True):
             names = [f"tensors-{count + i:05d}.safetensors" for i in range(len(groups))]
             prepared.append(replace(plan, storage_data=dict(zip(names, groups, strict=True))))
             count += len(groups)
         return prepared
+
+    def _divide(self, items: list[WriteItem]) -> list[list[int]]:
+        """Places in `items` of the tensors of each file, in order; empty pieces (of ranks that hold no row) have none."""
+        tensors = [i for i, item in enumerate(items) if item.type != WriteItemType.BYTE_IO and _entry(item).elements]
+        return split_into_files(tensors, self._file_bytes, lambda i: _entry(items[i]))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
@@ -117,7 +127,7 @@ class ShardWriter(StorageWriter):
                 content = planner.resolve_data(item)
                 assert isinstance(content, io.BytesIO)
                 results.append(WriteResult(item.index, 0, json.loads(content.getvalue())))
-        for written in in_threads(lambda name: self._write(name, plan, planner), plan.storage_data, self._threads):
+        for written in in_threads(lambda name: self._write(name, plan, planner), plan.storage_data, THREADS):
             results += written
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -242,21 +252,6 @@ def _copy_box(source: TensorSource, piece: Piece, dtype: torch.dtype, item: Read
         for dim in range(1, rows.ndim):
             rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
         target.narrow(0, start, count).copy_(rows)
-
-
-def _divide(items: list[WriteItem], file_bytes: int) -> list[list[int]]:
-    """Places in `items` of the tensors of each file, in order; empty pieces (of ranks that hold no row) have none."""
-    groups: list[list[int]] = []
-    size = 0
-    for place, item in enumerate(items):
-        if item.type == WriteItemType.BYTE_IO or not (entry := _entry(item)).elements:
-            continue
-        if not groups or size + entry.nbytes > file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(place)
-        size += entry.nbytes
-    return groups
 
 
 def _entry(item: WriteItem) -> Entry:

@@ -10,9 +10,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -21,6 +22,8 @@ from torch import Tensor
 from llmtrain.checkpoint.format.header import Header, read_header
 from llmtrain.checkpoint.format.manifest import FileRecord
 from llmtrain.errors import UserError
+
+Item = TypeVar("Item")
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -59,16 +62,19 @@ class Entry:
         return self.elements * self.dtype.itemsize
 
 
-def split_into_files(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Divide tensors, in order, into files of at most max_bytes; a larger tensor has a file of its own."""
-    files: list[list[Entry]] = []
+def split_into_files(
+    items: Iterable[Item], max_bytes: int, entry_of: Callable[[Any], Entry] = lambda item: item
+) -> list[list[Item]]:
+    """Divide tensors, in order, into files of at most max_bytes; a larger tensor has a file of its own. entry_of: of an item."""
+    files: list[list[Item]] = []
     size = 0
-    for entry in entries:
-        if not files or size + entry.nbytes > max_bytes:
+    for item in items:
+        nbytes = entry_of(item).nbytes
+        if not files or size + nbytes > max_bytes:
             files.append([])
             size = 0
-        files[-1].append(entry)
-        size += entry.nbytes
+        files[-1].append(item)
+        size += nbytes
     return files
 
 
@@ -141,10 +147,15 @@ class TensorSource:
         ):
             raise UserError(f"{self._path.name}: {key} is not of the dtype and shape that the index says")
 
+    def place(self, key: str) -> tuple[int, int]:
+        """(offset in the file, length) of a tensor's bytes."""
+        begin, end = self._header.tensors[key]["data_offsets"]
+        return self._header.data + begin, end - begin
+
     def read_into(self, key: str, first: int, wanted: Tensor) -> None:
         """Fill `wanted` (contiguous, on the CPU) with the tensor's elements from `first` on. Raises EOFError at the end."""
         view = wanted.reshape(-1).view(torch.uint8).numpy().data
-        at = self._header.data + self._header.tensors[key]["data_offsets"][0] + first * wanted.element_size()
+        at = self.place(key)[0] + first * wanted.element_size()
         while view:
             got = os.preadv(self._handle, [view], at)
             if not got:

@@ -12,8 +12,6 @@ Result = TypeVar("Result")
 
 def in_threads(work: Callable[[str], Result], names: Iterable[str], threads: int) -> list[Result]:
     """Results of work(name), in order. Raises the first failure; work that has not begun by then is not begun."""
-    if threads == 1:
-        return [work(name) for name in names]
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(work, name) for name in names]
         try:

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import xxhash
@@ -55,14 +55,12 @@ class S3Store:
         self._client = _client()
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        found: dict[str, int] = {}
-        more: dict[str, Any] = {}
-        while True:
-            page = self._request("list_objects_v2", "", Prefix=self._prefix + prefix, **more)
-            found |= {item["Key"].removeprefix(self._prefix): item["Size"] for item in page.get("Contents", [])}
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        pages = self._pages(
+            "list_objects_v2", "", {"ContinuationToken": "NextContinuationToken"}, Prefix=self._prefix + prefix
+        )
+        return {
+            item["Key"].removeprefix(self._prefix): item["Size"] for page in pages for item in page.get("Contents", [])
+        }
 
     def read(self, name: str) -> bytes:
         def get() -> bytes:
@@ -141,23 +139,26 @@ class S3Store:
         return begun["UploadId"], {}
 
     def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
-        more: dict[str, Any] = {}
-        while True:
-            page = self._request("list_multipart_uploads", "", Prefix=prefix, **more)
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("list_multipart_uploads", "", following, Prefix=prefix):
             yield from page.get("Uploads", [])
-            if not page.get("IsTruncated"):
-                return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _parts(self, name: str, upload: str) -> dict[int, tuple[int, str]]:
-        found: dict[int, tuple[int, str]] = {}
+        following = {"PartNumberMarker": "NextPartNumberMarker"}
+        pages = self._pages("list_parts", name, following, **self._key(name), UploadId=upload)
+        return {part["PartNumber"]: (part["Size"], part["ETag"]) for page in pages for part in page.get("Parts", [])}
+
+    def _pages(
+        self, operation: str, name: str, following: Mapping[str, str], **arguments: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Pages of a listing. following: the fields of a page that ask for the next one, by the arguments they become."""
         more: dict[str, Any] = {}
         while True:
-            page = self._request("list_parts", name, **self._key(name), UploadId=upload, **more)
-            found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in page.get("Parts", [])}
+            page = self._request(operation, name, **arguments, **more)
+            yield page
             if not page.get("IsTruncated"):
-                return found
-            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+                return
+            more = {argument: page[field] for argument, field in following.items()}
 
     def stream(self, name: str, size: int) -> Iterator[bytes]:
         at, pauses = 0, self._retry.pauses()

@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.records import BadRecord, read_pieces, read_units
-from llmtrain.data.shards import TOKEN_COLUMNS
+from llmtrain.data.records import BadRecord, SetAside, read_slice, whole
+from llmtrain.data.shard_index import TOKEN_COLUMNS
 from llmtrain.data.source_files import PrepareError, list_files
+from llmtrain.data.token_kinds import token_kind
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.tasks.documents import Document, document_text
+from llmtrain.eval.tasks.documents import AnyDocument
 from llmtrain.eval.tasks.mds import open_mds, read_mds
 
 _SEPARATOR = np.uint64(1 << 62)
@@ -74,7 +75,7 @@ class Overlap:
 
 
 def decontaminate(
-    tasks: Mapping[str, Sequence[Document]],
+    tasks: Mapping[str, Sequence[AnyDocument]],
     samples: Iterable[Sample],
     tokenizer: TextTokenizer,
     *,
@@ -112,20 +113,26 @@ def mds_samples(folder: str | Path, tokenizer: TextTokenizer) -> Iterator[Sample
 
 
 def text_samples(paths: Sequence[str | Path], tokenizer: TextTokenizer, text_key: str = "text") -> Iterator[Sample]:
-    """Documents of text files, folders and JSONL (.gz and .zst too). Raises EvalError for what cannot be read."""
+    """Documents of the texts and records that `llmtrain prepare` reads. Raises EvalError for files of token ids and for what
+    cannot be read, but not for files of a folder that are no text."""
     try:
         files = list_files([str(path) for path in paths])
         total, done = sum(file.size for file in files), 0
-        for unit in read_units(files):
-            for span in unit:
-                for piece in read_pieces(span, text_key):
-                    if not isinstance(piece, BadRecord):
-                        yield Sample(
-                            f"{span.file.path} ({piece.name})", np.asarray(tokenizer.encode(piece.text)), done, total
-                        )
-                    elif piece.fatal:
+        for file in files:
+            if token_kind(file.path, file.from_folder):
+                raise EvalError(
+                    f"{file.path} holds token ids; turn it into shards with `llmtrain prepare`, and name their folder"
+                )
+            try:
+                for piece in read_slice(whole(file), text_key):
+                    if isinstance(piece, BadRecord):
                         raise EvalError(str(piece))
-                done = min(done + span.end - span.begin, total)  # more than there is, if compressed
+                    ids = np.asarray(tokenizer.encode(piece.text))
+                    yield Sample(f"{file.path} ({piece.name})", ids, done, total)
+            except SetAside as error:
+                if error.bad.fatal:
+                    raise EvalError(str(error)) from None
+            done += file.size
     except PrepareError as error:
         raise EvalError(str(error)) from None
 
@@ -145,7 +152,7 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 class _Index:
     """N-grams of the documents, and the first location of each in the data."""
 
-    def __init__(self, tasks: Mapping[str, Sequence[Document]], tokenizer: TextTokenizer, n: int):
+    def __init__(self, tasks: Mapping[str, Sequence[AnyDocument]], tokenizer: TextTokenizer, n: int):
         self._tasks, self._tokenizer, self._n = tasks, tokenizer, n
         self.longest = 0
         """Tokens of the longest document."""
@@ -155,10 +162,10 @@ class _Index:
         self._seen: dict[int, str] = {}
         """First location in the data, by index of the n-gram in the set."""
 
-    def _ids(self, document: Document) -> NDArray:
-        return np.asarray(self._tokenizer.encode(document_text(document)), np.int64)
+    def _ids(self, document: AnyDocument) -> NDArray:
+        return np.asarray(self._tokenizer.encode(document.text), np.int64)
 
-    def _hash(self, document: Document) -> NDArray[np.uint64]:
+    def _hash(self, document: AnyDocument) -> NDArray[np.uint64]:
         ids = self._ids(document)
         self.longest = max(self.longest, len(ids))
         return ngram_hashes(ids, self._n)

@@ -14,6 +14,7 @@ from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prepare import read_documents
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run, task_runs
 from llmtrain.logs import log
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     runs = task_runs(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
     wanted = {one.task.name: one.task for one in runs}
     log.info(f"reading the documents of {len(wanted)} tasks")
-    tasks = {name: task.documents(settings.limit).evaluated for name, task in wanted.items()}
+    tasks = {name: read_documents(task, settings).evaluated for name, task in wanted.items()}
     with _Bars(sources) as bars:
         samples = bars.watch(tokenizer, args.text_key)
         overlaps = decontaminate(tasks, samples, tokenizer, n=args.n, progress=bars.progress)
@@ -103,7 +104,8 @@ class _Bars:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        if not self._bars.disable:  # it would end with an empty line
+            self._bars.stop()
 
     def watch(self, tokenizer: TextTokenizer, text_key: str) -> Iterator[Sample]:
         """All samples of all sources. Raises EvalError for a source that has none, and for ids of another tokenizer."""

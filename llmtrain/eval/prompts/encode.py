@@ -9,10 +9,14 @@ from itertools import islice
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.prompts.tokens import PromptTokenizer
-from llmtrain.eval.tasks.documents import Document
+from llmtrain.eval.tasks.documents import AnyDocument
+from llmtrain.generate.options import Sampling
 
 _BATCH, _CHARACTERS = 512, 200_000
 """Most prompts and characters encoded at a time: enough work for all cores, for some milliseconds."""
+
+_END = 24
+"""Characters of a context, without white space at its end, on which the tokens of the continuation may depend."""
 
 Ids = dict[str, list[int]]
 
@@ -24,7 +28,7 @@ class Prompt:
     before: text in front of the context that is tokenised separately (foundry: preamble and examples).
     """
 
-    document: Document
+    document: AnyDocument
     option: int
     context: str
     continuation: str | None
@@ -35,10 +39,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Ends of a generated answer: stop texts and a number of tokens."""
+    """Ends of a generated answer: stop texts and a number of tokens. sampling: None is greedy."""
 
     stops: tuple[str, ...]
     max_new_tokens: int
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)
@@ -49,27 +54,50 @@ class Encoding:
     these texts.
     """
 
-    texts: Callable[[Prompt], tuple[Sequence[str], Sequence[str]]]
+    texts: Callable[[Prompt, PromptTokenizer], tuple[Sequence[str], Sequence[str]]]
     join: Callable[[Prompt, Ids, Ids, PromptTokenizer], tuple[list[int], list[int]]]
 
 
 def encode(
-    prompts: Iterable[Prompt], encoding: Encoding, tokenizer: PromptTokenizer, limits: GenerationLimits | None
+    prompts: Iterable[Prompt],
+    encoding: Encoding,
+    tokenizer: PromptTokenizer,
+    limits: GenerationLimits | None,
+    bad: dict[int, str] | None = None,
 ) -> Iterator[list[Request]]:
     """Requests of the prompts, in lists of some hundred.
 
-    limits: those of generated answers. Raises EvalError, with file and line, for a context or continuation without tokens.
+    limits: those of generated answers. bad: takes the reasons of documents with a context or continuation without tokens, by their
+    index. Raises EvalError, with file and line, for the first of them where there is no `bad`.
     """
     left = iter(prompts)
     while batch := _some(left):
         plain: dict[str, None] = {}
         special: dict[str, None] = {}
         for prompt in batch:
-            for known, texts in zip((plain, special), encoding.texts(prompt), strict=True):
+            for known, texts in zip((plain, special), encoding.texts(prompt, tokenizer), strict=True):
                 known.update(dict.fromkeys(texts))
         plain_ids = dict(zip(plain, tokenizer.plain_batch(list(plain)), strict=True))
         special_ids = dict(zip(special, tokenizer.special_batch(list(special)), strict=True))
-        yield [_request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), limits) for prompt in batch]
+        made: list[Request] = []
+        for prompt in batch:
+            try:
+                made.append(_request(prompt, *encoding.join(prompt, plain_ids, special_ids, tokenizer), limits))
+            except EvalError as error:
+                if bad is None:
+                    raise EvalError(f"{prompt.document.where}: {error}") from None
+                bad.setdefault(prompt.document.index, str(error))
+        yield made
+
+
+def shortened(prompt: Prompt) -> Prompt:
+    """Prompt with the end of its context, with which its continuation has the same tokens, but for rare tokenizers."""
+    context, before = _end(prompt.context), _end(prompt.before)
+    return Prompt(prompt.document, prompt.option, context, prompt.continuation, before, prompt.premise)
+
+
+def _end(text: str) -> str:
+    return text[max(len(text.rstrip()) - _END, 0) :] if len(text) > _END else text
 
 
 def _some(prompts: Iterator[Prompt]) -> list[Prompt]:
@@ -87,12 +115,14 @@ def _request(prompt: Prompt, context: list[int], continuation: list[int], limits
     document = prompt.document
     if not context:
         raise EvalError(
-            f"{document.where}: the prompt is empty, and this tokenizer puts no BOS before it, so that the first token "
-            "could not be predicted from anything; give the task a preamble or a prelimiter"
+            "the prompt is empty, and this tokenizer puts no BOS before it, so that the first token could not be predicted "
+            "from anything; give the task a preamble or a prelimiter"
         )
     if prompt.continuation is None:
         assert limits is not None
-        return GenerateUntilRequest(document.index, tuple(context), limits.stops, limits.max_new_tokens)
+        return GenerateUntilRequest(
+            document.index, tuple(context), limits.stops, limits.max_new_tokens, limits.sampling
+        )
     if not continuation:
-        raise EvalError(f"{document.where}: {prompt.continuation!r} has no token of its own after its context")
+        raise EvalError(f"{prompt.continuation!r} has no token of its own after its context")
     return LoglikelihoodRequest(document.index, prompt.option, tuple(context), tuple(continuation))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import TypeVar
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.tasks.documents import Document
+from llmtrain.eval.tasks.documents import AnyDocument
 
 SEED = 1234
+
+D = TypeVar("D", bound=AnyDocument)
 
 
 def foundry_sample(rng: Random, size: int, shots: int, document: int | None) -> Iterable[int]:
@@ -31,7 +34,7 @@ def foundry_sample(rng: Random, size: int, shots: int, document: int | None) -> 
     return chosen
 
 
-def lm_eval_sample(rng: Random, pool: Sequence[Document], shots: int, document: Document | None) -> list[Document]:
+def lm_eval_sample(rng: Random, pool: Sequence[D], shots: int, document: D | None) -> list[D]:
     """Examples as lm-evaluation-harness samples them: with a document to exclude, draw one more, and drop what equals it.
 
     Equality is of records: a second copy of the document is not used either; if that leaves too few, all are drawn anew
@@ -47,9 +50,9 @@ def lm_eval_sample(rng: Random, pool: Sequence[Document], shots: int, document: 
     return drawn
 
 
-def lm_eval_first(pool: Sequence[Document], shots: int, document: Document | None) -> list[Document]:
+def lm_eval_first(pool: Sequence[D], shots: int, document: D | None) -> list[D]:
     """First examples of the pool, without the document itself."""
-    chosen: list[Document] = []
+    chosen: list[D] = []
     for one in pool:
         if len(chosen) == shots:
             break
@@ -60,7 +63,7 @@ def lm_eval_first(pool: Sequence[Document], shots: int, document: Document | Non
     return chosen
 
 
-def _check_others(count: int, shots: int, document: Document) -> None:
+def _check_others(count: int, shots: int, document: AnyDocument) -> None:
     if count < shots:
         raise EvalError(
             f"{document.where}: {shots} few-shot examples asked for, but only {count} records differ from this one"

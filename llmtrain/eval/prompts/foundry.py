@@ -18,7 +18,7 @@ from random import Random
 from llmtrain.eval.prompts.encode import Encoding, GenerationLimits, Ids, Prompt
 from llmtrain.eval.prompts.few_shot import SEED, foundry_sample
 from llmtrain.eval.prompts.tokens import PromptTokenizer
-from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema
+from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema, asked_and_answered
 from llmtrain.eval.tasks.sections import FoundryPrompting
 
 _EXTRA_TOKENS = 10
@@ -98,17 +98,10 @@ class FoundryWriter:
             delimiter = settings.example_delimiter if before else ""
             context = settings.prelimiter + delimiter + content.contexts[content.gold]
             return context + settings.continuation_delimiter + self._stripped(content.continuation)
-        match content:
-            case Choices():
-                asked, answer = content.query, content.choices[content.gold]
-            case Continuation():
-                asked, answer = content.context, self._stripped(content.continuation)
-            case Question():
-                asked, answer = content.context, self._stripped(content.answer)
-                if content.chain_of_thought is not None:
-                    answer = self._stripped(content.chain_of_thought) + settings.cot_delimiter + answer
-            case _:
-                raise AssertionError("a perplexity task has no examples")
+        asked, answer = asked_and_answered(content)
+        answer = answer if isinstance(content, Choices) else self._stripped(answer)
+        if isinstance(content, Question) and content.chain_of_thought is not None:
+            answer = self._stripped(content.chain_of_thought) + settings.cot_delimiter + answer
         return self._lead(before) + self._stripped(asked) + settings.continuation_delimiter + answer
 
     def generation_limits(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> GenerationLimits:
@@ -125,7 +118,7 @@ class FoundryWriter:
         return GenerationLimits(tuple(self._settings.ends), max(longest + room, 1))
 
 
-def _texts(prompt: Prompt) -> tuple[Sequence[str], Sequence[str]]:
+def _texts(prompt: Prompt, tokenizer: PromptTokenizer) -> tuple[Sequence[str], Sequence[str]]:
     continuation = [] if prompt.continuation is None else [prompt.continuation]
     return [prompt.context, *continuation], [prompt.before]
 

@@ -2,7 +2,7 @@
 
 Context and continuation are tokenised together, and the context alone; the tokens of the first beyond the length of the
 second are the continuation's. White space at the end of the context is moved to the continuation. An empty context
-becomes BOS, or EOS for tokenizers without BOS.
+becomes BOS, or EOS for tokenizers without BOS. A text that begins with BOS as written gets no second one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.prompts.chat import PLAIN, PromptStyle, Turn, question_turns
 from llmtrain.eval.prompts.encode import Encoding, GenerationLimits, Ids, Prompt
 from llmtrain.eval.prompts.few_shot import SEED, lm_eval_first, lm_eval_sample
 from llmtrain.eval.prompts.tokens import PromptTokenizer
-from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema
+from llmtrain.eval.tasks.documents import (
+    Choices,
+    Continuation,
+    Document,
+    Instructed,
+    Question,
+    Schema,
+    asked_and_answered,
+)
 from llmtrain.eval.tasks.sections import LmEvalPrompting
 
 
@@ -22,10 +32,18 @@ class LmEvalWriter:
 
     spaced: put the delimiter between context and continuation of a language modelling document if there is no white space.
         The harness does not, because its tasks write the space into their target; plain records need not.
+    style: plain text, or a chat template.
+    bad: takes the reasons of documents whose prompt the template refuses, by index; otherwise the first is an EvalError.
     """
 
-    def __init__(self, settings: LmEvalPrompting, spaced: bool = False):
-        self._settings, self._spaced = settings, spaced
+    def __init__(
+        self,
+        settings: LmEvalPrompting,
+        spaced: bool = False,
+        style: PromptStyle = PLAIN,
+        bad: dict[int, str] | None = None,
+    ):
+        self._settings, self._spaced, self._style, self._bad = settings, spaced, style, bad
 
     def prompts(
         self, documents: Sequence[Document], pool: Sequence[Document], shots: int, in_pool: bool
@@ -33,51 +51,56 @@ class LmEvalWriter:
         """Prompts of the documents. pool: documents to draw examples from; in_pool: it holds the documents themselves."""
         rng = Random(SEED)
         for document in documents:
-            before = document.preamble
+            before = self._style.system_turns(document.preamble, self._settings.example_delimiter)
             if shots:
                 excluded = document if self.excludes_document(in_pool) else None
                 first = self._settings.sampler == "first_n"
                 chosen = lm_eval_first(pool, shots, excluded) if first else lm_eval_sample(rng, pool, shots, excluded)
-                before += "".join(self._example(one) for one in chosen)
-            yield from self._prompts(document, before)
+                for one in chosen:
+                    before += self._example(one)
+            try:
+                made = list(self._prompts(document, before))
+            except EvalError as error:
+                if self._bad is None:
+                    raise EvalError(f"{document.where}: {error}") from None
+                self._bad[document.index] = str(error)
+                continue
+            yield from made
 
     def excludes_document(self, in_pool: bool) -> bool:
         """True if one more example is drawn and the document itself is dropped."""
         return in_pool if self._settings.avoid_document is None else self._settings.avoid_document
 
-    def _example(self, document: Document) -> str:
-        match content := document.content:
-            case Choices():
-                asked, answer = content.query, content.choices[content.gold]
-            case Schema():
-                asked, answer = content.contexts[content.gold], content.continuation
-            case Continuation():
-                asked, answer = content.context, content.continuation
-            case Question():
-                asked, answer = content.context, content.answer
-            case _:
-                raise AssertionError("a perplexity task has no examples")
-        return asked + self._settings.continuation_delimiter + answer + self._settings.example_delimiter
+    def _example(self, document: Document) -> list[Turn]:
+        asked, answer = asked_and_answered(document.content)
+        settings = self._settings
+        return question_turns(
+            asked, answer, delimiter=settings.continuation_delimiter, example_delimiter=settings.example_delimiter
+        )
 
-    def _prompts(self, document: Document, before: str) -> Iterator[Prompt]:
-        delimiter = self._settings.continuation_delimiter
+    def _prompts(self, document: Document, before: list[Turn]) -> Iterator[Prompt]:
+        def context(question: str, before: list[Turn] = before) -> str:
+            return self._style.prompt([*before, *question_turns(question)])
+
+        delimiter = self._style.delimiter(self._settings.continuation_delimiter)
         match content := document.content:
             case Choices():
-                continuations = [delimiter + choice for choice in content.choices]
+                asked, continuations = context(content.query), [delimiter + choice for choice in content.choices]
                 for option, continuation in enumerate(continuations):
-                    yield Prompt(document, option, before + content.query, continuation)
+                    yield Prompt(document, option, asked, continuation)
                 if document.premise is not None:
+                    asked = document.premise and context(document.premise, [])
                     for option, continuation in enumerate(continuations, len(continuations)):
-                        yield Prompt(document, option, document.premise, continuation, premise=True)
+                        yield Prompt(document, option, asked, continuation, premise=True)
             case Schema():
-                for option, context in enumerate(content.contexts):
-                    yield Prompt(document, option, before + context, delimiter + content.continuation)
+                for option, one in enumerate(content.contexts):
+                    yield Prompt(document, option, context(one), delimiter + content.continuation)
             case Continuation():
                 glued = content.context[-1:].strip() and content.continuation[:1].strip()
                 between = delimiter if self._spaced and glued else ""
-                yield Prompt(document, 0, before + content.context, between + content.continuation)
-            case Question():
-                yield Prompt(document, 0, before + content.context, None)
+                yield Prompt(document, 0, context(content.context), between + content.continuation)
+            case Question() | Instructed():
+                yield Prompt(document, 0, context(content.context), None)
 
     def generation_limits(self, documents: Sequence[Document], tokenizer: PromptTokenizer) -> GenerationLimits:
         return GenerationLimits(tuple(self._settings.ends), self._settings.max_new_tokens)
@@ -90,24 +113,35 @@ def _with_moved_space(prompt: Prompt) -> tuple[str, str]:
     return context, prompt.context[len(context) :] + prompt.continuation
 
 
-def _texts(prompt: Prompt) -> tuple[Sequence[str], Sequence[str]]:
+def _texts(prompt: Prompt, tokenizer: PromptTokenizer) -> tuple[Sequence[str], Sequence[str]]:
     if prompt.continuation is None:
-        return [], [prompt.context]
-    if not prompt.context:
+        texts = [prompt.context]
+    elif prompt.context:
+        context, continuation = _with_moved_space(prompt)
+        texts = [context, context + continuation]
+    else:
         return [prompt.continuation], []
-    context, continuation = _with_moved_space(prompt)
-    return [], [context, context + continuation]
+    begin = _own_begin(prompt, tokenizer)
+    return [text for text in texts if text.startswith(begin)], [text for text in texts if not text.startswith(begin)]
+
+
+def _own_begin(prompt: Prompt, tokenizer: PromptTokenizer) -> str | tuple[()]:
+    """Text of BOS (of EOS for want of one where a continuation is scored). A text that begins with it gets no special tokens."""
+    return tokenizer.prefix_token if prompt.continuation is not None else tokenizer.bos_token or ()
 
 
 def _join(prompt: Prompt, plain: Ids, special: Ids, tokenizer: PromptTokenizer) -> tuple[list[int], list[int]]:
+    def ids_of(text: str) -> list[int]:
+        return (plain if text.startswith(_own_begin(prompt, tokenizer)) else special)[text]
+
     if prompt.continuation is None:
-        return special[prompt.context], []
+        return ids_of(prompt.context), []
     if not prompt.context:
         ids = plain[prompt.continuation]
         return ([tokenizer.prefix_id], ids) if ids[:1] != [tokenizer.prefix_id] else (ids[:1], ids[1:])
     context, continuation = _with_moved_space(prompt)
-    ids = special[context]
-    return ids, special[context + continuation][len(ids) :]
+    ids = ids_of(context)
+    return ids, ids_of(context + continuation)[len(ids) :]
 
 
 ENCODING = Encoding(_texts, _join)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.generate.options import Sampling
+
 
 @dataclass(frozen=True)
 class LoglikelihoodRequest:
@@ -37,15 +39,23 @@ class Loglikelihood:
 
 @dataclass(frozen=True)
 class GenerateUntilRequest:
-    """Request for a greedy continuation until one of `stops` or max_new_tokens (lm-evaluation-harness: `generate_until`).
+    """Request for a continuation until one of `stops` or max_new_tokens (lm-evaluation-harness: `generate_until`).
 
-    stops: texts that end the answer and are no part of it.
+    stops: texts that end the answer and are no part of it. sampling: None is greedy; draws depend on its seed, on the document
+    and on `repeat`, the answer's number where a document has several.
     """
 
     document: int
     context: tuple[int, ...]
     stops: tuple[str, ...]
     max_new_tokens: int
+    sampling: Sampling | None = None
+    repeat: int = 0
+
+    @property
+    def row_number(self) -> int:
+        """Number that seeds the draws, as in `llmtrain.generate.decoding.decode`."""
+        return self.document + self.repeat * 2**20
 
 
 @dataclass(frozen=True)

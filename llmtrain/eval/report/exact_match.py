@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import string
 
+from llmtrain.eval.report.filters import apply_filters
 from llmtrain.eval.tasks.documents import Question
-from llmtrain.eval.tasks.sections import Extract, FoundryPrompting, LmEvalPrompting
+from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _PUNCTUATION_TO_SPACES = {ord(mark): " " for mark in string.punctuation + "‘’´`"}
@@ -33,26 +34,16 @@ def normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def lm_eval_exact_match(text: str, question: Question, settings: LmEvalPrompting) -> dict[str, bool]:
+def lm_eval_exact_match(
+    text: str, question: Question, settings: LmEvalPrompting, category: str | None = None
+) -> dict[str, bool]:
     """True, by name of the extraction, if the answer equals a right one after the same clean-up of both."""
     given = _until_stop(text, settings.ends)
-    found = {name: extract_answer(given, rule) for name, rule in settings.extract.items()} or {"exact_match": given}
+    found = {
+        name: apply_filters(given, chain, question.choices, category) for name, chain in settings.extract.items()
+    } or {"exact_match": given}
     right = {_clean(answer, settings) for answer in (question.answer, *question.aliases)}
     return {name: _clean(one.strip() if settings.strip else one, settings) in right for name, one in found.items()}
-
-
-def extract_answer(text: str, rule: Extract) -> str:
-    """Match `rule.match` of the pattern; of a match with groups, the first group that is not empty."""
-    matches = list(re.finditer(rule.pattern, text))
-    try:
-        match = matches[rule.match]
-    except IndexError:
-        return rule.otherwise
-    if not match.re.groups:
-        return match[0].strip()
-    if match.re.groups == 1:
-        return (match[1] or "").strip()
-    return next((group for group in match.groups() if group), rule.otherwise).strip()
 
 
 def _clean(text: str, settings: LmEvalPrompting) -> str:

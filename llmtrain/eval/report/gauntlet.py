@@ -15,18 +15,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmtrain.config.base import Probability, Problem, Section
-from llmtrain.config.report import suggest
+from llmtrain.config.report import ConfigError, suggest
+from llmtrain.config.texts import PathText
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.report.metrics import Estimate, Metrics, is_perplexity
+from llmtrain.eval.report.metrics import Estimate, Metrics, is_share
 from llmtrain.eval.tasks.load import find_yaml, read_section
 
 
 class Benchmark(Section):
     """One task with a number of shots."""
 
-    task: str
+    task: PathText
     """Name of a shipped task, or path of a task's YAML relative to the gauntlet's."""
-    shots: Annotated[int, Field(ge=0)]
+    shots: Annotated[int, Field(ge=0, le=1000)]
     """Few-shot examples."""
     baseline: Probability
     """Accuracy of random guessing."""
@@ -72,15 +73,21 @@ class Gauntlet(Section):
         """Distinct pairs (task, shots) of all benchmarks."""
         return list(dict.fromkeys((one.task, one.shots) for group in self.categories.values() for one in group))
 
+    def named_averages(self) -> dict[str, list[str]]:
+        """Categories of each average."""
+        return self.averages or {"average": list(self.categories)}
+
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one benchmark. measured: its metric; score: the metric above its baseline, rescaled."""
+    """Result of one benchmark. metric: the one that counts; score: (metric - baseline) / scale; weight: in its category."""
 
     category: str
     benchmark: Benchmark
+    metrics: Metrics
     metric: str
-    measured: Estimate
+    baseline: float
+    scale: float
     score: Estimate
     weight: float
 
@@ -97,19 +104,23 @@ class GauntletScores:
 def load_gauntlet(name: str | Path) -> Gauntlet:
     """Load a gauntlet from a YAML, or a shipped one by name; its task paths become relative to the current folder.
 
-    Raises ConfigError that lists all errors of the YAML, or EvalError for a task that is not there.
+    Raises ConfigError that lists all errors of the YAML, among them tasks that are not there, or EvalError for an unknown name.
     """
     file = find_yaml(name, "gauntlets")
     gauntlet = read_section(file, Gauntlet)
-    found = {}
-    for benchmark in (one for group in gauntlet.categories.values() for one in group):
-        beside = file.parent / benchmark.task
-        try:
-            found[benchmark.task] = str(beside) if beside.is_file() else benchmark.task
-            if not find_yaml(found[benchmark.task], "tasks").is_file():
-                raise EvalError(f"there is no file {beside}")
-        except EvalError as error:
-            raise EvalError(f"{file}: {error}") from None
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+    for category, group in gauntlet.categories.items():
+        for number, benchmark in enumerate(group):
+            beside = file.parent / benchmark.task
+            try:
+                found[benchmark.task] = str(beside) if beside.is_file() else benchmark.task
+                if not find_yaml(found[benchmark.task], "tasks").is_file():
+                    raise EvalError(f"there is no file {beside}")
+            except EvalError as error:
+                problems.append(Problem(f"categories.{category}.{number}.task", None, str(error)))
+    if problems:
+        raise ConfigError(str(file), problems)
     groups = {
         category: [one.model_copy(update={"task": found[one.task]}) for one in group]
         for category, group in gauntlet.categories.items()
@@ -134,8 +145,10 @@ def gauntlet_scores(gauntlet: Gauntlet, results: Mapping[tuple[str, int], Metric
         category: _mean([(row.score, row.weight) for row in rows if row.category == category])
         for category in gauntlet.categories
     }
-    named = gauntlet.averages or {"average": list(gauntlet.categories)}
-    averages = {name: _mean([(categories[member], 1.0) for member in members]) for name, members in named.items()}
+    averages = {
+        name: _mean([(categories[member], 1.0) for member in members])
+        for name, members in gauntlet.named_averages().items()
+    }
     return GauntletScores(rows, categories, averages)
 
 
@@ -152,7 +165,7 @@ def check_metric(gauntlet: Gauntlet, benchmark: Benchmark, headline: str, measur
     """Metric of a benchmark: its own, or else the task's headline. Raises EvalError for a metric that is no accuracy, or is not
     measured."""
     metric = benchmark.metric or headline
-    allowed = [name for name in measured if not is_perplexity(name)]
+    allowed = [name for name in measured if is_share(name)]
     if metric in allowed:
         return metric
     if not allowed:
@@ -176,7 +189,7 @@ def _row(gauntlet: Gauntlet, category: str, benchmark: Benchmark, metrics: Metri
         "documents": float(metrics.documents),
         "log_documents": max(math.log2(metrics.documents), 1.0),
     }
-    return Row(category, benchmark, metric, measured, score, weights[gauntlet.weighting])
+    return Row(category, benchmark, metrics, metric, low, scale, score, weights[gauntlet.weighting])
 
 
 def _mean(parts: list[tuple[Estimate, float]]) -> Estimate:

@@ -36,7 +36,7 @@ class Metrics:
     """Metrics of one task under one convention; `headline` names the one to quote.
 
     documents, requests: their numbers. truncated: number of requests whose context was cut to fit the model's window. categories:
-    the metrics of each category.
+    the metrics of each category. lower_is_better: names of those that fall as a model improves, perplexities aside.
     """
 
     headline: str
@@ -46,6 +46,7 @@ class Metrics:
     truncated: int
     categories: dict[str, dict[str, Estimate]] = field(default_factory=dict)
     per_document: list[DocumentMetrics] = field(default_factory=list, repr=False)
+    lower_is_better: Sequence[str] = ()
 
     @property
     def score(self) -> Estimate:
@@ -53,8 +54,17 @@ class Metrics:
 
 
 def is_perplexity(metric: str) -> bool:
-    """True for metrics of which lower values are better."""
-    return metric.endswith("perplexity") or metric == "bits_per_byte"
+    """True for perplexities and bits per byte, of which lower values are better. metric: also with a filter's name."""
+    name = metric.partition(",")[0]
+    return name.endswith("perplexity") or name == "bits_per_byte"
+
+
+def is_share(metric: str, *values: float) -> bool:
+    """True for metrics that are shares of 1, which are shown in percent: not perplexities, and not scores up to 100, which the
+    values tell of a task's own metric."""
+    name = metric.partition(",")[0]
+    scores = ("bleu", "chrf", "chrf++", "ter", "bypass")
+    return not is_perplexity(metric) and name not in scores and all(value <= 1 for value in values)
 
 
 def estimate(metric: str, items: Sequence[WeightedSum]) -> Estimate:

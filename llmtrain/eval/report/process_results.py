@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
+from llmtrain.eval.report.document_scores import Texts, describe
 from llmtrain.eval.report.exact_match import foundry_exact_match, lm_eval_exact_match
 from llmtrain.eval.report.metrics import DocumentMetrics, WeightedSum
 from llmtrain.eval.tasks.config import Convention
-from llmtrain.eval.tasks.documents import Choices, Continuation, Document, Question, Schema, Text
+from llmtrain.eval.tasks.documents import Choices, Content, Continuation, Document, Instructed, Question, Schema, Text
 from llmtrain.eval.tasks.sections import ConventionSettings, FoundryPrompting
 
 
@@ -18,9 +20,10 @@ def process_results(
 ) -> DocumentMetrics:
     """Metrics of a document. results: responses to its requests, in the order of their options."""
     values, details = _values(document, results, settings)
-    details = {"document": document.index, "where": document.where, **details}
+    place: dict[str, Any] = {"document": document.index, "where": document.where}
     if document.category is not None:
-        details["category"] = document.category
+        place["category"] = document.category
+    details = place | describe(_texts(document.content), document.preamble) | details
     return DocumentMetrics(
         document.index, document.category, values, details, sum(one.truncated > 0 for one in results)
     )
@@ -33,10 +36,13 @@ def _values(document: Document, results: Sequence, settings: ConventionSettings)
         right = (
             foundry_exact_match(generated.text, content, settings)
             if isinstance(settings, FoundryPrompting)
-            else lm_eval_exact_match(generated.text, content, settings)
+            else lm_eval_exact_match(generated.text, content, settings, document.category)
         )
         hits = {name: (float(hit), 1.0) for name, hit in right.items()}
-        return hits, {"text": generated.text, "answer": content.answer, "correct": right}
+        return hits, {"text": generated.text, "correct": right}
+    if isinstance(content, Instructed):
+        [generated] = results
+        return _instruction_metrics(content, generated.text)
     details = {
         "log_likelihoods": [one.log_likelihood for one in results],
         "tokens": [one.tokens for one in results],
@@ -56,7 +62,8 @@ def _values(document: Document, results: Sequence, settings: ConventionSettings)
                 "perplexity": (likelihood, 1.0),
                 "token_perplexity": (likelihood, float(one.tokens)),
             }, details
-        case Text(text):
+        case Text():
+            text = content.original or content.text
             likelihood = sum(one.log_likelihood for one in results)
             counts = {
                 "token_perplexity": sum(one.tokens for one in results),
@@ -65,6 +72,35 @@ def _values(document: Document, results: Sequence, settings: ConventionSettings)
                 "bits_per_byte": len(text.encode()),
             }
             return {name: (likelihood, float(count)) for name, count in counts.items()}, details
+
+
+def _instruction_metrics(content: Instructed, text: str) -> tuple[dict[str, WeightedSum], dict]:
+    """Metrics of IFEval: all instructions of a prompt together count once, or each of them, checked strictly or loosely."""
+    strict = [one.is_followed(text) for one in content.instructions]
+    loose = [one.is_followed_loosely(text) for one in content.instructions]
+    values: dict[str, WeightedSum] = {}
+    for name, followed in (("strict", strict), ("loose", loose)):
+        values[f"prompt_level_{name}_acc"] = (float(all(followed)), 1.0)
+        values[f"inst_level_{name}_acc"] = (float(sum(followed)), float(len(followed)))
+    followed = {"strict": strict, "loose": loose, "instructions": [one.name for one in content.instructions]}
+    return values, {"text": text, **followed}
+
+
+def _texts(content: Content) -> Texts:
+    """Texts of a document that are asked, and that are right."""
+    match content:
+        case Choices(query, choices):
+            return {"prompt": query, "choices": choices, "right": choices[content.gold]}
+        case Schema(contexts, continuation):
+            return {"prompt": continuation, "choices": contexts, "right": contexts[content.gold]}
+        case Continuation(context, continuation):
+            return {"prompt": context, "right": continuation}
+        case Question():
+            return {"prompt": content.context, "right": content.answer, "aliases": content.aliases}
+        case Text(text):
+            return {"prompt": text}
+        case Instructed():
+            return {"prompt": content.context, "right": ", ".join(one.name for one in content.instructions)}
 
 
 def choice_scores(

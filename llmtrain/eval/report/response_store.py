@@ -36,6 +36,8 @@ def requests_digest(requests: Sequence[Request]) -> str:
         digest.update(array("q", (*request.context, *continuation)).tobytes())
         if isinstance(request, GenerateUntilRequest):
             digest.update(json.dumps([request.stops, request.max_new_tokens]).encode())
+            if request.sampling is not None:
+                digest.update(repr(request.sampling).encode())
     return digest.hexdigest()
 
 

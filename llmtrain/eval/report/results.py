@@ -1,20 +1,28 @@
-"""Files of results: results.json, results.md, results.csv, results.png and details. Imports no torch."""
+"""Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
-from llmtrain.config.output_folder import write_synced
-from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores
-from llmtrain.eval.report.metrics import Estimate, Metrics, is_perplexity
+from llmtrain.eval.report import long_table
+from llmtrain.eval.report.document_scores import encode_lines
+from llmtrain.eval.report.files import file_name, markdown_table, write_file, write_text
+from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
+from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
+from llmtrain.eval.report.metrics import Estimate, Metrics, is_share
+
+DOCUMENTS = "documents"
+"""The folder, beside results.json, of what is kept of every document."""
+_LISTED = 100
+"""Skipped documents of a task that results.json names; all are counted."""
 
 REFERENCES = {"foundry": "LLM Foundry's", "lm-eval": "lm-evaluation-harness 0.4.13's"}
 MEANINGS = {
@@ -34,7 +42,8 @@ class Result:
     """One cell of the table.
 
     path: the model's folder. title: the task with its shots. asked: documents for which the model was run; responses for the others
-    were stored. seconds: time of these runs.
+    were stored. seconds: time of these runs. skipped: reasons of documents that were left out, by location. style: the chat
+    template and its settings (PromptStyle.as_json); None: plain text. task_settings: Task.described.
     """
 
     model: str
@@ -47,16 +56,31 @@ class Result:
     metrics: Metrics
     seconds: float
     asked: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    style: Mapping[str, Any] | None = None
+    task_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Task that was not evaluated, by the models of these titles. title: the task with its shots."""
+
+    title: str
+    reason: str
+    models: list[str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results in the order of models, then of tasks. scores: those of the gauntlet, by model."""
+    """Results in the order of models, then of tasks. scores: those of the gauntlet, by model that has all results for it. groups:
+    lm-evaluation-harness's."""
 
     name: str
     results: Sequence[Result]
     gauntlet: Gauntlet | None = None
     scores: Mapping[str, GauntletScores] | None = None
+    groups: Sequence[GroupResult] = ()
+    failures: Sequence[Failure] = ()
 
     @property
     def models(self) -> list[str]:
@@ -66,33 +90,44 @@ class Report:
     def titles(self) -> list[str]:
         return list(dict.fromkeys(result.title for result in self.results))
 
-    def cell(self, model: str, title: str) -> Result:
-        return next(one for one in self.results if (one.model, one.title) == (model, title))
+    def cell(self, model: str, title: str) -> Result | None:
+        """Result of a model on a task; None where that failed."""
+        return next((one for one in self.results if (one.model, one.title) == (model, title)), None)
 
     def metric(self, title: str) -> str:
         """Headline metric of a column."""
         return next(one for one in self.results if one.title == title).metrics.headline
 
 
-def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], details: bool) -> list[Path]:
-    """Write all files, each atomically. settings: those of the run, copied into results.json."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], picture: bool = True) -> list[Path]:
+    """Write all files, each atomically, and return them; the documents' folder last.
+
+    settings: those of the run, copied into results.json.
+    """
+    (folder / DOCUMENTS).mkdir(parents=True, exist_ok=True)
+    files = document_files(report.results)
+    for result, file in zip(report.results, files, strict=True):
+        (folder / file).parent.mkdir(exist_ok=True)
+        write_file(folder / file, encode_lines(result.metrics.per_document))
     written = [
-        _write(folder / "results.json", json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
-        _write(folder / "results.md", as_markdown(report)),
-        _write(folder / "results.csv", as_csv(report)),
+        write_text(folder / "results.json", json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
+        write_text(folder / "results.md", as_markdown(report)),
+        write_text(folder / "results.csv", as_csv(report)),
+        write_text(folder / "results_long.csv", as_long_csv(report)),
     ]
-    if picture := draw(report, folder / "results.png"):
-        written.append(picture)
-    if details:
-        for result in report.results:
-            path = (
-                folder / "details" / _file_name(result.model) / f"{_file_name(result.task)}-{result.shots}-shot.jsonl"
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps(one.details, ensure_ascii=False) for one in result.metrics.per_document)
-            written.append(_write(path, "".join(f"{line}\n" for line in lines)))
-    return written
+    if picture and (drawn := draw(report, folder / "results.png")):
+        written.append(drawn)
+    return [*written, folder / DOCUMENTS]
+
+
+def document_files(results: Sequence[Result]) -> list[str]:
+    """Distinct names of the files of documents, relative to the folder of results."""
+    names: dict[str, None] = {}
+    for one in results:
+        stem = f"{DOCUMENTS}/{file_name(one.model)}/{file_name(one.task)}-{one.shots}-shot"
+        same = sum(name.startswith(f"{stem}.") for name in names)
+        names[f"{stem}.{same + 1}.jsonl.gz" if same else f"{stem}.jsonl.gz"] = None
+    return list(names)
 
 
 def as_json(report: Report, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,27 +138,45 @@ def as_json(report: Report, settings: Mapping[str, Any]) -> dict[str, Any]:
             "metric": one.metrics.headline,
             **asdict(one.metrics.score),
             "metrics": {name: asdict(value) for name, value in one.metrics.values.items()},
+            "lower_is_better": list(one.metrics.lower_is_better),
             "categories": {
                 category: {name: asdict(value) for name, value in values.items()}
                 for category, values in one.metrics.categories.items()
             },
             "documents": one.metrics.documents,
+            "documents_file": file,
             "requests": one.metrics.requests,
             "truncated": one.metrics.truncated,
+            "skipped": len(one.skipped),
+            "skipped_documents": dict(itertools.islice(one.skipped.items(), _LISTED)),
             "asked": one.asked,
+            "style": one.style,
+            "task_settings": one.task_settings,
             "seconds": round(one.seconds, 3),
         }
-        for one in report.results
+        for one, file in zip(report.results, document_files(report.results), strict=True)
     ]
-    if report.gauntlet is not None and report.scores is not None:
+    if report.failures:
+        content["failed"] = [asdict(one) for one in report.failures]
+    if report.groups:
+        content["groups"] = [group_json(one) for one in report.groups]
+    if report.gauntlet is not None and report.scores:
         content["gauntlet"] = {"name": report.gauntlet.name} | {
             model: {
                 "averages": {name: asdict(value) for name, value in scores.averages.items()},
                 "categories": {name: asdict(value) for name, value in scores.categories.items()},
+                "averages_of": report.gauntlet.named_averages(),
+                "benchmarks": [_benchmark(report, row) for row in scores.rows],
             }
             for model, scores in report.scores.items()
         }
     return content
+
+
+def _benchmark(report: Report, row: Row) -> dict[str, Any]:
+    task = next(one.task for one in report.results if one.metrics is row.metrics)
+    about = {"category": row.category, "task": task, "shots": row.benchmark.shots}
+    return about | {key: getattr(row, key) for key in ("metric", "baseline", "scale", "weight")} | asdict(row.score)
 
 
 def as_markdown(report: Report) -> str:
@@ -135,10 +188,14 @@ def as_markdown(report: Report) -> str:
         f"In {REFERENCES[convention]} convention (`{convention}`), weights in {dtypes}. Accuracies in percent, "
         "± one standard error."
     )
-    heads = [f"{title}<br>{report.metric(title)}" for title in report.titles]
-    rows = [[model, *(_shown(report.cell(model, title)) for title in report.titles)] for model in report.models]
-    lines += ["", *_table(["model", *heads], rows)]
-    if report.gauntlet is not None and report.scores is not None:
+    within = {title for group in report.groups for title in group.children}
+    titles = [title for title in report.titles if title not in within]
+    heads = [f"{title}<br>{report.metric(title)}" for title in titles]
+    rows = [[model, *(_shown(report.cell(model, title)) for title in titles)] for model in report.models]
+    if titles:
+        lines += ["", *markdown_table(["model", *heads], rows)]
+    lines += _group_table(report)
+    if report.gauntlet is not None and report.scores:
         lines += ["", f"## Gauntlet {report.gauntlet.name}", "", _gauntlet_note(report.gauntlet), ""]
         first = next(iter(report.scores.values()))
         names = [*first.averages, *first.categories]
@@ -146,9 +203,10 @@ def as_markdown(report: Report) -> str:
             [model, *(_percent((scores.averages | scores.categories)[name]) for name in names)]
             for model, scores in report.scores.items()
         ]
-        lines += _table(["model", *names], rows)
-    documents = (f"{title} {report.cell(report.models[0], title).metrics.documents:,}" for title in report.titles)
-    lines += ["", f"Documents: {', '.join(documents)}."]
+        lines += markdown_table(["model", *names], rows)
+    if titles:
+        counts = {one.title: one.metrics.documents for one in reversed(report.results)}
+        lines += ["", f"Documents: {', '.join(f'{title} {counts[title]:,}' for title in titles)}."]
     used = dict.fromkeys(report.metric(title) for title in report.titles)
     lines += ["", *(f"- `{name}`: {MEANINGS[name]}" for name in used if name in MEANINGS)]
     lines += [
@@ -157,28 +215,82 @@ def as_markdown(report: Report) -> str:
         for one in report.results
         if one.metrics.truncated
     ]
+    lines += [f"- {note}" for note in group_notes(report.groups)]
+    lines += [f"- {one.model}, {one.title}: {note}." for one in report.results if (note := skipped_note(one))]
+    styles = {one.model: one.style for one in report.results if one.style}
+    lines += [f"- {model}: prompts in {style_text(style)}." for model, style in styles.items()]
+    if report.failures:
+        lines += ["", "## Not evaluated", ""]
+        lines += [f"- {one.title} ({', '.join(one.models)}): {' '.join(one.reason.split())}" for one in report.failures]
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _group_table(report: Report) -> list[str]:
+    if not report.groups:
+        return []
+    models = list(dict.fromkeys(one.model for one in report.groups))
+    rows = [
+        [row.title, row.metric, f"{row.documents:,}" if row.documents else ""]
+        + [
+            _formatted(row.metric, row.values[model]) if model in row.values else "failed" * (model in row.failed)
+            for model in models
+        ]
+        for row in group_rows(report.groups, report.results)
+    ]
+    return ["", "## Groups", "", *markdown_table(["task", "metric", "documents", *models], rows)]
+
+
 def as_csv(report: Report) -> str:
-    """Table with one row per model; per task its headline metric, unrounded, and its standard error."""
+    """Table with one row per model; per task its headline metric, unrounded, and its standard error.
+
+    Tasks of which documents were left out have another column, with their number.
+    """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     columns = [f"{title} {report.metric(title)}" for title in report.titles]
     averages = list(next(iter(report.scores.values())).averages) if report.scores else []
     heads = [*columns, *(f"gauntlet {name}" for name in averages)]
-    table.writerow(["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr"))])
+    gaps = [title for title in report.titles if any(one.skipped for one in report.results if one.title == title)]
+    lacking = [f"{title} skipped" for title in gaps]
+    table.writerow(["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr")), *lacking])
     for model in report.models:
-        found = [report.cell(model, title).metrics.score for title in report.titles]
-        found += [report.scores[model].averages[name] for name in averages] if report.scores else []
-        cells = [cell for one in found for cell in (one.value, "" if one.stderr is None else one.stderr)]
-        table.writerow([model, report.results[0].convention, *cells])
+        results = {title: report.cell(model, title) for title in report.titles}
+        found = [one and one.metrics.score for one in results.values()]
+        scores = (report.scores or {}).get(model)
+        found += [scores and scores.averages[name] for name in averages]
+        cells = [(one.value, "" if one.stderr is None else one.stderr) if one else ("", "") for one in found]
+        skipped = [len(one.skipped) if (one := results[title]) else "" for title in gaps]
+        table.writerow([model, report.results[0].convention, *(cell for pair in cells for cell in pair), *skipped])
     return text.getvalue()
+
+
+def as_long_csv(report: Report) -> str:
+    """Table with one row per model, task, category and metric, unrounded."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(long_table.COLUMNS)
+    table.writerows(long_rows(report))
+    return text.getvalue()
+
+
+def long_rows(report: Report) -> list[long_table.Row]:
+    """Rows of `long_table.COLUMNS`: every metric of every task and category, then the gauntlet's."""
+    rows = [row for one in report.results for row in long_table.task_rows(one.model, one.task, one.shots, one.metrics)]
+    if report.gauntlet is not None and report.scores is not None:
+        for model, scores in report.scores.items():
+            rows += long_table.gauntlet_rows(model, report.gauntlet, scores)
+    for group in report.groups:
+        for name, found in group.metrics.items():
+            estimate = found.estimate
+            rows.append(
+                [group.model, group.group, group.shots, "", name, estimate.value, estimate.stderr, found.documents]
+            )
+    return rows
 
 
 def draw(report: Report, path: Path) -> Path | None:
     """Draw a bar chart of accuracies with standard errors, models side by side. None if there is no accuracy."""
-    titles = [title for title in report.titles if not is_perplexity(report.metric(title))]
+    titles = [title for title in report.titles if is_share(report.metric(title), *_scores(report, title))]
     if not titles:
         return None
     import matplotlib
@@ -189,8 +301,9 @@ def draw(report: Report, path: Path) -> Path | None:
     width = 0.8 / len(report.models)
     figure, axes = plt.subplots(figsize=(max(6.0, 1.2 * len(titles) + 2), 4.2), constrained_layout=True)
     for number, model in enumerate(report.models):
-        found = [report.cell(model, title).metrics.score for title in titles]
-        places = [place + (number - (len(report.models) - 1) / 2) * width for place in range(len(titles))]
+        cells = [(place, cell) for place, title in enumerate(titles) if (cell := report.cell(model, title))]
+        found = [cell.metrics.score for _, cell in cells]
+        places = [place + (number - (len(report.models) - 1) / 2) * width for place, _ in cells]
         errors = [100 * (one.stderr or 0.0) for one in found]
         axes.bar(places, [100 * one.value for one in found], width, yerr=errors, capsize=2, label=model)
     labels = [f"{title}\n{report.metric(title)}" for title in titles]
@@ -205,20 +318,34 @@ def draw(report: Report, path: Path) -> Path | None:
     return path
 
 
-def flat_metrics(results: Sequence[Result]) -> dict[str, float]:
-    """Values by `icl/<task>/<metric>` for loggers, with `truncated` where contexts were cut.
+def _scores(report: Report, title: str) -> list[float]:
+    return [one.metrics.score.value for one in report.results if one.title == title]
 
-    Names of tasks that run with several numbers of shots include the number.
+
+def flat_metrics(results: Sequence[Result], asked: Collection[tuple[str, int]] = ()) -> dict[str, float]:
+    """Values by `icl/<task>/<metric>` for loggers, standard errors by `icl/<task>/<metric>_stderr`, `truncated` where contexts
+    were cut and `skipped` where documents were left out.
+
+    Names of tasks that run with several numbers of shots include the number. asked: tasks and shots, also of those that failed.
     """
-    counts = {(one.task, one.shots) for one in results}
+    counts = {(one.task, one.shots) for one in results} | set(asked)
     several = {task for task, _ in counts if sum(task == other for other, _ in counts) > 1}
     found: dict[str, float] = {}
     for one in results:
         name = f"icl/{one.task}" + (f"-{one.shots}-shot" if one.task in several else "")
-        found |= {f"{name}/{metric}": value.value for metric, value in one.metrics.values.items()}
+        for metric, value in one.metrics.values.items():
+            found |= flat_estimate(f"{name}/{metric}", value)
         if one.metrics.truncated:
             found[f"{name}/truncated"] = one.metrics.truncated
+        if one.skipped:
+            found[f"{name}/skipped"] = len(one.skipped)
     return found
+
+
+def flat_estimate(name: str, estimate: Estimate) -> dict[str, float]:
+    """An estimate and, where it is known, its standard error, by name for loggers."""
+    error = {} if estimate.stderr is None else {f"{name}_stderr": estimate.stderr}
+    return {name: estimate.value, **error}
 
 
 def truncation_note(result: Result) -> str:
@@ -227,15 +354,35 @@ def truncation_note(result: Result) -> str:
     return f"{cut} of {result.metrics.requests} contexts cut to fit" if cut else ""
 
 
+def skipped_note(result: Result) -> str:
+    """Note of how many documents were left out; empty if none was."""
+    count = len(result.skipped)
+    return f"{count} of {count + result.metrics.documents} documents left out, as they cannot be used" if count else ""
+
+
+def style_text(style: Mapping[str, Any]) -> str:
+    """Words for PromptStyle.as_json; an empty one is plain text."""
+    system = f"the system instruction {style['system_instruction']!r}" if style.get("system_instruction") else ""
+    if "chat_template" not in style:
+        return f"plain text with {system}" if system else "plain text"
+    template = f"the chat template {style['chat_template']} (digest {style['chat_template_digest']})"
+    system = "without the system turn, which it refuses" if style.get("system_turn_refused") else system
+    examples = "few-shot examples as turns" if style["fewshot_as_multiturn"] else "few-shot examples in one turn"
+    return ", ".join(filter(None, [template, system, examples]))
+
+
 def _gauntlet_note(gauntlet: Gauntlet) -> str:
     from_baseline = "Accuracies above the random baseline" if gauntlet.subtract_baseline else "Accuracies"
     scaled = ", rescaled so that 100 is perfect" if gauntlet.rescale else ""
     return f"{from_baseline}{scaled}, in percent."
 
 
-def _shown(result: Result) -> str:
-    score = result.metrics.score
-    if is_perplexity(result.metrics.headline):
+def _shown(result: Result | None) -> str:
+    return "failed" if result is None else _formatted(result.metrics.headline, result.metrics.score)
+
+
+def _formatted(metric: str, score: Estimate) -> str:
+    if not is_share(metric, score.value):
         return f"{score.value:.4g}" + ("" if score.stderr is None else f" ± {score.stderr:.2g}")
     return _percent(score)
 
@@ -243,20 +390,3 @@ def _shown(result: Result) -> str:
 def _percent(estimate: Estimate) -> str:
     error = "" if estimate.stderr is None else f" ± {100 * estimate.stderr:.1f}"
     return f"{100 * estimate.value:.1f}{error}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
-    lines = ["| " + " | ".join(row) + " |" for row in escaped]
-    return [lines[0], "| --- " + "| ---: " * (len(heads) - 1) + "|", *lines[1:]]
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
-
-
-def _write(path: Path, text: str) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    write_synced(partial, text.encode())
-    partial.replace(path)
-    return path

@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from llmtrain.distributed.world import World
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, TaskFailed
 from llmtrain.eval.prompts.requests import (
     GenerateUntilRequest,
     Loglikelihood,
@@ -23,6 +23,8 @@ from llmtrain.eval.prompts.requests import (
 )
 from llmtrain.eval.scoring.overlap import no_host_work
 from llmtrain.eval.scoring.scorer import Scorer
+
+T = TypeVar("T")
 
 _NEW_TOKEN = 8
 """Cost of a generated token in tokens read."""
@@ -60,6 +62,18 @@ class DataParallel:
         parts: list[Any] = [None] * self.world.size
         dist.all_gather_object(parts, mine)
         return parts
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """make(), which every rank calls. Raises TaskFailed, on every rank, where it raises EvalError on one."""
+        made, reason = None, ""
+        try:
+            made = make()
+        except EvalError as error:
+            reason = str(error)
+        if reason := next(filter(None, self.all_gather(reason)), ""):
+            raise TaskFailed(reason)
+        assert made is not None
+        return made
 
 
 def request_cost(request: Request) -> int:
@@ -109,7 +123,7 @@ def run_requests(
     """Responses for every document, the same on every rank; those `known` are not computed again.
 
     save: called on rank 0 with new responses, a chunk at a time. progress: called with the number of documents that are
-    newly done, of all ranks. host_work: as in `Scorer.loglikelihood`. Raises EvalError, which names the title, for a
+    newly done, of all ranks. host_work: as in `Scorer.loglikelihood`. Raises TaskFailed, which names the title, for a
     log-likelihood that is NaN.
     """
     groups = group_by_document(requests)
@@ -153,7 +167,7 @@ def _check_nan(title: str, responses: Responses) -> None:
     for document, group in responses.items():
         for one in group:
             if isinstance(one, Loglikelihood) and one.log_likelihood != one.log_likelihood:
-                raise EvalError(
+                raise TaskFailed(
                     f"{title}, document {document} (from 0): the model's log-likelihood is not a number; its weights are "
                     "broken"
                 )

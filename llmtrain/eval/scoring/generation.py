@@ -1,4 +1,4 @@
-"""Generated answers: greedy decoding until a stop text, an end token or a number of tokens."""
+"""Generated answers: decoding until a stop text, an end token or a number of tokens."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from itertools import groupby
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
-from llmtrain.eval.scoring.batching import Limits, batch_sorted
-from llmtrain.generate.decoding import decode
-from llmtrain.generate.sampling import Sampling
-from llmtrain.generate.text import TextStream
-from llmtrain.models.causal_lm import CausalLM
+from llmtrain.eval.prompts.requests import GenerateUntilRequest
+from llmtrain.eval.scoring.batching import batch_sorted
+from llmtrain.generate.text import CONTEXT_TOKENS, TextStream
 
-_CONTEXT = 6
-"""Last tokens of the prompt, decoded together with the first new ones, as in generate/text.py."""
+Requests = Sequence[GenerateUntilRequest]
+Contexts = Sequence[Sequence[int]]
+"""Token ids of each request's context, cut to the window."""
 
 
 def cut_context(request: GenerateUntilRequest, window: int) -> tuple[int, ...]:
@@ -32,14 +30,19 @@ def cut_context(request: GenerateUntilRequest, window: int) -> tuple[int, ...]:
 
 
 class Answer:
-    """Text of one answer, decoded token by token up to the first stop text or end token."""
+    """Text of one answer, decoded token by token up to the first stop text or end token. Special tokens, but those that a stop
+    text spells, are no part of it, as in lm-evaluation-harness and LLM Foundry."""
 
     def __init__(
         self, tokenizer: TextTokenizer, context: Sequence[int], stops: Sequence[str], end_ids: Collection[int] = ()
     ):
         """end_ids: tokens that end the answer, beside the end-of-document token."""
-        self.stream = TextStream(tokenizer, list(context[-_CONTEXT:]), stops)
+        self.stream = TextStream(tokenizer, list(context[-CONTEXT_TOKENS:]), stops)
         self.end_ids = {tokenizer.eod_id, *end_ids}
+        added = tokenizer.backend.get_added_tokens_decoder().items()
+        self.silent_ids = {
+            number for number, one in added if one.special and not any(one.content in stop for stop in stops)
+        }
         self.text = ""
         self.ended = False
 
@@ -49,7 +52,7 @@ class Answer:
             return True
         if token in self.end_ids:
             self.ended = True
-        else:
+        elif token not in self.silent_ids:
             self.text += self.stream.add(token)
             self.ended = self.stream.stopped
         return self.ended
@@ -60,48 +63,21 @@ class Answer:
 
 
 def decoding_batches(
-    requests: Sequence[GenerateUntilRequest], contexts: Sequence[Sequence[int]], limits: Limits, call_cost: int
+    requests: Requests, contexts: Contexts, rows: Callable[[int, int], int], call_cost: int
 ) -> Iterator[list[int]]:
-    """Indices of requests that are decoded together: contexts of similar length, the same max_new_tokens."""
+    """Indices of requests that are decoded together: contexts of similar length, the same max_new_tokens and sampling.
 
-    def answer_length(index: int) -> int:
-        return requests[index].max_new_tokens
+    rows: (tokens of the longest context, new tokens) -> most rows. call_cost: most tokens of padding, 0 for contexts of one length.
+    """
 
-    order = sorted(range(len(requests)), key=lambda i: (answer_length(i), -len(contexts[i])))
-    for new_tokens, same in groupby(order, key=answer_length):
+    def kind(index: int) -> tuple[int, str]:
+        return requests[index].max_new_tokens, repr(requests[index].sampling)
+
+    order = sorted(range(len(requests)), key=lambda i: (kind(i), -len(contexts[i])))
+    for (new_tokens, _), same in groupby(order, key=kind):
         yield from batch_sorted(
             list(same),
-            rows=lambda first, new=new_tokens: limits.rows(len(contexts[first]), len(contexts[first]) + new),
+            rows=lambda first, new=new_tokens: rows(len(contexts[first]), new),
             waste=lambda first, index: len(contexts[first]) - len(contexts[index]),
             call_cost=call_cost,
         )
-
-
-def generate_greedily(
-    model: CausalLM,
-    tokenizer: TextTokenizer,
-    requests: Sequence[GenerateUntilRequest],
-    window: int,
-    limits: Limits,
-    progress: Callable[[int], None],
-    end_ids: Collection[int] = (),
-) -> list[GeneratedText]:
-    """Responses in the order of the requests. Batches are as large as fits, because a decoding step costs about as much for many
-    rows as for one."""
-    contexts = [cut_context(request, window) for request in requests]
-    found: dict[int, GeneratedText] = {}
-    for batch in decoding_batches(requests, contexts, limits, call_cost=limits.tokens):
-        answers = [Answer(tokenizer, contexts[index], requests[index].stops, end_ids) for index in batch]
-        for _ in decode(
-            model,
-            [contexts[index] for index in batch],
-            Sampling(temperature=0),
-            max_new_tokens=requests[batch[0]].max_new_tokens,
-            stop=lambda row, token, answers=answers: answers[row].add(token),
-        ):
-            pass
-        for index, answer in zip(batch, answers, strict=True):
-            lost = len(requests[index].context) - len(contexts[index])
-            found[index] = GeneratedText(answer.finish(), truncated=lost)
-        progress(len(batch))
-    return [found[index] for index in range(len(requests))]

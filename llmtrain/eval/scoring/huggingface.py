@@ -17,12 +17,12 @@ from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
-from llmtrain.eval.scoring.batching import Limits, batch_sorted, make_rows
-from llmtrain.eval.scoring.generation import Answer, cut_context
-from llmtrain.eval.scoring.overlap import no_host_work
+from llmtrain.eval.scoring.batching import Limits, Rows
+from llmtrain.eval.scoring.generation import Answer, Contexts, Requests, decoding_batches
 from llmtrain.eval.scoring.prefix_plan import Plan, Subtree, Suffix, make_plan
-from llmtrain.eval.scoring.scorer import cache_bytes
+from llmtrain.eval.scoring.scorer import RowScore, Scorer, cache_bytes
+from llmtrain.generate.sampling import Sampler
+from llmtrain.models.hf.foreign_files import reason
 from llmtrain.models.loss import IGNORE
 
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -30,11 +30,11 @@ _LOGITS = 2**29
 """Most elements of the logits of one batch."""
 
 
-class HuggingFaceScorer:
+class HuggingFaceScorer(Scorer):
     """Scorer by a model of transformers.
 
     max_batch_tokens: tokens per forward pass, padding included; default 16,384 on a GPU and 4,096 on a CPU. share: False reads
-    every request whole. end_ids: tokens that end an answer, beside the tokenizer's end-of-document token.
+    every request whole.
     Raises EvalError when neither the model's config nor `max_length` gives the longest input.
     """
 
@@ -48,8 +48,8 @@ class HuggingFaceScorer:
         share: bool = True,
         end_ids: Collection[int] = (),
     ):
-        self.model, self.tokenizer, self.end_ids = model, tokenizer, end_ids
-        self.window = max_length or _longest(model.config)
+        super().__init__(tokenizer, max_length or _longest(model.config), end_ids)
+        self.model = model
         self.device = next(model.parameters()).device
         self.vocab_size = model.config.get_text_config().vocab_size
         self.logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -60,30 +60,11 @@ class HuggingFaceScorer:
         self.plan = Plan([])
         """Plan of the last call of `loglikelihood`."""
 
-    def loglikelihood(
-        self,
-        requests: Sequence[LoglikelihoodRequest],
-        progress: Callable[[int], None] = lambda done: None,
-        *,
-        window: int | None = None,
-        host_work: Callable[[], bool] = no_host_work,
-    ) -> list[Loglikelihood]:
-        rows = make_rows(requests, min(window or self.window, self.window))
-        users = [0] * len(rows.rows)
-        for row in rows.row_of:
-            users[row] += 1
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
+    def _score_rows(self, rows: Rows, host_work: Callable[[], bool]) -> Iterator[RowScore]:
         # No padding on the left: not every model can mask it.
         self.plan = make_plan(rows, self.limits, window=self.window, share=self.share, left_padding=False)
-        with torch.no_grad():
-            for subtree in self.plan.subtrees:
-                for row, score in self._score_subtree(subtree):
-                    found[row] = score
-                    progress(users[row])
-        return [
-            Loglikelihood(*found[row], tokens=rows.rows[row].scored, truncated=truncated)
-            for row, truncated in zip(rows.row_of, rows.truncated, strict=True)
-        ]
+        for subtree in self.plan.subtrees:
+            yield from self._score_subtree(subtree)
 
     def _token_bytes(self) -> int | None:
         """Memory of a token in the cache; None for a cache that holds more than keys and values per token."""
@@ -97,7 +78,7 @@ class HuggingFaceScorer:
             return None
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // ids.shape[1]
 
-    def _score_subtree(self, subtree: Subtree) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_subtree(self, subtree: Subtree) -> Iterator[RowScore]:
         root = self._extend(None, [subtree.root]) if subtree.root else None
         for batch in subtree.batches:
             cache = root
@@ -112,7 +93,7 @@ class HuggingFaceScorer:
         ids = torch.tensor(prefixes, device=self.device)
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
-    def _score_suffixes(self, suffix_batch: Sequence[Suffix], before: Any) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_suffixes(self, suffix_batch: Sequence[Suffix], before: Any) -> Iterator[RowScore]:
         starts = [len(suffix.tokens) - self.plan.rows[suffix.row].scored for suffix in suffix_batch]
         width = max(len(suffix.tokens) for suffix in suffix_batch)
         keep = width - min(starts)
@@ -123,7 +104,7 @@ class HuggingFaceScorer:
 
     def _read(
         self, suffixes: Sequence[Suffix], starts: Sequence[int], width: int, keep: int, before: Any
-    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+    ) -> Iterator[RowScore]:
         ids = torch.zeros(len(suffixes), width, dtype=torch.int64)
         labels = torch.full((len(suffixes), width), IGNORE)
         for i, (suffix, start) in enumerate(zip(suffixes, starts, strict=True)):
@@ -150,33 +131,11 @@ class HuggingFaceScorer:
         numbers = (suffix.row for suffix in suffixes)
         yield from zip(numbers, zip(scores.sum(1).tolist(), greedy.all(1).tolist(), strict=True), strict=True)
 
-    def generate_until(
-        self, requests: Sequence[GenerateUntilRequest], progress: Callable[[int], None] = lambda done: None
-    ) -> list[GeneratedText]:
-        """Responses in order; each batch has contexts of one length, and so no padding."""
-        contexts = [cut_context(request, self.window) for request in requests]
-        found: dict[int, GeneratedText] = {}
-        order = sorted(range(len(requests)), key=lambda i: (len(contexts[i]), requests[i].max_new_tokens))
-        batches = batch_sorted(
-            order,
-            rows=lambda first: self.limits.rows(len(contexts[first]) + requests[first].max_new_tokens, 0),
-            waste=lambda first, index: 0,
-            call_cost=0,
-            fits=lambda first, index: (
-                len(contexts[first]) == len(contexts[index])
-                and requests[first].max_new_tokens == requests[index].max_new_tokens
-            ),
-        )
-        for batch in batches:
-            answers = [Answer(self.tokenizer, contexts[index], requests[index].stops, self.end_ids) for index in batch]
-            self._decode([contexts[index] for index in batch], answers, requests[batch[0]].max_new_tokens)
-            for index, answer in zip(batch, answers, strict=True):
-                lost = len(requests[index].context) - len(contexts[index])
-                found[index] = GeneratedText(answer.finish(), truncated=lost)
-            progress(len(batch))
-        return [found[index] for index in range(len(requests))]
+    def _decoding_batches(self, requests: Requests, contexts: Contexts) -> Iterator[list[int]]:
+        """Each batch has contexts of one length, and so no padding."""
+        return decoding_batches(requests, contexts, lambda read, new: self.limits.rows(read + new, 0), call_cost=0)
 
-    def _decode(self, contexts: Sequence[Sequence[int]], answers: Sequence[Answer], max_new_tokens: int) -> None:
+    def _decode(self, contexts: Contexts, answers: Sequence[Answer], requests: Requests) -> None:
         ids = torch.tensor(contexts, device=self.device)
 
         def ended(seen: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -191,10 +150,25 @@ class HuggingFaceScorer:
                 do_sample=False,
                 num_beams=1,
                 repetition_penalty=1.0,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=requests[0].max_new_tokens,
                 pad_token_id=self.tokenizer.eod_id,
+                logits_processor=self._draws(contexts, requests),
                 stopping_criteria=[ended],
             )
+
+    def _draws(self, contexts: Contexts, requests: Requests) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        """Processors of transformers after which only the drawn token is left; none for greedy answers."""
+        options, read = requests[0].sampling, len(contexts[0])
+        if options is None:
+            return []
+        numbers, draws = [request.row_number for request in requests], requests[0].max_new_tokens
+        sampler = Sampler(options, contexts, numbers, vocab_size=self.vocab_size, draws=draws, device=self.device)
+
+        def draw(seen: Tensor, logits: Tensor) -> Tensor:
+            tokens = sampler(logits, seen.shape[1] - read)
+            return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+        return [draw]
 
 
 def _select_rows(cache: Any, rows: Sequence[int]) -> Any:
@@ -209,26 +183,40 @@ def _select_rows(cache: Any, rows: Sequence[int]) -> Any:
 
 
 def load_huggingface(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """AutoModelForCausalLM of a folder. Raises EvalError with the reason when transformers cannot load one."""
-    from safetensors import SafetensorError
+    """AutoModelForCausalLM of a folder. Raises EvalError with the reason when transformers cannot load one.
+
+    Nothing that the folder holds or names is run: no Python file, no pickled code, no kernel of the hub.
+    """
     from transformers import AutoModelForCausalLM
 
+    config = _config(folder)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise EvalError(f"{folder}: transformers cannot load a causal language model from it: {error}") from error
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, trust_remote_code=False, weights_only=True
+        )
+    except Exception as error:  # transformers raises whatever its many formats do
+        raise EvalError(
+            f"{folder}: transformers cannot load a causal language model from it: {reason(error)}"
+        ) from error
     return model.to(device).eval()
 
 
 def window_of_config(folder: Path) -> int:
     """Longest input by config.json or its class's default. Raises EvalError when neither gives one."""
+    return _longest(_config(folder))
+
+
+def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise EvalError(f"{folder}: transformers cannot read its config.json: {error}") from error
-    return _longest(config)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its many formats do
+        raise EvalError(f"{folder}: transformers cannot read its config.json: {reason(error)}") from error
+    named = str(getattr(config, "_attn_implementation", None))
+    if "/" in named:
+        raise EvalError(f"{folder}: its config.json asks for the code of {named} on the hub, which is not run here")
+    return config
 
 
 def _longest(config: Any) -> int:

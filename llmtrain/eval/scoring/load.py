@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
 
 if TYPE_CHECKING:
+    import torch
+
     from llmtrain.eval.scoring.scorer import Scorer
 
 Backend = Literal["auto", "llmtrain", "transformers"]
@@ -25,35 +28,48 @@ class FoundModel:
     """Model that is found but not loaded.
 
     folder: a checkpoint, or a folder in Hugging Face format. native: read by llmtrain's own model, not by transformers. identity:
-    digest of names, sizes and times of the files of weights and config.
+    digest of names, sizes and times of the files of weights and config. ema: the moving average of the weights is meant.
     """
 
     folder: Path
     is_checkpoint: bool
     native: bool
     identity: str
+    ema: bool = False
 
 
-def find_model(source: str, backend: Backend = "auto") -> FoundModel:
+def find_model(source: str, backend: Backend = "auto", ema: bool = False) -> FoundModel:
     """Find a model without loading it.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
         which a copy is made here), or a folder or hub name in Hugging Face format.
+    ema: the moving average of a checkpoint's weights.
     Raises UserError when there is none, or the backend cannot read it."""
     from llmtrain.models.hf.hf_checkpoint import find_hf_folder
 
     path = Path(source).expanduser()
     is_checkpoint = is_remote(source) or (path.exists() and not (path / "config.json").is_file())
-    folder = Repository(source).open()[0] if is_checkpoint else Path(find_hf_folder(source))
-    if is_checkpoint and backend == "transformers":
-        raise EvalError(f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it")
+    if is_checkpoint:
+        folder, manifest = Repository(source).open()
+        if backend == "transformers":
+            raise EvalError(
+                f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it"
+            )
+        indexes.weights_prefix(folder, manifest, ema)  # raises if there is no average
+    else:
+        folder = Path(find_hf_folder(source))
+        if ema:
+            raise EvalError(
+                f"{folder} is no checkpoint of llmtrain, and has no moving average of the weights; set ema: false"
+            )
     native = backend != "transformers"
     if native and not is_checkpoint:
         reason = _unsupported_reason(folder)
         if reason and backend == "llmtrain":
             raise EvalError(f"{folder}: {reason}; use backend: transformers")
         native = reason is None
-    return FoundModel(folder, is_checkpoint, native, _identity(folder))
+    identity = _identity(folder)
+    return FoundModel(folder, is_checkpoint, native, _digest([identity, "ema"]) if ema else identity, ema)
 
 
 def window_of(found: FoundModel) -> int:
@@ -96,16 +112,17 @@ def load_scorer(
     max_length: int | None = None,
     max_batch_tokens: int | None = None,
     share_prefixes: bool = True,
+    device: torch.device | None = None,
 ) -> Scorer:
-    """Load the model on this process's GPU, or on the CPU. dtype: default bfloat16 on a GPU, float32 on a CPU.
+    """Load the model. dtype: default bfloat16 on a GPU, float32 on a CPU. device: default this process's GPU, or the CPU.
 
     Raises UserError for weights that do not fit their config, for a max_length beyond learned positions, and for a
     tokenizer with more tokens than the model.
     """
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind: torch.dtype = getattr(torch, dtype or default_dtype())
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind: torch.dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
     options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
     if not found.native:
@@ -120,7 +137,7 @@ def load_scorer(
     from llmtrain.eval.scoring.scorer import HybridScorer
     from llmtrain.generate.load import load_model
 
-    model, _ = load_model(str(found.folder), kind, tokenizer)
+    model, _ = load_model(str(found.folder), kind, tokenizer, device, ema=found.ema)
     _check_vocabulary(found, tokenizer, model.config.vocab_size)
     if max_length and model.hybrid.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(

@@ -36,18 +36,6 @@ class PackedPlan:
     rows: list[Row]
     packs: list[list[Segment]] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(segment.tokens) for pack in self.packs for segment in pack)
-
-    @property
-    def slots(self) -> int:
-        return self.tokens
-
-    @property
-    def calls(self) -> int:
-        return len(self.packs)
-
 
 def pack_rows(rows: Rows, capacity: int) -> Iterator[list[Segment]]:
     """Segments of one forward pass after the other, lazily.

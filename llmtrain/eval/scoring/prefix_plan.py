@@ -67,35 +67,6 @@ class Plan:
     rows: list[Row]
     subtrees: list[Subtree] = field(default_factory=list)
 
-    def batches(self) -> Iterator[Batch]:
-        for subtree in self.subtrees:
-            yield from subtree.batches
-
-    @property
-    def tokens(self) -> int:
-        """Tokens read, without padding."""
-        total = sum(len(subtree.root) for subtree in self.subtrees)
-        for batch in self.batches():
-            total += sum(map(len, batch.prefixes)) + sum(
-                len(one.tokens) for some in batch.suffix_batches for one in some
-            )
-        return total
-
-    @property
-    def slots(self) -> int:
-        """Tokens read, padding included."""
-        total = sum(len(subtree.root) for subtree in self.subtrees)
-        for batch in self.batches():
-            total += len(batch.prefixes) * max(map(len, batch.prefixes), default=0)
-            total += sum(len(some) * max(len(one.tokens) for one in some) for some in batch.suffix_batches)
-        return total
-
-    @property
-    def calls(self) -> int:
-        """Forward passes."""
-        reads = sum(bool(batch.prefixes) + len(batch.suffix_batches) for batch in self.batches())
-        return reads + sum(bool(subtree.root) for subtree in self.subtrees)
-
 
 @dataclass(frozen=True)
 class RowGroup:

@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmtrain.data.tokenizer import TextTokenizer
-from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.scoring.batching import Limits, Rows, make_rows
-from llmtrain.eval.scoring.generation import generate_greedily
+from llmtrain.eval.scoring.generation import Answer, Contexts, Requests, cut_context, decoding_batches
 from llmtrain.eval.scoring.overlap import no_host_work
 from llmtrain.eval.scoring.packed_plan import PackedPlan, Segment, pack_rows
 from llmtrain.eval.scoring.packed_scoring import score_packs
 from llmtrain.eval.scoring.prefix_plan import Batch, Plan, Subtree, Suffix, make_plan
+from llmtrain.generate.decoding import decode
+from llmtrain.generate.sampling import Sampling
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import IGNORE
 
-Progress = Callable[[int], None]
-"""progress(n): n more requests are done."""
+RowScore = tuple[int, tuple[float, bool]]
+"""(row, (log-likelihood, greedy))."""
 
 
-class Scorer(Protocol):
-    """Model behind the requests `loglikelihood` and `generate_until`. Responses do not depend on how requests are batched."""
+class Scorer(ABC):
+    """Model behind the requests `loglikelihood` and `generate_until`. Responses do not depend on how requests are batched.
 
-    window: int
-    """Tokens it can read."""
+    window: tokens it can read. end_ids: tokens that end an answer, beside the tokenizer's end-of-document token.
+    """
+
     limits: Limits
+
+    def __init__(self, tokenizer: TextTokenizer, window: int, end_ids: Collection[int]):
+        self.tokenizer, self.window, self.end_ids = tokenizer, window, end_ids
+
+    @abstractmethod
+    def _score_rows(self, rows: Rows, host_work: Callable[[], bool]) -> Iterator[RowScore]: ...
+
+    @abstractmethod
+    def _decoding_batches(self, requests: Requests, contexts: Contexts) -> Iterator[list[int]]:
+        """Indices of requests that are decoded together, all with the same max_new_tokens and sampling."""
+
+    @abstractmethod
+    def _decode(self, contexts: Contexts, answers: Sequence[Answer], requests: Requests) -> None:
+        """Decode as all of the requests ask; each token is added to its answer, until that has ended."""
 
     def loglikelihood(
         self,
         requests: Sequence[LoglikelihoodRequest],
-        progress: Progress = ...,
         *,
         window: int | None = None,
-        host_work: Callable[[], bool] = ...,
+        host_work: Callable[[], bool] = no_host_work,
     ) -> list[Loglikelihood]:
         """Responses in order.
 
@@ -46,23 +62,32 @@ class Scorer(Protocol):
         other work and returns False when there is none left. Raises EvalError for an empty context, and for a continuation
         that does not fit the window.
         """
-        ...
+        rows = make_rows(requests, min(window or self.window, self.window))
+        with inference():
+            found = dict(self._score_rows(rows, host_work))
+        return [
+            Loglikelihood(*found[row], tokens=rows.rows[row].scored, truncated=truncated)
+            for row, truncated in zip(rows.row_of, rows.truncated, strict=True)
+        ]
 
-    def generate_until(self, requests: Sequence[GenerateUntilRequest], progress: Progress = ...) -> list[GeneratedText]:
-        """Responses in order, decoded greedily. Raises EvalError for more new tokens than fit the window."""
-        ...
+    def generate_until(self, requests: Requests) -> list[GeneratedText]:
+        """Responses in order. Raises EvalError for more new tokens than fit the window."""
+        contexts = [cut_context(request, self.window) for request in requests]
+        found: dict[int, GeneratedText] = {}
+        for batch in self._decoding_batches(requests, contexts):
+            answers = [Answer(self.tokenizer, contexts[index], requests[index].stops, self.end_ids) for index in batch]
+            self._decode([contexts[index] for index in batch], answers, [requests[index] for index in batch])
+            for index, answer in zip(batch, answers, strict=True):
+                lost = len(requests[index].context) - len(contexts[index])
+                found[index] = GeneratedText(answer.finish(), truncated=lost)
+        return [found[index] for index in range(len(requests))]
 
 
-def no_progress(done: int) -> None:
-    """Default of `progress` arguments."""
-
-
-class HybridScorer:
+class HybridScorer(Scorer):
     """Scorer that reads a prefix shared by several requests once: in a packed sequence, or else in a cache.
 
     max_batch_tokens: tokens per forward pass, padding included. share: False reads every request whole. packed: default True on
-    a GPU for models whose blocks all support prefix trees. end_ids: tokens that end an answer, beside the tokenizer's
-    end-of-document token.
+    a GPU for models whose blocks all support prefix trees.
     """
 
     def __init__(
@@ -76,9 +101,9 @@ class HybridScorer:
         packed: bool | None = None,
         end_ids: Collection[int] = (),
     ):
+        super().__init__(tokenizer, max_length or model.config.max_seq_len, end_ids)
         share = share and not model.replays()
-        self.model, self.tokenizer, self.share, self.end_ids = model, tokenizer, share, end_ids
-        self.window = max_length or model.config.max_seq_len
+        self.model, self.share = model, share
         self.device = model.device
         self.limits = limits_for(model, max_batch_tokens)
         self.packed = share and (
@@ -87,34 +112,21 @@ class HybridScorer:
         self.plan: Plan | PackedPlan = Plan([])
         """Plan of the last call of `loglikelihood`."""
 
-    def loglikelihood(
-        self,
-        requests: Sequence[LoglikelihoodRequest],
-        progress: Progress = no_progress,
-        *,
-        window: int | None = None,
-        host_work: Callable[[], bool] = no_host_work,
-    ) -> list[Loglikelihood]:
-        rows = make_rows(requests, min(window or self.window, self.window))
-        users: list[int] = [0] * len(rows.rows)
-        for row in rows.row_of:
-            users[row] += 1
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows.rows)
-        with inference():
-            for row, score in self._score_rows(rows, host_work):
-                found[row] = score
-                progress(users[row])
-        return [
-            Loglikelihood(*found[row], tokens=rows.rows[row].scored, truncated=truncated)
-            for row, truncated in zip(rows.row_of, rows.truncated, strict=True)
-        ]
+    def _decoding_batches(self, requests: Requests, contexts: Contexts) -> Iterator[list[int]]:
+        """Batches as large as fits, because a decoding step costs about as much for many rows as for one."""
+        limits = self.limits
+        return decoding_batches(requests, contexts, lambda read, new: limits.rows(read, read + new), limits.tokens)
 
-    def generate_until(
-        self, requests: Sequence[GenerateUntilRequest], progress: Progress = no_progress
-    ) -> list[GeneratedText]:
-        return generate_greedily(self.model, self.tokenizer, requests, self.window, self.limits, progress, self.end_ids)
+    def _decode(self, contexts: Contexts, answers: Sequence[Answer], requests: Requests) -> None:
+        def stop(row: int, token: int) -> bool:
+            return answers[row].add(token)
 
-    def _score_rows(self, rows: Rows, host_work: Callable[[], bool]) -> Iterator[tuple[int, tuple[float, bool]]]:
+        options, new_tokens = requests[0].sampling or Sampling(temperature=0), requests[0].max_new_tokens
+        numbers = [request.row_number for request in requests]
+        for _ in decode(self.model, contexts, options, max_new_tokens=new_tokens, stop=stop, row_numbers=numbers):
+            pass
+
+    def _score_rows(self, rows: Rows, host_work: Callable[[], bool]) -> Iterator[RowScore]:
         if self.packed:
             yield from score_packs(self.model, rows.rows, self._packs(rows), host_work)
             return
@@ -128,7 +140,7 @@ class HybridScorer:
             plan.packs.append(pack)
             yield pack
 
-    def _score_subtree(self, plan: Plan, subtree: Subtree) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_subtree(self, plan: Plan, subtree: Subtree) -> Iterator[RowScore]:
         root = None
         if subtree.root:
             root = self.model.empty_cache(1, len(subtree.root))
@@ -141,7 +153,7 @@ class HybridScorer:
             for suffix_batch in batch.suffix_batches:
                 yield from self._score_suffixes(plan, suffix_batch, cache)
 
-    def _score_next_tokens(self, plan: Plan, batch: Batch) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_next_tokens(self, plan: Plan, batch: Batch) -> Iterator[RowScore]:
         cache = self.model.empty_cache(len(batch.prefixes), max(map(len, batch.prefixes)))
         ids, padding = self._padded(batch.prefixes)
         logits = self.model.next_logits(ids, cache, padding)  # [prefixes, vocab_size]
@@ -166,9 +178,7 @@ class HybridScorer:
         ids, padding = self._padded(prefixes)
         self.model.fill(ids, cache, padding)
 
-    def _score_suffixes(
-        self, plan: Plan, suffix_batch: Sequence[Suffix], before: Cache | None
-    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score_suffixes(self, plan: Plan, suffix_batch: Sequence[Suffix], before: Cache | None) -> Iterator[RowScore]:
         width = max(len(suffix.tokens) for suffix in suffix_batch)
         ids, labels = [], []
         for suffix in suffix_batch:

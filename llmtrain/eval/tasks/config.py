@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from llmtrain.config.base import Problem
 from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting, Shots, Source, Templates, template_problems
@@ -12,21 +14,27 @@ from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting, Shot
 Convention = Literal["foundry", "lm-eval"]
 CONVENTIONS: tuple[Convention, ...] = ("foundry", "lm-eval")
 
-TaskType = Literal["multiple_choice", "schema", "language_modeling", "perplexity", "generation"]
+TaskType = Literal["multiple_choice", "schema", "language_modeling", "perplexity", "generation", "instructions"]
 
 TEMPLATES: dict[str, dict[str, str | None]] = {
     "multiple_choice": {"query": "{{query}}", "choices": "{{choices}}", "gold": "{{gold}}"},
     "schema": {"contexts": "{{context_options}}", "continuation": "{{continuation}}", "gold": "{{gold}}"},
     "language_modeling": {"context": "{{context}}", "continuation": "{{continuation}}"},
-    "perplexity": {"text": "{{text}}"},
+    "perplexity": {"text": "{{text}}", "original": None},
     "generation": {
         "context": "{{context}}",
         "answer": "{{answer}}",
         "aliases": "{{aliases | default([])}}",
-        "chain_of_thought": None,
+        "chain_of_thought": "{{chain_of_thought | default(none)}}",
+        "choices": None,
+    },
+    "instructions": {
+        "context": "{{prompt}}",
+        "instructions": "{{instruction_id_list}}",
+        "arguments": "{{kwargs}}",
     },
 }
-"""Templates of each type of task with their defaults, which are LLM Foundry's field names."""
+"""Templates of each type of task with their defaults, which are LLM Foundry's field names; of instructions, IFEval's."""
 
 METRICS: dict[str, tuple[str, ...]] = {
     "multiple_choice": ("acc_sum", "acc_per_token", "acc_per_char", "acc_per_byte", "acc_pmi"),
@@ -34,17 +42,25 @@ METRICS: dict[str, tuple[str, ...]] = {
     "language_modeling": ("acc", "perplexity", "token_perplexity"),
     "perplexity": ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
     "generation": ("exact_match",),
+    "instructions": (
+        *("prompt_level_strict_acc", "inst_level_strict_acc"),
+        *("prompt_level_loose_acc", "inst_level_loose_acc"),
+    ),
 }
 """Metrics of each type of task. lm-evaluation-harness calls the sum, per-character, per-byte and PMI accuracies acc,
 acc_norm, acc_bytes and acc_mutual_info."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-_GENERATION_ONLY = (
-    *("stops", "cot_delimiter", "normalize", "max_new_tokens"),
-    *("extract", "ignore", "ignore_case", "ignore_punctuation"),
-)
-"""Settings of the conventions' sections that have an effect on generation tasks only."""
+_ANSWER_SETTINGS = ("stops", "max_new_tokens")
+_GENERATION_ONLY = ("cot_delimiter", "normalize", "extract", "ignore", "ignore_case", "ignore_punctuation")
+"""Settings of the conventions' sections that have an effect on tasks with generated answers, and of type generation only."""
+
+WITHOUT_EXAMPLES: dict[TaskType, str] = {
+    "perplexity": "the perplexity of a text",
+    "instructions": "a task of instructions",
+}
+"""Types of task without few-shot examples, in words."""
 
 _HEADLINES: dict[str, dict[str, str]] = {
     "foundry": {"multiple_choice": "acc_per_token", "schema": "acc_per_token", "perplexity": "token_perplexity"},
@@ -79,6 +95,13 @@ class TaskConfig(Templates):
     """Settings of LLM Foundry's convention."""
     lm_eval: LmEvalPrompting = LmEvalPrompting()
     """Settings of lm-evaluation-harness's convention."""
+    conventions: Annotated[list[Convention], Field(min_length=1)] = list(CONVENTIONS)
+    """Conventions that have the task; another one is refused."""
+
+    @property
+    def generates(self) -> bool:
+        """True if the model is asked for text, not for log-likelihoods."""
+        return self.type in ("generation", "instructions")
 
     def section(self, convention: Convention) -> FoundryPrompting | LmEvalPrompting:
         return self.foundry if convention == "foundry" else self.lm_eval
@@ -106,12 +129,13 @@ class TaskConfig(Templates):
             name = convention.replace("-", "_")
             section = self.section(convention)
             yield from self._templates_of_other_types(f"{name}.", section)
-            for key in _GENERATION_ONLY if self.type != "generation" else ():
+            unused = () if self.generates else _ANSWER_SETTINGS
+            for key in unused if self.type == "generation" else (*unused, *_GENERATION_ONLY):
                 if (
                     key in type(section).model_fields
                     and getattr(section, key) != type(section).model_fields[key].default
                 ):
-                    yield Problem(f"{name}.{key}", None, f"has no effect on a {self.type} task; remove it")
+                    yield Problem(f"{name}.{key}", None, f"has no effect on a task of type {self.type}; remove it")
             if section.few_shot_from == "few_shot" and not any(
                 one and one.few_shot for one in (self.source, self.local)
             ):
@@ -126,6 +150,15 @@ class TaskConfig(Templates):
                 allowed = set(self.lm_eval.extract)
             if metric not in allowed:
                 yield Problem(f"{name}.metric", metric, f"expected one of {', '.join(sorted(allowed))}")
+        for name, chain in self.lm_eval.extract.items():
+            path = f"lm_eval.extract.{name}"
+            if self.category is None and any(step.categories is not None for step in chain):
+                yield Problem(path, None, "a filter is for some categories, but the task has no category")
+            wanting = [step.type for step in chain if step.type in ("multi_choice_regex", "word_order")]
+            if wanting and not (self.choices or self.lm_eval.choices):
+                yield Problem(path, None, f"{wanting[0]} looks for choices, but the task has no choices")
+        if self.type == "instructions" and "foundry" in self.conventions:
+            yield Problem("conventions", None, "LLM Foundry checks no instructions; write conventions: [lm-eval]")
         if self.source.text is not None and self.type != "perplexity":
             yield Problem("source.text", self.source.text, f"a text file is for type perplexity, not {self.type}")
         if self.local and self.local.path is None and self.local.mds is None and self.local.text is None:
@@ -134,12 +167,15 @@ class TaskConfig(Templates):
             yield Problem("pmi", self.pmi, f"PMI scores are for type multiple_choice, not {self.type}")
         if self.labels and self.type not in ("multiple_choice", "schema"):
             yield Problem("labels", None, f"labels are for types multiple_choice and schema, not {self.type}")
+        if len(set(self.labels or ())) < len(self.labels or ()):
+            yield Problem("labels", self.labels, "a label is there twice; each names one alternative")
         shots = [*self.shots, *(self.foundry.shots or []), *(self.lm_eval.shots or [])]
-        if self.type == "perplexity" and any(shots):
-            yield Problem("shots", self.shots, "the perplexity of a text has no few-shot examples; leave shots out")
+        if self.type in WITHOUT_EXAMPLES and any(shots):
+            message = f"{WITHOUT_EXAMPLES[self.type]} has no few-shot examples; leave shots out"
+            yield Problem("shots", self.shots, message)
 
     def _templates_of_other_types(self, prefix: str, section: Templates) -> Iterator[Problem]:
         known = TEMPLATES[self.type]
         for name, _ in section.templates():
             if name not in known and name != "preamble":
-                yield Problem(prefix + name, None, f"not of a {self.type} task, which has {', '.join(known)}")
+                yield Problem(prefix + name, None, f"not of a task of type {self.type}, which has {', '.join(known)}")

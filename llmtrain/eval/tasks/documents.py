@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.instructions import Instruction, read_instruction
 from llmtrain.eval.tasks.config import TEMPLATES, Convention, TaskConfig
 from llmtrain.eval.tasks.sections import Source
 from llmtrain.eval.tasks.sources import Record
@@ -41,9 +42,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Text:
-    """Content of a perplexity document."""
+    """Content of a perplexity document. original: the text whose words and bytes count, if it is another."""
 
     text: str
+    original: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,51 @@ class Question:
     answer: str
     aliases: tuple[str, ...]
     chain_of_thought: str | None = None
+    choices: tuple[str, ...] = ()
+    """Texts that filters look for in what was generated."""
 
 
-Content = Choices | Schema | Continuation | Text | Question
+@dataclass(frozen=True)
+class Instructed:
+    """Content of an instructions document: a prompt, and the instructions in it that a program can check."""
+
+    context: str
+    instructions: tuple[Instruction, ...]
+
+
+Content = Choices | Schema | Continuation | Text | Question | Instructed
+
+
+class AnyDocument(Protocol):
+    """All that evaluation and decontamination ask of a document, also of one of another project's task file."""
+
+    @property
+    def index(self) -> int:
+        """Position among the task's documents, from 0; identifies the document in requests."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """File and line of its record."""
+        ...
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The source's fields."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """The document with its right answer as plain text, without examples."""
+        ...
 
 
 @dataclass(frozen=True)
 class Document:
     """One document of a task.
 
-    index: position in the whole source, from 0; identifies the document in requests. where: file and line of its record. record:
-    the source's fields.
+    index: position among the documents of the source, from 0; identifies the document in requests. where: file and line of its
+    record. record: the source's fields.
     """
 
     index: int
@@ -76,12 +112,21 @@ class Document:
     """Context of the choices in PMI scores, in place of the query."""
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def text(self) -> str:
+        """The document with its right answer as plain text, without examples or delimiters of a convention."""
+        if isinstance(self.content, Text):
+            return self.content.text
+        if isinstance(self.content, Instructed):
+            return self.content.context
+        return joined_text(*asked_and_answered(self.content))
+
 
 class DocumentTemplates:
     """Compiled templates of a task under one convention."""
 
     def __init__(self, task: TaskConfig, source: Source, convention: Convention):
-        self._task = task
+        self._task, self._convention = task, convention
         self._fields = {name: Template(text) for name, text in source.fields.items()}
         section = task.section(convention)
         self._templates: dict[str, list[Template]] = {}
@@ -99,23 +144,20 @@ class DocumentTemplates:
         self._premise = Template(task.pmi) if task.pmi is not None else None
 
     def document(self, record: Record, index: int) -> Document:
-        """Document of a record. Raises EvalError with file and line."""
-        try:
-            names = {"record": record.data, **record.data}
-            for name, template in self._fields.items():
-                names[name] = template.value(names)
-            content = self._content(names)
-            return Document(
-                index=index,
-                where=record.where,
-                content=content,
-                category=self._category.text(names) if self._category else None,
-                preamble=self._preamble.text(names) if self._preamble else "",
-                premise=self._premise.text(names) if self._premise else None,
-                record=record.data,
-            )
-        except EvalError as error:
-            raise EvalError(f"{record.where}: {error}") from None
+        """Document of a record. Raises EvalError with the reason alone."""
+        names = {"record": record.data, **record.data}
+        for name, template in self._fields.items():
+            names[name] = template.value(names)
+        content = self._content(names)
+        return Document(
+            index=index,
+            where=record.where,
+            content=content,
+            category=self._category.text(names) if self._category else None,
+            preamble=self._preamble.text(names) if self._preamble else "",
+            premise=self._premise.text(names) if self._premise else None,
+            record=record.data,
+        )
 
     def _content(self, names: dict[str, Any]) -> Content:
         match self._task.type:
@@ -128,11 +170,15 @@ class DocumentTemplates:
             case "language_modeling":
                 return Continuation(self._text("context", names), self._some_text("continuation", names))
             case "perplexity":
-                return Text(self._some_text("text", names))
+                text = self._some_text("text", names)
+                return Text(text, self._some_text("original", names) if "original" in self._templates else None)
             case "generation":
-                reasoning = self._text("chain_of_thought", names) if "chain_of_thought" in self._templates else None
                 answer = self._some_text("answer", names)
-                return Question(self._text("context", names), answer, self._aliases(names), reasoning)
+                choices = self._list_of_texts("choices", names) if "choices" in self._templates else ()
+                aliases, reasoning = self._list_of_texts("aliases", names), self._reasoning(names)
+                return Question(self._text("context", names), answer, aliases, reasoning, choices)
+            case "instructions":
+                return Instructed(self._some_text("context", names), self._instructions(names))
 
     def _text(self, name: str, names: dict[str, Any]) -> str:
         try:
@@ -146,6 +192,16 @@ class DocumentTemplates:
             raise EvalError(f"`{name}` is empty; there is nothing to score")
         return text
 
+    def _reasoning(self, names: dict[str, Any]) -> str | None:
+        """Chain of thought; None where its template gives null. Only foundry puts it into examples."""
+        if self._convention != "foundry":
+            return None
+        [template] = self._templates["chain_of_thought"]
+        try:
+            return None if template.value(names) is None else template.text(names)
+        except EvalError as error:
+            raise EvalError(f"`chain_of_thought`: {error}") from None
+
     def _list(self, name: str, names: dict[str, Any]) -> list[Any]:
         values: list[Any] = []
         for template in self._templates[name]:
@@ -156,12 +212,20 @@ class DocumentTemplates:
             values += value if isinstance(value, list | tuple) else [value]
         return values
 
-    def _aliases(self, names: dict[str, Any]) -> tuple[str, ...]:
-        values = self._list("aliases", names)
+    def _list_of_texts(self, name: str, names: dict[str, Any]) -> tuple[str, ...]:
+        values = self._list(name, names)
         for value in values:
             if not isinstance(value, str):
-                raise EvalError(f"`aliases` holds {value!r}; expected texts")
+                raise EvalError(f"`{name}` holds {value!r}; expected texts")
         return tuple(values)
+
+    def _instructions(self, names: dict[str, Any]) -> tuple[Instruction, ...]:
+        listed, arguments = self._list("instructions", names), self._list("arguments", names)
+        if not listed or len(listed) != len(arguments):
+            raise EvalError(
+                f"{len(listed)} `instructions` have {len(arguments)} `arguments`; expected one each, at least one"
+            )
+        return tuple(read_instruction(name, some) for name, some in zip(listed, arguments, strict=True))
 
     def _texts(self, name: str, names: dict[str, Any]) -> tuple[str, ...]:
         """Texts of a list of at least two, none of them empty."""
@@ -183,8 +247,8 @@ class DocumentTemplates:
         labels = self._task.labels
         if labels is not None and not isinstance(value, bool) and str(value) in labels:
             number = labels.index(str(value))
-        elif isinstance(value, int) and not isinstance(value, bool):
-            number = value
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+            number = int(value)
         elif isinstance(value, str) and value in alternatives:
             number = alternatives.index(value)
             if value.isdecimal() and int(value) != number:
@@ -199,25 +263,34 @@ class DocumentTemplates:
         return number
 
 
-def document_text(document: Document) -> str:
-    """Document with its right answer as plain text, without examples or delimiters of a convention."""
-    match content := document.content:
-        case Choices():
-            return _joined(content.query, content.choices[content.gold])
-        case Schema():
-            return _joined(content.contexts[content.gold], content.continuation)
-        case Continuation():
-            return _joined(content.context, content.continuation)
-        case Question():
-            return _joined(content.context, content.answer)
-        case Text():
-            return content.text
-
-
-def _joined(before: str, answer: str) -> str:
-    """Both texts with one space between them, or none before a punctuation mark."""
+def joined_text(before: str, answer: str) -> str:
+    """Text and its answer with one space between them, or none before a punctuation mark."""
     answer = answer.strip()
     return before.rstrip() + " " * (answer[:1] not in (*".,;:!?", "")) + answer
+
+
+def asked_and_answered(content: Content) -> tuple[str, str]:
+    """The question of a document, or the text before, and the right answer."""
+    match content:
+        case Choices():
+            return content.query, content.choices[content.gold]
+        case Schema():
+            return content.contexts[content.gold], content.continuation
+        case Continuation():
+            return content.context, content.continuation
+        case Question():
+            return content.context, content.answer
+        case Text() | Instructed():
+            raise AssertionError(f"no examples are made of {type(content).__name__}")
+
+
+def without_reasoning(documents: Sequence[Document]) -> dict[str, str]:
+    """Locations of documents without a chain of thought, with the reason, where others have one."""
+    lacking = [one for one in documents if isinstance(one.content, Question) and one.content.chain_of_thought is None]
+    if len(lacking) in (0, len(documents)):
+        return {}
+    reason = "`chain_of_thought` is missing, which other records have; an example would be without its reasoning"
+    return {one.where: reason for one in lacking}
 
 
 def group_by_category(documents: Sequence[Document]) -> dict[str | None, list[Document]]:

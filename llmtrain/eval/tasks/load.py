@@ -10,13 +10,11 @@ from llmtrain.config.base import Problem, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.report import ConfigError, suggest
 from llmtrain.config.schema_tree import with_defaults
+from llmtrain.config.shipped import eval_yamls
 from llmtrain.config.yaml_source import read_file
 from llmtrain.eval.errors import EvalError
 
 S = TypeVar("S", bound=Section)
-
-_FOLDERS = (Path(__file__).parents[1] / "shipped", Path(__file__).parents[3] / "eval")
-"""Folders of tasks/ and gauntlets/: llmtrain/eval/shipped in an installed package (pyproject.toml), eval/ in a checkout."""
 
 
 def read_section(path: str | Path, schema: type[S]) -> S:
@@ -43,7 +41,7 @@ def find_yaml(name: str | Path, kind: str) -> Path:
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
-    shipped = {file.stem: file for folder in _FOLDERS for file in (folder / kind).glob("*.yaml")}
+    shipped = eval_yamls(kind)
     if str(name) not in shipped:
         raise EvalError(
             f"there is no {kind[:-1]} '{name}': {suggest(str(name), shipped, f'{kind} are')} (or give the path of a .yaml)"

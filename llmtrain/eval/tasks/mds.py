@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmtrain.data.shards import Index, ShardError, read_index
+from llmtrain.config.regular_file import open_regular
+from llmtrain.data.shard_index import Index, ShardError, read_index, verify_shard
 from llmtrain.eval.errors import EvalError
 
 Row = tuple[str, int, dict[str, Any]]
@@ -33,23 +35,32 @@ def read_mds(folder: Path) -> Iterator[Row]:
     from streaming.base.compression import decompress  # imports torch
     from streaming.base.format import reader_from_json
 
-    for info in open_mds(folder).shards:
+    index = open_mds(folder)
+    for info in index.shards:
         name = info["raw_data"]["basename"]
         try:
             reader: Any = reader_from_json(str(folder), None, dict(info))
-            raw = folder / name
-            if raw.exists() or not info.get("zip_data"):
-                data = raw.read_bytes()
-            else:
-                data = decompress(info["compression"], (folder / info["zip_data"]["basename"]).read_bytes())
-            rows = int(np.frombuffer(data[:4], np.uint32)[0])
+            data = _read(folder, info, decompress)
+            if damage := verify_shard(io.BytesIO(data), info, index.hash_algorithm):
+                raise EvalError(f"{folder / name} is damaged: {damage}")
+            rows = info["samples"]
             # MDS: number of rows, then rows + 1 offsets, then their bytes.
             offsets = np.frombuffer(data, np.uint32, rows + 1, offset=4)
             for row in range(rows):
                 yield name, row, reader.decode_sample(data[offsets[row] : offsets[row + 1]])
         except OSError as error:
             raise EvalError(f"{folder / name}: {error.strerror or error}") from None
-        except (ValueError, IndexError, KeyError) as error:
-            if isinstance(error, EvalError):
-                raise
+        except (EvalError, ShardError):
+            raise
+        except Exception as error:  # decompression and decoding raise what they like
             raise EvalError(f"{folder / name} is a damaged shard: {error}") from None
+
+
+def _read(folder: Path, info: dict[str, Any], decompress: Callable[[str, bytes], bytes]) -> bytes:
+    """A raw shard, from its file, or from its compressed file."""
+    raw, packed = info["raw_data"], info["zip_data"]
+    if packed is None or (folder / raw["basename"]).exists():
+        with open_regular(folder / raw["basename"]) as file:
+            return file.read()
+    with open_regular(folder / packed["basename"]) as file:
+        return decompress(info["compression"], file.read())

@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from llmtrain.config.base import PositiveInt, Problem, Section
+from llmtrain.config.texts import PathText
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.tasks.filters import Chain, pattern_problems
 from llmtrain.eval.tasks.templates import Template
 
-ListOfTemplates = Annotated[
+Texts = Annotated[
     list[str],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-"""One template or several; a template that gives a list stands for all its entries."""
+"""One text or several. Of templates: one that gives a list stands for all its entries."""
 
-Shots = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Shots = Annotated[list[Annotated[int, Field(ge=0, le=1000)]], Field(min_length=1)]
 
 
 class Examples(Section):
     """Source of few-shot examples, in place of the evaluated documents. The source's other settings hold."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A JSONL file."""
     split: str | None = None
     """Another split of the hub data set."""
-    mds: str | None = None
+    mds: PathText | None = None
     """A folder of MDS shards."""
 
 
 class Source(Section):
     """Source of the records: one of path, hub, mds or text. Paths are relative to the task's YAML."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A JSONL file; .gz and .zst too."""
     hub: str | None = None
     """A data set on the Hugging Face hub, by name; needs the `datasets` library."""
-    config: str | None = None
-    """Configuration of the hub data set."""
+    config: Texts | None = None
+    """Configuration of the hub data set. Of several, one after another; each record's field `config` then says which."""
     split: str | None = None
     """Split of the hub data set."""
-    mds: str | None = None
+    mds: PathText | None = None
     """A folder of MDS shards."""
-    text: str | None = None
+    text: PathText | None = None
     """A text file; all of it is one document, with the field `text`."""
     fields: dict[str, str] = {}
     """New fields, made from each record by templates, in this order; later ones see earlier ones."""
@@ -75,43 +76,36 @@ class Source(Section):
                 yield Problem("few_shot", None, f"{text}")
 
 
-class Extract(Section):
-    """Extraction of the answer from a generated text: lm-evaluation-harness's `regex` filter."""
-
-    pattern: str
-    """A regular expression; its first group that is not empty, or the whole match if it has none, is the answer."""
-    match: int = 0
-    """Index of the match: 0 is the first, -1 the last."""
-    otherwise: str = "[invalid]"
-    """The answer where nothing matches."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from pattern_problems("pattern", self.pattern)
-
-
 class Templates(Section):
     """Templates that make the parts of a document from a record's fields. A task has those of its type."""
 
     query: str | None = None
     """multiple_choice: the question."""
-    choices: ListOfTemplates | None = None
-    """multiple_choice: the alternatives: an expression that gives a list, or a list of texts."""
+    choices: Texts | None = None
+    """multiple_choice: the alternatives: an expression that gives a list, or a list of texts. generation: texts that the
+    filters of `extract` look for."""
     gold: str | None = None
     """multiple_choice, schema: the right alternative: its number (from 0), its label, or its text."""
-    contexts: ListOfTemplates | None = None
+    contexts: Texts | None = None
     """schema: the alternative contexts."""
     context: str | None = None
-    """language_modeling, generation: the text before the continuation or answer."""
+    """language_modeling, generation, instructions: the text before the continuation or answer."""
     continuation: str | None = None
     """language_modeling, schema: the text that is scored after the context."""
     answer: str | None = None
     """generation: the answer, also in few-shot examples."""
-    aliases: ListOfTemplates | None = None
+    aliases: Texts | None = None
     """generation: further right answers."""
     chain_of_thought: str | None = None
     """generation, foundry: the reasoning that precedes the answer in examples."""
     text: str | None = None
     """perplexity: the text."""
+    original: str | None = None
+    """perplexity: the text whose words and bytes count, where `text` is a cleaned form of it."""
+    instructions: str | None = None
+    """instructions: the list of their names, such as `punctuation:no_comma`."""
+    arguments: str | None = None
+    """instructions: the list of their arguments, a mapping for each."""
     preamble: str | None = None
     """Text at the beginning of the prompt, before examples (LLM Foundry's prompt_string, lm-evaluation-harness's description)."""
 
@@ -136,8 +130,8 @@ class Prompting(Templates):
     shots: Shots | None = None
     """Numbers of few-shot examples with which the task runs; default: the task's."""
     stops: list[str] | None = None
-    """generation: texts that end the answer; the end-of-document token always does. Default: foundry, none; lm-eval, its
-    example_delimiter."""
+    """generation, instructions: texts that end the answer; the end-of-document token always does. Default: foundry, none;
+    lm-eval, its example_delimiter."""
     few_shot_from: Literal["documents", "few_shot"] | None = None
     """Take examples from the evaluated documents or from source.few_shot. Default: foundry takes documents; lm-eval
     takes source.few_shot where there is one."""
@@ -183,11 +177,12 @@ class LmEvalPrompting(Prompting):
     """Draw one example more and leave out the document itself. lm-evaluation-harness does so where fewshot_split and
     test_split are equal, also when a task names neither. Default: when examples are documents."""
     max_new_tokens: PositiveInt = 256
-    """generation: at most so many tokens (max_gen_toks)."""
+    """generation, instructions: at most so many tokens (max_gen_toks)."""
     strip: bool = False
     """generation: strip white space off what was generated (remove_whitespace)."""
-    extract: dict[str, Extract] = {}
-    """generation: ways to find the answer in what was generated; each makes a metric of its name."""
+    extract: dict[str, Chain] = {}
+    """generation: ways to find the answer in what was generated: a filter, or filters one after another. Each makes a metric of
+    its name."""
     ignore: list[str] = []
     """generation: regular expressions that are removed before comparing (regexes_to_ignore)."""
     ignore_case: bool = False
@@ -214,10 +209,3 @@ def template_problems(path: str, template: str) -> Iterator[Problem]:
         Template(template)
     except EvalError as error:
         yield Problem(path, template, str(error))
-
-
-def pattern_problems(path: str, pattern: str) -> Iterator[Problem]:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        yield Problem(path, pattern, f"not a regular expression: {error}")

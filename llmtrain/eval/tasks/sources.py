@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
+from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import nearest
-from llmtrain.data.records import open_compressed
-from llmtrain.data.source_files import PrepareError, list_files
+from llmtrain.data.compression import DAMAGES, compression_of, decompress
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.mds import read_mds
 from llmtrain.eval.tasks.sections import Source
@@ -27,16 +25,23 @@ class Record:
     data: dict[str, Any]
 
 
-def read_records(source: Source, base: Path, *, few_shot: bool = False) -> Iterator[Record]:
+def read_records(
+    source: Source, base: Path, *, few_shot: bool = False, bad: dict[str, str] | None = None
+) -> Iterator[Record]:
     """Records of a source, or of its few-shot examples.
 
-    base: folder to which paths are relative. Raises EvalError with file and line for a malformed record.
+    base: folder to which paths are relative. bad: takes the reasons of malformed lines, by location. Raises EvalError with file
+    and line for the first of them where there is no `bad`, and for a source that cannot be read at all.
     """
     other = source.few_shot if few_shot else None
     if source.path is not None:
-        yield from _jsonl(_resolve(base, (other.path if other else None) or source.path))
+        yield from _jsonl(_resolve(base, (other.path if other else None) or source.path), bad)
     elif source.hub is not None:
-        yield from _hub(source.hub, source.config, (other.split if other else None) or source.split or "")
+        split = (other.split if other else None) or source.split or ""
+        configs = source.config or [None]
+        for config in configs:
+            for record in _hub(source.hub, config, split):
+                yield Record(record.where, record.data | {"config": config}) if len(configs) > 1 else record
     elif source.mds is not None:
         folder = _resolve(base, (other.mds if other else None) or source.mds)
         yield from (Record(f"{folder / shard}:{row}", data) for shard, row, data in read_mds(folder))
@@ -49,7 +54,9 @@ def _resolve(base: Path, path: str) -> Path:
     return base / Path(path).expanduser()
 
 
-def _jsonl(file: Path) -> Iterator[Record]:
+def _jsonl(file: Path, bad: dict[str, str] | None) -> Iterator[Record]:
+    if file.is_dir():
+        raise EvalError(f"{file} is a folder; name a JSONL file in it (or, of MDS shards, `mds`)")
     if not file.exists():
         # An uncompressed and a compressed file stand for each other.
         others = [other for suffix in (".gz", ".zst") if (other := Path(f"{file}{suffix}")).exists()]
@@ -57,8 +64,19 @@ def _jsonl(file: Path) -> Iterator[Record]:
             raise EvalError(_missing(file))
         file = others[0]
     for number, line in enumerate(_lines(file), 1):
-        if line.strip():
-            yield Record(f"{file}:{number}", _object(line, f"{file}:{number}"))
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            record = Record(f"{file}:{number}", _object(line))
+        except EvalError as error:
+            if number == 1 and (line.strip() == b"{" or line.lstrip()[:1] == b"["):
+                raise EvalError(f"{file}: JSON, but not JSONL; write one object a line") from None
+            if bad is None:
+                raise EvalError(f"{file}:{number}: {error}") from None
+            bad[f"{file}:{number}"] = str(error)
+        else:
+            yield record
 
 
 def _missing(file: Path) -> str:
@@ -72,32 +90,45 @@ def _missing(file: Path) -> str:
 
 def _lines(file: Path) -> Iterator[bytes]:
     try:
-        [found] = list_files([str(file)])
-        with open_compressed(found) if found.compression else open(file, "rb") as stream:
-            yield from stream
-    except PrepareError as error:
-        raise EvalError(str(error)) from None
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        with open_regular(file) as stored:
+            compression = compression_of(stored.read(8))
+            stored.seek(0)
+            with decompress(stored, compression) as stream:
+                yield from stream
+    except DAMAGES as error:
         raise EvalError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, Any]:
+    """Object of a line. Raises EvalError with the reason alone."""
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.rstrip().decode(), object_pairs_hook=_fields)
     except UnicodeDecodeError as error:
-        raise EvalError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from None
+        raise EvalError(f"not UTF-8: {error.reason} at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
-        raise EvalError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise EvalError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+    except RecursionError:
+        raise EvalError("not read: it is nested too deeply") from None
+    except EvalError:
+        raise
+    except ValueError:
+        raise EvalError("not read: a number has more digits than Python reads") from None
     if not isinstance(record, dict):
-        raise EvalError(f"{where}: expected an object, found {type(record).__name__}")
+        raise EvalError(f"expected an object, found {type(record).__name__}")
     if b"\\u" in line:
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start].encode("unicode_escape").decode()
-            raise EvalError(
-                f"{where}: {half} is half of a character; write both halves, or the character itself"
-            ) from None
+            raise EvalError(f"{half} is half of a character; write both halves, or the character itself") from None
+    return record
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise EvalError(f"field `{next(name for name in names if names.count(name) > 1)}` is there twice; remove one")
     return record
 
 

@@ -7,6 +7,7 @@ are sandboxed: a task file from an untrusted source cannot reach the machine.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import GeneratorType
@@ -40,13 +41,20 @@ def _regex_groups(text: str, pattern: str) -> list[str]:
     return list(match.groups())
 
 
+def _regex_findall(text: str, pattern: str) -> list[Any]:
+    """`text | regex_findall('\\d+')`: all matches; of a pattern with a group, what it matched."""
+    return re.findall(pattern, text)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     # A final newline belongs to the prompt, and a field that is not there must never become an empty text.
+    # Not optimized: a constant such as 9**9**9 would be computed when the task is read.
     made = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_refuse_null
+        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_refuse_null, optimized=False
     )
     made.filters["regex_replace"] = _regex_replace
     made.filters["regex_groups"] = _regex_groups
+    made.filters["regex_findall"] = _regex_findall
     return made
 
 
@@ -66,6 +74,8 @@ class Template:
                 self._evaluate = _ENVIRONMENT.from_string(source).render
         except TemplateSyntaxError as error:
             raise EvalError(f"not a template: {error.message}") from None
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # of Python, which compiles it
+            raise EvalError(f"not a template that Python can compile: {error}") from None
 
     def value(self, names: Mapping[str, Any]) -> Any:
         """Value of the expression, or the rendered text. Raises EvalError with the missing field or the reason."""
@@ -82,7 +92,8 @@ class Template:
     def text(self, names: Mapping[str, Any]) -> str:
         """Value as text; numbers are converted. Raises EvalError for other types."""
         value = self.value(names)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not isinstance(value, str):
             raise EvalError(f"expected text from the template {_short(self.source)}, found {_kind(value)}")
         return str(value)
 

@@ -33,29 +33,36 @@ class FlexAttention:
         # A Python bool made here: comparing sizes while tracing may give a symbolic one, which flex refuses.
         self.grouped = spec.n_heads != spec.n_kv_heads
 
-    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> FlexContext:
+    def prepare(
+        self, seq_len: int, device: torch.device, ids: Tensor | None = None, queries: int | None = None
+    ) -> FlexContext:
         """ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
+        queries: Q, if the queries are the last Q tokens alone; None: all T.
 
-        With them a mask of [batch, T, T] bytes exists while this runs.
+        With ids a mask of [batch, Q, T] bytes exists while this runs.
         """
-        window = self.spec.sliding_window or seq_len
+        window, queries = self.spec.sliding_window or seq_len, queries or seq_len
+        before = seq_len - queries
 
-        def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def visible(batch: Tensor, head: Tensor, query: Tensor, j: Tensor) -> Tensor:
+            i = query + before if before else query
             in_range = (i >= j) & (i - j < window)
             return in_range if ids is None else in_range & (ids[batch, i] == ids[batch, j])
 
         batch = None if ids is None else ids.shape[0]
-        mask = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
+        mask = create_block_mask(visible, batch, None, queries, seq_len, device=str(device))
         return FlexContext(mask, self.slopes.on(device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: FlexContext) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
         spec, slopes = self.spec, context.slopes
+        before = k.shape[1] - q.shape[1]
 
-        def change(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def change(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, j: Tensor) -> Tensor:
             if spec.softcap is not None:
                 score = spec.softcap * torch.tanh(score / spec.softcap)
             if slopes is not None:
+                i = query + before if before else query
                 score = score - slopes[head] * (i - j)
             return score
 

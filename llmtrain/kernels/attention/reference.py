@@ -19,18 +19,22 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
 
-    def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> Tensor:
-        """The additive bias in fp32: ALiBi, and -inf where a query must not look. [n_heads or 1, T, T], or with batch in front.
+    def prepare(
+        self, seq_len: int, device: torch.device, ids: Tensor | None = None, queries: int | None = None
+    ) -> Tensor:
+        """The additive bias in fp32: ALiBi, and -inf where a query must not look. [n_heads or 1, Q, T], or with batch in front.
 
         ids: [batch, T], integers; tokens see those with their own id. None: one document per sequence.
+        queries: Q, if the queries are the last Q tokens alone; None: all T.
         """
-        bias = score_bias(self.spec, seq_len, device)
+        bias = score_bias(self.spec, seq_len, device, queries)
         if ids is None:
             return bias
-        return bias.masked_fill((ids[:, :, None] != ids[:, None, :])[:, None], float("-inf"))
+        of_queries = ids[:, -bias.shape[1] :, None]
+        return bias.masked_fill((of_queries != ids[:, None, :])[:, None], float("-inf"))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
         spec = self.spec
         groups = spec.n_heads // spec.n_kv_heads
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -43,10 +47,10 @@ class ReferenceAttention:
         return (weights @ v).transpose(1, 2)
 
 
-def score_bias(spec: AttentionSpec, seq_len: int, device: torch.device) -> Tensor:
-    """bias_between for a whole sequence, [n_heads or 1, T, T]."""
+def score_bias(spec: AttentionSpec, seq_len: int, device: torch.device, queries: int | None = None) -> Tensor:
+    """bias_between for a whole sequence, [n_heads or 1, Q, T]. queries: Q, if they are its last Q tokens alone."""
     at = torch.arange(seq_len, device=device)
-    return bias_between(spec, at, at)
+    return bias_between(spec, at if queries is None else at[seq_len - queries :], at)
 
 
 def bias_between(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:

@@ -34,18 +34,23 @@ class SDPA:
         # The efficient kernel wants as many key as query heads; the others share them without a copy.
         self.repeat = spec.n_heads // spec.n_kv_heads if variant == "efficient" else 1
 
-    def prepare(self, seq_len: int, device: torch.device, ids: None = None) -> Tensor | None:
-        """ALiBi and the window as a bias [1, n_heads, T, T], of the inputs' dtype; None for plain attention."""
+    def prepare(
+        self, seq_len: int, device: torch.device, ids: None = None, queries: int | None = None
+    ) -> Tensor | None:
+        """ALiBi and the window as a bias [1, n_heads, Q, T], of the inputs' dtype; None for plain attention.
+
+        queries: Q, if the queries are the last Q tokens alone; None: all T.
+        """
         assert ids is None, "refused by the spec"
         if not self.needs_bias:
             return None
         dtype = getattr(torch, self.spec.dtype)
-        bias = score_bias(self.spec, seq_len, device).to(dtype)
+        bias = score_bias(self.spec, seq_len, device, queries).to(dtype)
         # The efficient kernel reads rows aligned to 16 bytes: pad each row and show it without the padding.
         return F.pad(bias, (0, -seq_len % 8))[None, :, :, :seq_len].expand(1, self.spec.n_heads, -1, -1)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.repeat > 1:
             k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)

@@ -33,12 +33,14 @@ class AttentionSpec:
     """Dtype of queries, keys and values."""
     documents: bool = False
     """Sequences may hold several documents, which do not see each other."""
+    lower_right: bool = False
+    """Queries may be the last tokens alone of the sequence that the keys are: the causal mask is aligned to its lower right."""
 
     @property
     def plain(self) -> bool:
-        """Nothing beyond causal softmax(scale * q k^T)."""
+        """Nothing beyond causal softmax(scale * q k^T) over a whole sequence."""
         beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
-        return not self.documents and all(value is None for value in beyond)
+        return not self.documents and not self.lower_right and all(value is None for value in beyond)
 
     def pairs(self, seq_len: int, causal: bool) -> int:
         """Query-key pairs of one sequence: all T^2, or with `causal` those that are not masked."""
@@ -113,6 +115,8 @@ def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
 def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> str | None:
     kernels = ("attention.forward", "attention.dq", "attention.dkdv")
     sizes = {"head_dim": spec.head_dim}
+    if spec.lower_right:
+        return "the Triton kernel takes whole sequences, not a part of the queries (train.parallel.context); use flex"
     return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
 
 
@@ -120,6 +124,8 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
     if spec.documents:
         return "flash_attn is called with whole sequences, which keeps no documents apart; use flex or reference"
+    if spec.lower_right:
+        return "flash_attn is called with whole sequences, not a part of the queries (train.parallel.context); use flex"
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
     if spec.dtype not in ("bfloat16", "float16"):
@@ -130,22 +136,39 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto` and `sdpa`.
 
-    Measured on H200 (BENCHMARKS.md, 16 bits): plain causal attention is fastest in cuDNN up to head_dim 128; ours comes
-    next (0.8 to 1.0 x cuDNN, 1.4 to 1.6 x FlashAttention-2), and with ALiBi, a window or documents before FlexAttention
-    (1.2 to 2.2 x); at head_dim 160 before both (1.6 and 3.1 x). That wider heads and softcaps follow suit on Hopper is not
-    measured. On other GPUs ours is not measured at all and comes last: FA2 leads where cuDNN is untuned or absent;
-    FlexAttention fuses the change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory.
-    On CPUs, SDPA's own kernel never stores the T x T scores.
+    Measured on H200 in 16 bits (BENCHMARKS.md, benchmarks/attention_grid.csv): plain causal attention is fastest in cuDNN, which
+    takes head_dim up to 128; elsewhere ours is before the public kernels where `_ours_leads`, and behind them otherwise. On
+    other GPUs ours is not measured and comes last: FA2 leads where cuDNN is untuned or absent; FlexAttention fuses the
+    change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
+    kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if platform.arch == "sm90" and spec.dtype != "float32":
-        return ("sdpa:cudnn", "triton", "sdpa:flash", "flex", "sdpa:efficient", "reference")
+        public = ("sdpa:flash", "flex")
+        ours_first = ("triton", *public) if _ours_leads(spec) else (*public, "triton")
+        return ("sdpa:cudnn", *ours_first, "sdpa:efficient", "reference")
     if not spec.plain:
         return ("flex", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
         return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference", "triton")
     return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference", "triton")
+
+
+def _ours_leads(spec: AttentionSpec) -> bool:
+    """True where our kernel was measured on Hopper to be the fastest but for cuDNN.
+
+    With documents it is taken at every width, also where FlexAttention's kernel takes up to 0.2 less: Flex makes a mask of
+    [batch, T, T] for every batch first.
+    """
+    if spec.documents:
+        return True
+    if spec.plain:
+        return spec.head_dim in (64, 128, 160)
+    beyond = (spec.alibi_max_bias, spec.sliding_window, spec.softcap)
+    if sum(value is not None for value in beyond) > 1:
+        return False
+    return spec.head_dim in ((64,) if spec.softcap is not None else (64, 128))
 
 
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:
@@ -163,6 +186,7 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
             ("sliding_window", spec.sliding_window),
             ("softcap", spec.softcap),
             ("document mask", spec.documents or None),
+            ("form for a part of the queries (train.parallel.context)", spec.lower_right or None),
         )
         if value is not None
     ]

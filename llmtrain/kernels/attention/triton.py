@@ -202,7 +202,7 @@ class Call:
         launch, use_tma = self._choose_launch("forward", k, v)
         if use_tma:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, use_tma)
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_forward[grid](
             q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
         )  # fmt: skip
@@ -226,7 +226,7 @@ class Call:
         launch, use_tma = self._choose_launch("dq", k, v)
         if use_tma:
             k, v = (_descriptor(t, launch.block_n) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, self.n_heads, 1, use_tma)
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
             *self._strides(), *dout.stride()[:3], *sizes, self.scale, **fixed,
@@ -237,27 +237,28 @@ class Call:
         dout = _rows_contiguous(dout)
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        # Of every query head, in fp32 until heads that share keys are summed.
+        dk, dv = (q.new_empty(q.shape, dtype=q.dtype if self.group == 1 else torch.float32) for _ in range(2))
         launch, use_tma = self._choose_launch("dkdv", q, dout)
         if use_tma:
             q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
-        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, self.n_kv, self.group, use_tma)
+        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, use_tma)
         attention_dkdv[grid](
             q, k, v, dout, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
             *self._strides(), *do_strides, *sizes, self.scale, **fixed,
             DV_FIRST=launch.dv_first, SINGLE_LOOP=launch.single_loop,
         )  # fmt: skip
-        return dk, dv
+        return (dk, dv) if self.group == 1 else (self._sum_groups(dk), self._sum_groups(dv))
 
-    def _launch(
-        self, launch: Launch, rows: int, steps: int, heads: int, reread: int, use_tma: bool
-    ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: number of heads with
-        programs of their own; reread: heads that each program loops over.
-        """
-        pairs = self.batch * heads
-        reads = 2 * reread * self.seq_len * self.head_dim * self.q.element_size()
-        in_flight = pairs_in_flight(self.platform, reads, self.n_heads // heads if reread > 1 else heads // self.n_kv)
+    def _sum_groups(self, t: Tensor) -> Tensor:
+        """[batch, T, n_heads, head_dim] in fp32 -> [batch, T, n_kv, head_dim] in the type of the keys."""
+        return t.unflatten(2, (self.n_kv, self.group)).sum(3).to(self.k.dtype)
+
+    def _launch(self, launch: Launch, rows: int, steps: int, use_tma: bool) -> tuple[tuple[int], tuple, dict[str, Any]]:
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop."""
+        pairs = self.batch * self.n_heads
+        reads = 2 * self.seq_len * self.head_dim * self.q.element_size()
+        in_flight = pairs_in_flight(self.platform, reads, self.group)
         softcap = None if self.softcap is None else self.softcap * _LOG2_E
         sizes = (self.seq_len, pairs, min(in_flight, pairs), self.scale * _LOG2_E, softcap)
         fixed = {
@@ -280,9 +281,8 @@ class Call:
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
         """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
 
-        A row for one variant is for whole tiles, loaded with or without TMA as it says, and dkdv's for one head of keys per head
-        of queries: anything else takes registers that the row uses for larger tiles. Other calls take the row without a
-        variant, or dkdv's `grouped`.
+        A row for one variant is for whole tiles, loaded with or without TMA as it says: anything else takes registers that the
+        row uses for larger tiles. Other calls take the row without a variant.
         """
 
         def use_tma(launch: Launch) -> bool:
@@ -291,8 +291,6 @@ class Call:
         launch = self.launches[kernel]
         if self.variant == "mixed" or kernel in self.fixed:
             return launch, use_tma(launch)
-        if kernel == "dkdv" and self.group > 1:
-            launch = choose(kernel, *self.selection, "grouped")
         if self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma:
             launch = choose(kernel, *self.selection)
         return launch, use_tma(launch)

@@ -136,23 +136,25 @@ def attention_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, summed over the query heads that share them. Program: tile of BLOCK_N keys x (sequence, kv head).
+    """dk and dv of every query head. Program: tile of BLOCK_N keys x (sequence, query head).
 
-    Arguments as of attention_dq, which has written delta; dk, dv: contiguous. USE_TMA: q and dout are tensor
-    descriptors. Scores are kept with keys as rows: weights and their gradients are then left operands, from registers.
-    The early keys, which the most queries see, start first.
+    Arguments as of attention_dq, which has written delta; dk, dv: [batch, T, n_heads, head_dim], contiguous: heads that share
+    keys are summed afterwards. A loop over them here would leave a GPU with few programs, each with a loop in a loop, which
+    Triton does not pipeline across: half of the speed (BENCHMARKS.md). USE_TMA: q and dout are tensor descriptors. Scores are
+    kept with keys as rows: weights and their gradients are then left operands, from registers. The early keys, which the most
+    queries see, start first.
 
     DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
     in one loop, which takes fewer registers than one loop with masks and one without.
     """
-    N_KV: tl.constexpr = N_HEADS // GROUP
     # The queries that see a key: the other direction in time.
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     LOOK_BACK: tl.constexpr = 0 if CAUSAL else LOOK_AHEAD
     LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
     UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
     tile, pair = program_tile(tl.cdiv(seq_len, BLOCK_N), pairs, pairs_in_flight)
-    batch, kv_head = pair // N_KV, pair % N_KV
+    batch, head = pair // N_HEADS, pair % N_HEADS
+    kv_head = head // GROUP
     begin = tile * BLOCK_N
     j = begin + tl.arange(0, BLOCK_N)
     if starts is not None:
@@ -160,44 +162,42 @@ def attention_dkdv(
         ends += batch * seq_len
     k += batch.to(tl.int64) * k_batch + kv_head * k_head
     v += batch.to(tl.int64) * v_batch + kv_head * v_head
-    here = (batch.to(tl.int64) * seq_len * N_KV + kv_head) * HEAD_DIM
+    if not USE_TMA:
+        q += batch.to(tl.int64) * q_batch + head * q_head
+        dout += batch.to(tl.int64) * do_batch + head * do_head
+    lse += pair.to(tl.int64) * seq_len
+    delta += pair.to(tl.int64) * seq_len
+    here = (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
+    slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
     k_tile = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
     v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
     first, last = visible_range(j, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, LOOK_BACK, LOOK_AHEAD)
     dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
-        stats = (batch * N_HEADS + head).to(tl.int64) * seq_len
-        q_in, dout_in = q, dout
-        if not USE_TMA:
-            q_in = q + batch.to(tl.int64) * q_batch + head * q_head
-            dout_in = dout + batch.to(tl.int64) * do_batch + head * do_head
-        if LOWER and not SINGLE_LOOP:
-            for start in tl.range(a, b, BLOCK_M, num_stages=NUM_STAGES):
-                dk_acc, dv_acc = _add_dkdv(
-                    dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
-                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
-                )  # fmt: skip
-        # All tiles of this head with SINGLE_LOOP, else those that need no mask.
-        for start in tl.range(a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, BLOCK_M, num_stages=NUM_STAGES):
+    if LOWER and not SINGLE_LOOP:
+        for start in tl.range(a, b, BLOCK_M, num_stages=NUM_STAGES):
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
                 batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
+                True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
             )  # fmt: skip
-        if UPPER and not SINGLE_LOOP:
-            for start in tl.range(c, end, BLOCK_M, num_stages=NUM_STAGES):
-                dk_acc, dv_acc = _add_dkdv(
-                    dk_acc, dv_acc, k_tile, v_tile, q_in, dout_in, lse + stats, delta + stats, q_token, do_token,
-                    batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                    True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
-                )  # fmt: skip
-    store_rows(dk + here, dk_acc, out_scale, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
-    store_rows(dv + here, dv_acc, 1.0, begin, seq_len, N_KV * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    # All tiles of this head with SINGLE_LOOP, else those that need no mask.
+    for start in tl.range(a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, BLOCK_M, num_stages=NUM_STAGES):
+        dk_acc, dv_acc = _add_dkdv(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
+            batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+            SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
+        )  # fmt: skip
+    if UPPER and not SINGLE_LOOP:
+        for start in tl.range(c, end, BLOCK_M, num_stages=NUM_STAGES):
+            dk_acc, dv_acc = _add_dkdv(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
+                batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
+                True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
+            )  # fmt: skip
+    store_rows(dk + here, dk_acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    store_rows(dv + here, dv_acc, 1.0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
 
 
 @triton.jit

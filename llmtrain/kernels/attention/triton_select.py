@@ -20,8 +20,7 @@ def choose(
     """Launch parameters of the row that serves this shape.
 
     variant: `plain`; the one thing beyond it: alibi, window, documents or softcap; or `mixed`, several, or no causality,
-    which takes registers that the others can use for larger tiles; or `grouped`, of dkdv: any one of these where queries
-    share heads of keys. None: rows that name no variant.
+    which takes registers that the others can use for larger tiles. None: rows that name no variant.
     """
     if platform.vendor == "cpu":
         return _INTERPRETED

@@ -22,6 +22,9 @@ class ReferenceNorm:
     ) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm. x, delta (None: nothing is added): [..., dim]; weight, bias: [dim]. Like x."""
         total = x if delta is None else x + delta
+        if weight.dtype != total.dtype:  # a weight kept in fp32 beside activations in bf16
+            wide = total.to(weight.dtype)
+            return total, self(wide, None, weight, None if bias is None else bias.to(wide.dtype))[1].to(total.dtype)
         # Both functions accumulate in fp32 for lower-precision inputs.
         if self.spec.type == "layernorm":
             return total, F.layer_norm(total, weight.shape, weight, bias, self.spec.eps)

@@ -180,8 +180,9 @@ def _inter_chunk_bwd(
             if PARTS == 2:
                 d_far_c += tl.dot(tl.trans(dcb), far_b, input_precision=PRECISION)
     if dCB_halves is not None:
-        # B of the first half and C of the second: the gradient of each needs the other.
-        for other in range(block, dCB_halves_blocks, BLOCKS):
+        # B of the first half and C of the second: the gradient of each needs the other. Where a sequence ends in the first
+        # half, the second reads nothing: its loads of B stop at the half, not at the end of the sequence.
+        for other in range(block, tl.where(seq_len > 0, dCB_halves_blocks, 0), BLOCKS):
             dCB_at = dCB_halves + (((other * batch + row) * chunks + chunk) * N_GROUPS + group) * (TILE * TILE)
             dcb = tl.load(dCB_at + q[:, None] * TILE + q[None, :])
             if COMPUTE_DB and which == 0:

@@ -30,22 +30,13 @@ class SSDSpec:
         size = min(self.chunk_size, seq_len)
         return -(-seq_len // size), size
 
-    def flops(self, seq_len: int, causal: bool) -> int:
-        """Forward FLOP of one sequence: C B^T, its product with x, chunk states in, passed on, and out.
+    def flops(self, seq_len: int) -> int:
+        """Forward FLOP of one sequence, by the recurrence: per token and element of the state, one multiply-add for
+        x B^T into it and one for h C out of it. Decays and D x are elementwise and free, as attention's softmax is.
 
-        Without `causal`: what the reference executes (whole chunk-by-chunk blocks, padding, and running sums and
-        the passing of states as matrix products). With `causal`: the lower triangle of each chunk, and no padding.
+        What a chunked algorithm computes beyond that depends on its chunks, and is no more work done for the model.
         """
-        per_pair = 2 * (self.n_groups * self.d_state + self.n_heads * self.head_dim)
-        state = self.n_heads * self.head_dim * self.d_state
-        count, size = self.chunks(seq_len)
-        if not causal:
-            tokens = count * size
-            running_sums = 2 * self.n_heads * (tokens * size + count * count)
-            return tokens * size * per_pair + 4 * tokens * state + 2 * (count + 1) ** 2 * state + running_sums
-        last = seq_len - (count - 1) * size
-        pairs = (count - 1) * size * (size + 1) // 2 + last * (last + 1) // 2
-        return pairs * per_pair + 4 * seq_len * state + 2 * count * state
+        return 4 * seq_len * self.n_heads * self.head_dim * self.d_state
 
 
 def refuse_triton_scan(spec: SSDSpec, platform: Platform | None) -> str | None:

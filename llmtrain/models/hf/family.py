@@ -18,8 +18,34 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 
-# model_type in config.json -> the module of this folder for it.
-_FAMILIES = {name: f"llmtrain.models.hf.{name}" for name in ("mpt", "llama", "mamba2", "zamba2")}
+# model_type in config.json -> the module of this folder for it. An export takes the first that expresses the model.
+_FAMILIES = {
+    name: f"llmtrain.models.hf.{name}"
+    for name in (
+        *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
+        *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
+        *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
+    )
+}
+
+
+# Keys of config.json with a value -> what a model that has them needs, and no setting of ours says.
+_LACKING = {
+    "num_local_experts": "routed experts",
+    "num_experts": "routed experts",
+    "n_routed_experts": "routed experts",
+    "moe_num_experts": "routed experts",
+    "mamba_dt_rank": "Mamba-1 layers",
+    "time_step_rank": "Mamba-1 layers",
+    "lru_width": "RG-LRU layers",
+    "attention_hidden_size": "RWKV layers",
+    "conv_L_cache": "short convolutions",
+    "attention_chunk_size": "attention within chunks",
+    "kv_lora_rank": "latent attention",
+    "vision_config": "images",
+    "audio_config": "sound",
+    "is_encoder_decoder": "an encoder",
+}
 
 
 class UnsupportedModelError(UserError):
@@ -38,7 +64,16 @@ class NoFamilyError(UnsupportedModelError):
     """A model that no family expresses; the reasons are the missing features of each."""
 
     def __str__(self) -> str:
-        return "no published class expresses this model:\n" + "\n".join(f"  {reason}" for reason in self.reasons)
+        """One line for each reason, with all the classes that have it."""
+        classes: dict[str, list[str]] = {}
+        for reason in self.reasons:
+            name, _, text = reason.partition(": ")
+            classes.setdefault(text.replace(name, "the class"), []).append(name)
+        lines = [
+            f"  {', '.join(names)}: {text if len(names) > 1 else text.replace('the class', names[0])}"
+            for text, names in classes.items()
+        ]
+        return "\n".join(["no published class expresses this model:", *lines])
 
 
 @dataclass(frozen=True)
@@ -47,11 +82,14 @@ class Part:
 
     copies: further names of the same tensor in checkpoints: tied tensors, and older spellings.
         Read when `name` is absent, compared with it when both are present, never written.
+    by_group: rows of each kind within one group, for a tensor whose rows are all kinds of the first group, then of the second,
+        and so on; ours are the first kind of all groups, then the second. For example q, k and v of each head.
     """
 
     name: str
     shape: tuple[int, ...]
     copies: tuple[str, ...] = ()
+    by_group: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -61,41 +99,75 @@ class Part:
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.copies)
 
+    def flatten(self, published: Tensor) -> Tensor:
+        """The elements in our order, [size]."""
+        if not self.by_group:
+            return published.reshape(-1)
+        groups = self.shape[0] // sum(self.by_group)
+        kinds = published.reshape(groups, sum(self.by_group), -1).split(self.by_group, dim=1)
+        return torch.cat([kind.reshape(-1) for kind in kinds])
+
+    def unflatten(self, ours: Tensor) -> Tensor:
+        """The inverse of `flatten`: a view where the order is the same."""
+        if self.by_group:
+            groups, columns = self.shape[0] // sum(self.by_group), math.prod(self.shape[1:])
+            kinds = ours.split([groups * rows * columns for rows in self.by_group])
+            ours = torch.cat([kind.view(groups, -1, columns) for kind in kinds], dim=1)
+        return ours.view(self.shape)
+
 
 @dataclass(frozen=True)
 class Weight:
     """One of our parameters and its published tensors: the parameter is their flat concatenation, viewed in its own shape.
 
     For example wqkv [3 d, d] is q, k, v [d, d] each, and conv.weight [channels, K] is conv1d.weight [channels, 1, K].
+
+    cut_anywhere: files may have the same rows divided between the parts in another way.
     """
 
     ours: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    cut_anywhere: bool = False
 
     def __post_init__(self) -> None:
         assert sum(part.size for part in self.parts) == math.prod(self.shape), self
 
+    @property
+    def reordered(self) -> bool:
+        """True where rows stand in another order there."""
+        return any(part.by_group for part in self.parts)
+
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
         """Concatenate published tensors, given by name. Raises UserError for one that is absent or has another shape, and
         for copies that differ."""
-        found = [_read(part, published, self.ours).reshape(-1) for part in self.parts]
+        shapes = {name: tuple(published[name].shape) for part in self.parts for name in part.names if name in published}
+        found = [
+            part.flatten(_read(part, self.shape_in_file(part, shapes), published, self.ours)) for part in self.parts
+        ]
         return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
+
+    def shape_in_file(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape that a part must have. shapes: of the published tensors, by name."""
+        found = [shapes.get(one.name, (0,)) for one in self.parts]
+        alike = all(shape[1:] == part.shape[1:] for shape in found)
+        rows, expected = (sum(shape[0] for shape in of) for of in (found, [one.shape for one in self.parts]))
+        return shapes[part.name] if self.cut_anywhere and alike and rows == expected else part.shape
 
     def split(self, ours: Tensor) -> dict[str, Tensor]:
         """Split our parameter into published tensors by name, as views where the layout allows."""
         flat = ours.reshape(-1).split([part.size for part in self.parts])
-        return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, flat, strict=True)}
+        return {part.name: part.unflatten(piece) for part, piece in zip(self.parts, flat, strict=True)}
 
 
-def _read(part: Part, published: Mapping[str, Tensor], ours: str) -> Tensor:
+def _read(part: Part, shape: tuple[int, ...], published: Mapping[str, Tensor], ours: str) -> Tensor:
     present = [name for name in part.names if name in published]
     if not present:
         raise UserError(f"tensor {part.name} is missing (for our {ours})")
     first, *copies = present
     tensor = published[first]
-    if tuple(tensor.shape) != part.shape:
-        raise UserError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(part.shape)}")
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"tensor {first} has shape {list(tensor.shape)}, expected {list(shape)}")
     for name in copies:
         if not torch.equal(published[name], tensor):
             hint = "; for an output layer of its own, set tie_word_embeddings: false there" if "lm_head" in name else ""
@@ -133,7 +205,11 @@ def family_of_hf_config(published: Mapping[str, Any]) -> Family:
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
-    raise UnsupportedModelError(f"config.json has model_type {found!r}; there is {', '.join(sorted(_FAMILIES))}")
+    lacking = [f"{what} ({key})" for key, what in _LACKING.items() if published.get(key)]
+    reason = f", which needs what is not here: {', '.join(lacking)}" if lacking else ""
+    raise UnsupportedModelError(
+        f"config.json has model_type {found!r}{reason}; there is {', '.join(sorted(_FAMILIES))}"
+    )
 
 
 def family_for_model(config: ModelConfig) -> Family:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmtrain.errors import UserError
+from llmtrain.models.hf.foreign_files import reason
 
 _SAFETENSORS = "model.safetensors"
 _PICKLE = "pytorch_model.bin"
@@ -96,6 +97,9 @@ def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> Mapp
     promised = _read_json(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index} has no weight_map")
+    for name in promised.values():
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise UserError(f"{index} names {name!r}, which is no file in its folder")
     files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
@@ -154,7 +158,7 @@ class _Pickle:
             mapped = zipfile.is_zipfile(file)
             content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # unpickling raises what it likes
-            raise UserError(f"{file} is damaged or no file of tensors: {error}") from error
+            raise UserError(f"{file} is damaged or no file of tensors: {reason(error)}") from error
         self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}
 
     def names(self) -> list[str]:
@@ -191,7 +195,8 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     def fetch(*weights: str) -> Path:
-        others = ["config.json", "generation_config.json", "token*", "special_tokens_map.json", "vocab*", "merges*"]
+        tokenizer = ["token*", "special_tokens_map.json", "vocab*", "merges*", "chat_template.jinja"]
+        others = ["config.json", "generation_config.json", *tokenizer]
         return Path(snapshot_download(name, allow_patterns=[*others, *weights]))
 
     try:

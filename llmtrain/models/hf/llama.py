@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
 
@@ -57,7 +58,7 @@ class Llama:
         self._refuse(config, key, block, refusals)
         refusals.check()
         assert block.mlp is not None and block.position.type == "rotary"
-        return settings.class_config(
+        written = settings.class_config(
             LlamaConfig,
             self.architecture,
             {
@@ -78,6 +79,8 @@ class Llama:
                 **settings.write_rotary(block.position),
             },
         )
+        refuse_differences(config, self.read_config(written), self.architecture)
+        return written
 
     def _refuse(self, config: ModelConfig, key: str, block: AttentionBlock, refusals: Refusals) -> None:
         name = self.architecture

@@ -72,14 +72,17 @@ def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> N
     """
     wrong = []
     for weight in weights:
+        names = [name for part in weight.parts for name in part.names if name in tensors]
+        shapes = {name: _header(tensors, name)[0] for name in names}
         for part in weight.parts:
+            expected = weight.shape_in_file(part, shapes)
             present = [name for name in part.names if name in tensors]
             if not present:
                 wrong.append(f"tensor {part.name} {list(part.shape)} is missing")
             for name in present:
                 shape, dtype = _header(tensors, name)
-                if shape != part.shape:
-                    wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(part.shape)}")
+                if shape != expected:
+                    wrong.append(f"{_where(tensors, name)} has shape {list(shape)}, expected {list(expected)}")
                 if dtype not in _READABLE:
                     wrong.append(f"{_where(tensors, name)} is stored as {dtype}; only plain floating point is read")
     known = {name for weight in weights for part in weight.parts for name in part.names}

@@ -10,8 +10,21 @@ from transformers import Mamba2Config
 
 from llmtrain.models.config import Mamba2Block, ModelConfig
 from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
+
+_FIELDS = {
+    "state_size": "d_state",
+    "head_dim": "head_dim",
+    "expand": "expand",
+    "n_groups": "n_groups",
+    "conv_kernel": "d_conv",
+    "chunk_size": "chunk_size",
+    "use_conv_bias": "conv_bias",
+    "use_bias": "proj_bias",
+}
+"""Fields of Mamba2Config, and those of our block that they are."""
 
 
 class Mamba2:
@@ -34,18 +47,10 @@ class Mamba2:
         rms_norm = published.get("rms_norm", True)
         refusals.unless(rms_norm, "rms_norm", rms_norm, "the mixer's gated norm is always there; true is possible")
         refusals.check()
-        low, high = config.time_step_limit
         block: dict[str, Any] = {
             "type": "mamba2",
-            "d_state": config.state_size,
-            "head_dim": config.head_dim,
-            "expand": config.expand,
-            "n_groups": config.n_groups,
-            "d_conv": config.conv_kernel,
-            "chunk_size": config.chunk_size,
-            "conv_bias": config.use_conv_bias,
-            "proj_bias": config.use_bias,
-            **_dt_limit(low, high),
+            **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
+            **settings.read_dt_limit(config.time_step_limit),
             **settings.read_dt_range(config),
         }
         return settings.validate_section(
@@ -65,9 +70,6 @@ class Mamba2:
         key, block = settings.only_block(config, Mamba2Block, self.architecture, refusals)
         self._refuse(config, key, block, refusals)
         refusals.check()
-        # Without the key the class has no limit; infinity is no number in strict JSON.
-        low, high = block.dt_limit or (0.0, None)
-        limit = {} if (low, high) == (0, None) else {"time_step_limit": [low, math.inf if high is None else high]}
         written = settings.class_config(
             Mamba2Config,
             self.architecture,
@@ -75,26 +77,21 @@ class Mamba2:
                 "vocab_size": config.vocab_size,
                 "hidden_size": config.d_model,
                 "num_hidden_layers": len(config.layer_list()),
-                "state_size": block.d_state,
+                **{theirs: getattr(block, ours) for theirs, ours in _FIELDS.items()},
+                "expand": block.inner_width(config.d_model) // config.d_model,
                 "num_heads": block.spec(config.d_model).n_heads,
-                "head_dim": block.head_dim,
-                "expand": block.expand,
-                "n_groups": block.n_groups,
-                "conv_kernel": block.d_conv,
-                "chunk_size": block.chunk_size,
                 "hidden_act": "silu",
-                "use_bias": block.proj_bias,
-                "use_conv_bias": block.conv_bias,
                 "layer_norm_epsilon": config.norm.eps,
                 "initializer_range": config.init.std,
                 "time_step_min": block.dt_min,
                 "time_step_max": block.dt_max,
                 "time_step_floor": min(1e-4, block.dt_min),
                 "tie_word_embeddings": config.tie_embeddings,
-                **limit,
+                **settings.write_dt_limit(block),
             },
         )
-        return {name: value for name, value in written.items() if name != "time_step_limit" or limit}
+        refuse_differences(config, self.read_config(written), self.architecture)
+        return written
 
     def _refuse(self, config: ModelConfig, key: str, block: Mamba2Block, refusals: Refusals) -> None:
         name = self.architecture
@@ -109,20 +106,13 @@ class Mamba2:
         _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
         # mamba_ssm's files say `embedding`; all other names are equal.
         older = ("backbone.embedding.weight",)
-        made = [tensors.embedding(config, "backbone.embeddings.weight", "lm_head.weight", older)]
+        made = [tensors.embedding(config, "backbone.embeddings.weight", "lm_head.weight", older=older)]
         for i in range(len(config.layer_list())):
             theirs = f"backbone.layers.{i}"
             made.append(tensors.same(f"blocks.{i}.norm.weight", f"{theirs}.norm.weight", config.d_model))
             made += tensors.mamba2_mixer(f"blocks.{i}.mixer", f"{theirs}.mixer", block, config)
         made.append(tensors.same("norm.weight", "backbone.norm_f.weight", config.d_model))
         return made + tensors.head(config, "lm_head.weight")
-
-
-def _dt_limit(low: float, high: float) -> dict[str, Any]:
-    """softplus is positive, so that (0, inf) limits nothing."""
-    if low <= 0 and math.isinf(high):
-        return {}
-    return {"dt_limit": (float(low), None if math.isinf(high) else float(high))}
 
 
 # mamba_ssm's Mamba2 module, as in what is published of state-spaces/mamba2-*: its setting -> ours, and its default.
@@ -164,7 +154,7 @@ def _read_mamba_ssm(published: Mapping[str, Any]) -> dict[str, Any]:
         refusals.unless(known, f"ssm_cfg.{key}", found, f"cannot be expressed; there are {', '.join(_SSM_SETTINGS)}")
     refusals.check()
     block = {ours: ssm.get(theirs, default) for theirs, (ours, default) in _SSM_SETTINGS.items()}
-    block |= {name: float(block[name]) for name in ("dt_min", "dt_max")} | _dt_limit(*block.pop("dt_limit"))
+    block |= {name: float(block[name]) for name in ("dt_min", "dt_max")} | settings.read_dt_limit(block.pop("dt_limit"))
     block["a_init_range"] = tuple(map(float, block["a_init_range"]))
     multiple = published.get("pad_vocab_size_multiple", 8)
     return {

@@ -9,6 +9,7 @@ from transformers import MptConfig
 
 from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
 
@@ -131,7 +132,9 @@ class Mpt:
             },
         )
         # The class adds every default of a config to this section, labels of classifiers among them.
-        return written | {"attn_config": attention}
+        written |= {"attn_config": attention}
+        refuse_differences(config, self.read_config(written), self.architecture)
+        return written
 
     def _refuse(self, config: ModelConfig, key: str, block: AttentionBlock, refusals: Refusals) -> None:
         name, d = self.architecture, config.d_model

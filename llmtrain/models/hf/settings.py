@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
@@ -13,14 +14,21 @@ from transformers import PreTrainedConfig
 
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
-from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition
+from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition, YarnScaling
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 
+_NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+"""In place of the classes' defaults, about which transformers warns where they lie outside the vocabulary."""
 # Keys that the caller adds: the dtype depends on the export, the token ids on the tokenizer.
-_CALLERS_KEYS = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-# Fields of blocks by which two blocks may differ and still compute the same function.
-_NO_FUNCTION = ("backend", "chunk_size", "dt_min", "dt_max", "a_init_range")
+_CALLERS_KEYS = ("dtype", *_NO_TOKEN_IDS)
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Types of layers in layer_types: attention without and with a window, and a recurrence."""
+# hidden_act -> the type of an MLP, gated or of two matrices; the first of several spellings is written.
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+_PLAIN = {"gelu": "gelu", "relu2": "relu2"}
+for _spelling in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
+    _GATED[_spelling], _PLAIN[_spelling] = "geglu_tanh", "gelu_tanh"
 
 
 class Refusals:
@@ -31,7 +39,7 @@ class Refusals:
 
     def unless(self, expressed: bool, key: str, found: Any, what_to_do: str) -> None:
         if not expressed:
-            self.reasons.append(f"{key} = {_as_yaml(found)}: {what_to_do}")
+            self.reasons.append(f"{key} = {as_yaml(found)}: {what_to_do}")
 
     def check(self, error: type[UnsupportedModelError] = UnsupportedModelError) -> None:
         """Raise the error if there is any reason."""
@@ -39,7 +47,7 @@ class Refusals:
             raise error(*self.reasons)
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
@@ -53,8 +61,8 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
         refusals.unless(published.get(key) is None, key, published.get(key), "only plain weights, alike in every layer")
     refusals.check()
     try:
-        return kind.from_dict(_decode_floats(copy.deepcopy(dict(published))))
-    except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return kind.from_dict(_NO_TOKEN_IDS | _decode_floats(copy.deepcopy(dict(published))))
+    except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         text = " ".join(str(error).split())
         reason = f"transformers' {kind.__name__} does not accept this config.json: {text}"
         raise UnsupportedModelError(reason) from error
@@ -90,21 +98,82 @@ def read_dt_range(config: Any) -> dict[str, float]:
     return {"dt_min": float(low), "dt_max": float(high)} if low > 0 else {}
 
 
-def read_rotary(config: Any, refusals: Refusals) -> dict[str, Any]:
-    """Convert rope_parameters (or rope_theta and rope_scaling, as before transformers 5) to our `position`."""
+def layer_types(config: Any, given: bool, refusals: Refusals, kinds: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
+    """The type of each layer. given: by layer_types, of these kinds; otherwise by the one window of all layers."""
+    window = getattr(config, "sliding_window", None)
+    if not given:
+        types = [FULL if window is None else SLIDING] * config.num_hidden_layers
+        found = getattr(config, "layer_types", None)
+        refusals.unless(found in (None, types), "layer_types", found, "the class gives all layers one window or none")
+        return types
+    unknown = sorted(set(config.layer_types) - set(kinds))
+    refusals.unless(not unknown, "layer_types", unknown, f"there are {' and '.join(kinds)}")
+    refusals.unless(window is not None or SLIDING not in config.layer_types, "sliding_window", None, "a layer needs it")
+    refusals.check()
+    return list(config.layer_types)
+
+
+def read_mlp(config: Any, key: str, refusals: Refusals, gated: bool = True) -> str:
+    """The type of the MLP. key: of its activation in config.json."""
+    types, found = _GATED if gated else _PLAIN, getattr(config, key)
+    refusals.unless(found in types, key, found, f"there are {', '.join(types)}")
+    return types.get(found, "")
+
+
+def write_mlp(kind: str, gated: bool) -> str:
+    """The name of the activation of an MLP; of one that the class does not have, the name of any that it has."""
+    types = _GATED if gated else _PLAIN
+    return next((name for name, found in types.items() if found == kind), next(iter(types)))
+
+
+def read_rotary(
+    config: Any, refusals: Refusals, *, partial: bool = False, layer_type: str | None = None
+) -> dict[str, Any]:
+    """Convert rope_parameters (or rope_theta and rope_scaling, as before transformers 5) to our `position`.
+
+    partial: the class rotates a part of each head where config.json says so. layer_type: whose, where types differ.
+    """
     rope = config.rope_parameters
+    rope = rope.get(layer_type, rope)
     kind, fraction = rope["rope_type"], rope.get("partial_rotary_factor")
-    refusals.unless(fraction in (None, 1), "partial_rotary_factor", fraction, "rotary positions turn whole heads here")
+    refusals.unless(
+        partial or fraction in (None, 1), "partial_rotary_factor", fraction, "the class rotates whole heads"
+    )
     position: dict[str, Any] = {"type": "rotary", "theta": float(rope["rope_theta"])}
+    if partial and fraction not in (None, 1):
+        position["fraction"] = float(fraction)
     if kind == "linear":
         position["scaling"] = {"type": "linear", "factor": float(rope["factor"])}
     elif kind == "llama3":
         factors = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
         length = int(rope["original_max_position_embeddings"])
         position["scaling"] = {"type": "llama3", **factors, "original_max_seq_len": length}
+    elif kind == "yarn":
+        position["scaling"] = _read_yarn(rope, config.max_position_embeddings)
+        # Where positions differ by type of layer, the classes look for it beside the types.
+        position["scaling"]["truncate"] = bool(config.rope_parameters.get("truncate", True))
     else:
-        refusals.unless(kind == "default", "rope_scaling.rope_type", kind, "there are default, linear and llama3")
+        depends = (
+            "; the frequencies of this one depend on the length of the text, so that a token that was read cannot stay"
+        )
+        instead = "there are default, linear, llama3 and yarn" + depends * (kind in ("dynamic", "longrope"))
+        refusals.unless(kind == "default", "rope_scaling.rope_type", kind, instead)
     return position
+
+
+def _read_yarn(rope: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    original = int(rope["original_max_position_embeddings"])
+    factor = float(rope["factor"] or max_seq_len / original)
+    made: dict[str, Any] = {"type": "yarn", "factor": factor, "original_max_seq_len": original}
+    made |= {key: float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    amplitude, above, below = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if amplitude is None and above and below:  # DeepSeek's spelling
+        amplitude = _magnitude(factor, above) / _magnitude(factor, below)
+    return made if amplitude is None else made | {"attention_factor": float(amplitude)}
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -113,13 +182,15 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
     Raises UnsupportedModelError for what the class itself does not accept.
     """
     held = {key: value for key, value in parse(kind, fields).to_diff_dict().items() if key not in _CALLERS_KEYS}
+    if "time_step_limit" not in fields:
+        held.pop("time_step_limit", None)  # the classes' default, [0, infinity], is no number in strict JSON
     return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}
 
 
-def write_rotary(position: RotaryPosition) -> dict[str, Any]:
+def write_rotary(position: RotaryPosition, *, partial: bool = False) -> dict[str, Any]:
     """Write both spellings: rope_parameters, and rope_theta with rope_scaling for transformers 4 and others.
 
-    Those would silently use the default theta without them.
+    Those would silently use the default theta without them. partial: as read_rotary's.
     """
     match position.scaling:
         case None:
@@ -130,11 +201,57 @@ def write_rotary(position: RotaryPosition) -> dict[str, Any]:
             fields = llama3.model_dump(exclude={"type", "original_max_seq_len"})
             length = llama3.original_max_seq_len
             scaling = {"rope_type": "llama3", **fields, "original_max_position_embeddings": length}
+        case YarnScaling() as yarn:
+            fields = yarn.model_dump(exclude={"type", "original_max_seq_len"}, exclude_none=True)
+            scaling = {"rope_type": "yarn", **fields, "original_max_position_embeddings": yarn.original_max_seq_len}
+    fraction = {"partial_rotary_factor": position.fraction} if partial and position.fraction != 1 else {}
     return {
-        "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"}), **fraction},
         "rope_theta": position.theta,
         "rope_scaling": scaling,
+        **fraction,
     }
+
+
+def write_rotary_by_type(layers: list[AttentionBlock]) -> dict[str, Any]:
+    """rope_parameters of full attention and of layers with a window apart, each of the first such layer, or else of any."""
+    by_type = {SLIDING if block.sliding_window else FULL: block.position for block in reversed(layers)}
+    found = {kind: by_type.get(kind, layers[0].position) for kind in (FULL, SLIDING)}
+    written = {kind: write_rotary(position) for kind, position in found.items() if position.type == "rotary"}
+    # The older spelling of both is of full attention.
+    return written[FULL] | {"rope_parameters": {kind: fields["rope_parameters"] for kind, fields in written.items()}}
+
+
+def read_inner_width(d_inner: int, d_model: int) -> dict[str, int]:
+    """The channels of a scan: by `expand` where they are a multiple of d_model."""
+    return {"d_inner": d_inner} if d_inner % d_model else {"expand": d_inner // d_model}
+
+
+def read_dt_limit(limit: Sequence[float] | None) -> dict[str, Any]:
+    """The limits of time steps. softplus is positive, so that (0, inf) limits nothing."""
+    low, high = limit or (0.0, math.inf)
+    if low <= 0 and math.isinf(high):
+        return {}
+    return {"dt_limit": (float(low), None if math.isinf(high) else float(high))}
+
+
+def write_dt_limit(block: Mamba2Block) -> dict[str, Any]:
+    """time_step_limit where there is one: without the key the classes have none."""
+    low, high = block.dt_limit or (0.0, None)
+    return {} if (low, high) == (0, None) else {"time_step_limit": [low, math.inf if high is None else high]}
+
+
+def inverse(factor: float) -> float:
+    """1 / factor, and exactly the divisor that a factor was made of: few decimals are taken before many."""
+    rounded = round(1 / factor, 9)
+    return rounded if rounded and 1 / rounded == factor else 1 / factor
+
+
+def quotient(product: float, factor: float) -> float:
+    """product / factor; of the numbers that give exactly the product, the one with the fewest digits."""
+    found = product / factor
+    rounded = (float(f"{found:.{digits}g}") for digits in range(1, 17))
+    return next((number for number in rounded if number * factor == product), found)
 
 
 def used_blocks(config: ModelConfig) -> Iterator[tuple[str, Block]]:
@@ -158,19 +275,48 @@ def only_block(
     refusals.check(OtherLayersError)
     (first, block), *others = found
     for name, other in others:
-        differing = [
-            field
-            for field in kind.model_fields
-            if field not in _NO_FUNCTION and _resolved(block, field, config) != _resolved(other, field, config)
-        ]
+        one, another = (b.function(config.d_model, config.norm) for b in (block, other))
+        differing = [field for field in kind.model_fields if field in one and one[field] != another[field]]
         unlike, instead = ", ".join(differing), f"{architecture} has one kind of layer; make them equal"
         refusals.unless(not differing, f"model.blocks.{name}", f"unlike {first} in {unlike}", instead)
     assert isinstance(block, kind)
     return f"model.blocks.{first}", block
 
 
-def _resolved(block: Block, field: str, config: ModelConfig) -> Any:
-    return (block.norm or config.norm).function if field == "norm" else getattr(block, field)
+def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type]) -> list[Any]:
+    """The block of each layer, all of these kinds, by type. Raises OtherLayersError for others."""
+    refusals = Refusals()
+    for layer in dict.fromkeys(config.layer_list()):
+        block, instead = config.blocks[layer.block], f"{architecture} has {' and '.join(kinds)} layers"
+        known = isinstance(block, tuple(kinds.values()))
+        refusals.unless(known, f"model.blocks.{layer.block}.type", block.type, instead)
+        refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{architecture} has no shared blocks")
+    refusals.check(OtherLayersError)
+    return [config.blocks[layer.block] for layer in config.layer_list()]
+
+
+def attention_layers(config: ModelConfig, architecture: str) -> list[AttentionBlock]:
+    """The block of each layer, all of them attention with rotary positions and an MLP.
+
+    Raises OtherLayersError for others.
+    """
+    found, refusals = layer_blocks(config, architecture, {"attention": AttentionBlock}), Refusals()
+    for key, block in used_blocks(config):
+        refuse_other_wiring(f"model.blocks.{key}", block, architecture, refusals)
+    refusals.check(OtherLayersError)
+    return found
+
+
+def refuse_other_wiring(
+    key: str, block: Block, architecture: str, refusals: Refusals, positions: Sequence[str] = ("rotary",)
+) -> None:
+    """Refuse attention with other positions than these, and a layer without an MLP."""
+    mlp = block.mlp and block.mlp.type
+    for path, part in block.parts():
+        if isinstance(part, AttentionBlock):
+            has = f"{architecture} has {' or '.join(positions)} ones; set position: {{type: {positions[0]}}}"
+            refusals.unless(part.position.type in positions, f"{key}.{path}position", part.position.type, has)
+    refusals.unless(mlp is not None, f"{key}.mlp", mlp, f"{architecture} has an MLP in every layer; give one")
 
 
 def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
@@ -186,7 +332,7 @@ def refuse_model_features(config: ModelConfig, architecture: str, norm: str, ref
 
 def refuse_own_norm(key: str, block: Block, config: ModelConfig, architecture: str, refusals: Refusals) -> None:
     """Refuse a block with a norm of its own: the published classes have one norm setting."""
-    same = _resolved(block, "norm", config) == config.norm.function
+    same = (block.norm or config.norm).function == config.norm.function
     refusals.unless(same, f"{key}.norm", "another than model.norm", f"{architecture} has one for all; set norm: null")
 
 
@@ -195,7 +341,7 @@ def refuse_attention_features(
 ) -> None:
     """Refuse features that no published attention layer has."""
     for field, plain in (("qk_norm", "none"), ("sliding_window", None), ("softcap", None)):
-        found, instead = getattr(block, field), f"{architecture} has none; set {field}: {_as_yaml(plain)}"
+        found, instead = getattr(block, field), f"{architecture} has none; set {field}: {as_yaml(plain)}"
         refusals.unless(found == plain, f"{key}.{field}", found, instead)
 
 
@@ -209,4 +355,7 @@ def refuse_mamba2_features(
     unless(block.mlp is None, f"{key}.mlp", block.mlp and block.mlp.type, f"{architecture} has none; set mlp: null")
     instead = f"{architecture} gates first; set norm_before_gate: false"
     unless(not block.norm_before_gate, f"{key}.norm_before_gate", block.norm_before_gate, instead)
+    inner = block.inner_width(config.d_model)
+    instead = f"{architecture} has a multiple of d_model ({config.d_model}); set expand and d_inner: null"
+    unless(inner % config.d_model == 0, f"{key}.d_inner", inner, instead)
     refuse_own_norm(key, block, config, architecture, refusals)

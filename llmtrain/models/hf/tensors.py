@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from llmtrain.models.config import Mamba2Block, ModelConfig
+from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, Mamba2Block, ModelConfig
 from llmtrain.models.hf.family import Part, Weight
+from llmtrain.models.sections.layers import NormConfig
 
 
 def same(ours: str, theirs: str, *shape: int, copies: tuple[str, ...] = ()) -> Weight:
@@ -14,31 +15,75 @@ def same(ours: str, theirs: str, *shape: int, copies: tuple[str, ...] = ()) -> W
     return Weight(ours, shape, (Part(theirs, shape, copies),))
 
 
-def linear(ours: str, theirs: dict[str, int], d_in: int, bias: bool = False) -> list[Weight]:
-    """A linear layer whose output rows are those of one or more published layers, name -> rows, one after another."""
-    rows = sum(theirs.values())
-    weight = tuple(Part(f"{name}.weight", (n, d_in)) for name, n in theirs.items())
-    made = [Weight(f"{ours}.weight", (rows, d_in), weight)]
-    if bias:
-        made.append(Weight(f"{ours}.bias", (rows,), tuple(Part(f"{name}.bias", (n,)) for name, n in theirs.items())))
-    return made
+def linear(
+    ours: str,
+    theirs: dict[str, int],
+    d_in: int,
+    bias: bool = False,
+    by_group: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[Weight]:
+    """A linear layer whose output rows are those of one or more published layers, name -> rows, one after another.
+
+    by_group: of published layers, see Part.
+    """
+    rows, order = sum(theirs.values()), by_group or {}
+
+    def parts(kind: str, *columns: int) -> tuple[Part, ...]:
+        return tuple(Part(f"{name}.{kind}", (n, *columns), by_group=order.get(name, ())) for name, n in theirs.items())
+
+    made = [Weight(f"{ours}.weight", (rows, d_in), parts("weight", d_in))]
+    return [*made, Weight(f"{ours}.bias", (rows,), parts("bias"))] if bias else made
 
 
-def embedding(config: ModelConfig, theirs: str, head: str, older: tuple[str, ...] = ()) -> Weight:
-    """The token embedding; a tied output layer may be stored as a copy of it. older: its names in older files."""
-    tied = (head,) if config.tie_embeddings else ()
+def embedding(config: ModelConfig, theirs: str, *head: str, older: tuple[str, ...] = ()) -> Weight:
+    """The token embedding; a tied output layer, under any of its names `head`, may be stored as a copy of it. older: its names
+    in older files."""
+    tied = head if config.tie_embeddings else ()
     return same("embed.weight", theirs, config.vocab_size, config.d_model, copies=(*older, *tied))
 
 
-def head(config: ModelConfig, theirs: str) -> list[Weight]:
-    """The output layer, when it is not tied."""
-    return [] if config.tie_embeddings else [same("head.weight", theirs, config.vocab_size, config.d_model)]
+def head(config: ModelConfig, theirs: str, *others: str) -> list[Weight]:
+    """The output layer, when it is not tied. others: further spellings of its name."""
+    shape = (config.vocab_size, config.d_model)
+    return [] if config.tie_embeddings else [same("head.weight", theirs, *shape, copies=others)]
+
+
+def norm(ours: str, theirs: str, width: int, config: NormConfig) -> list[Weight]:
+    """A norm's weight, and its bias if it has one."""
+    names = ("weight", "bias") if config.bias else ("weight",)
+    return [same(f"{ours}.{name}", f"{theirs}.{name}", width) for name in names]
+
+
+def attention_mixer(
+    ours: str,
+    theirs: str,
+    block: AttentionBlock,
+    config: ModelConfig,
+    *,
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+    out: str = "o_proj",
+    by_head: bool = False,
+) -> list[Weight]:
+    """Weights of an attention mixer. qkv: names of three projections, or of the one that they are; by_head: whose rows are q,
+    k and v of the first head, then of the second, and so on. An output gate has the rows behind each head's queries.
+    """
+    spec, d, qk_norm = block.spec(config.d_model), config.d_model, block.norm or config.norm
+    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    rows = (2 * q if block.output_gate else q, kv, kv) if len(qkv) == 3 else (q + 2 * kv,)
+    published = {f"{theirs}.{name}": n for name, n in zip(qkv, rows, strict=True)}
+    kinds = 3 if by_head else 2 if block.output_gate else 0  # in the first projection, head by head
+    made = linear(f"{ours}.wqkv", published, d, block.qkv_bias, {f"{theirs}.{qkv[0]}": (spec.head_dim,) * kinds})
+    made += linear(f"{ours}.wo", {f"{theirs}.{out}": d}, q, block.out_bias)
+    widths = {"full": (q, kv), "head": (spec.head_dim, spec.head_dim)}.get(block.qk_norm, ())
+    for name, width in zip(("q_norm", "k_norm"), widths, strict=False):
+        made += norm(f"{ours}.{name}", f"{theirs}.{name}", width, qk_norm)
+    return made
 
 
 def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig) -> list[Weight]:
     """Weights of a Mamba-2 mixer; names and layout are the same in transformers' Mamba2Mixer and Zamba2MambaMixer."""
     spec = block.spec(config.d_model)
-    d_inner = block.expand * config.d_model
+    d_inner = block.inner_width(config.d_model)
     channels = d_inner + 2 * block.n_groups * block.d_state
     conv = (channels, block.d_conv)
     return [
@@ -48,8 +93,40 @@ def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig
         Weight(f"{ours}.conv.weight", conv, (Part(f"{theirs}.conv1d.weight", (channels, 1, block.d_conv)),)),
         *([same(f"{ours}.conv.bias", f"{theirs}.conv1d.bias", channels)] if block.conv_bias else []),
         *(same(f"{ours}.ssm.{name}", f"{theirs}.{name}", spec.n_heads) for name in ("A_log", "D", "dt_bias")),
-        same(f"{ours}.norm.weight", f"{theirs}.norm.weight", d_inner),
+        *([same(f"{ours}.norm.weight", f"{theirs}.norm.weight", d_inner)] if block.gated_norm else []),
         *linear(f"{ours}.out_proj", {f"{theirs}.out_proj": config.d_model}, d_inner, block.proj_bias),
+    ]
+
+
+def gated_deltanet_mixer(
+    ours: str,
+    theirs: str,
+    block: GatedDeltaNetBlock,
+    config: ModelConfig,
+    *,
+    projections: Mapping[str, int],
+    by_group: Mapping[str, tuple[int, ...]] | None = None,
+    conv: tuple[str, ...] = ("conv1d",),
+    norm: str = "norm",
+    out: str = "out_proj",
+) -> list[Weight]:
+    """Weights of a Gated DeltaNet mixer. projections: name -> rows, in the order q, k, v, output gate, b, a; by_group: see Part;
+    conv: names of the convolutions of q, k and v, or of the one that they are.
+    """
+    d, (keys, values) = config.d_model, block.widths()
+    channels = (keys, keys, values) if len(conv) == 3 else (2 * keys + values,)
+    published = {f"{theirs}.{name}": rows for name, rows in projections.items()}
+    order = {f"{theirs}.{name}": kinds for name, kinds in (by_group or {}).items()}
+    kernels = tuple(
+        Part(f"{theirs}.{name}.weight", (n, 1, block.d_conv)) for name, n in zip(conv, channels, strict=True)
+    )
+    return [
+        *linear(f"{ours}.in_proj", published, d, by_group=order),
+        # transformers saves the one that it has as three of equal size, whatever was loaded.
+        Weight(f"{ours}.conv.weight", (sum(channels), block.d_conv), kernels, cut_anywhere=True),
+        *(same(f"{ours}.decay.{name}", f"{theirs}.{name}", block.n_heads) for name in ("A_log", "dt_bias")),
+        same(f"{ours}.norm.weight", f"{theirs}.{norm}.weight", block.value_head_dim),
+        *linear(f"{ours}.out_proj", {f"{theirs}.{out}": d}, values),
     ]
 
 
@@ -62,3 +139,13 @@ def also_under(weights: Iterable[Weight], prefix: str, others: Iterable[str]) ->
         return dataclasses.replace(part, copies=tuple(other + part.name.removeprefix(prefix) for other in others))
 
     return [dataclasses.replace(weight, parts=tuple(map(with_copies, weight.parts))) for weight in weights]
+
+
+def also_spelt(weights: Iterable[Weight], prefix: str, other: str) -> list[Weight]:
+    """The weights, read also where names begin with `other` in place of `prefix`."""
+
+    def with_spelling(part: Part) -> Part:
+        copies = (other + part.name.removeprefix(prefix),) if part.name.startswith(prefix) else ()
+        return dataclasses.replace(part, copies=(*part.copies, *copies))
+
+    return [dataclasses.replace(weight, parts=tuple(map(with_spelling, weight.parts))) for weight in weights]

@@ -15,6 +15,7 @@ from transformers import Zamba2Config
 
 from llmtrain.models.config import Mamba2Block, ModelConfig, SharedAttentionBlock
 from llmtrain.models.hf import settings, tensors
+from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.pattern import Layer, format_pattern
@@ -93,7 +94,7 @@ class Zamba2:
             "max_position_embeddings": config.max_seq_len,
             "mamba_d_state": block.d_state,
             "mamba_d_conv": block.d_conv,
-            "mamba_expand": block.expand,
+            "mamba_expand": block.inner_width(config.d_model) // config.d_model,
             "mamba_ngroups": block.n_groups,
             "n_mamba_heads": block.spec(config.d_model).n_heads,
             "mamba_headdim": block.head_dim,
@@ -110,7 +111,9 @@ class Zamba2:
         }
         written = settings.class_config(Zamba2Config, self.architecture, {**fields, "layers_block_type": kinds})
         # As on the hub; transformers 5 renames `mamba` as it reads, and earlier ones do not know its new name.
-        return written | {"layers_block_type": kinds}
+        written |= {"layers_block_type": kinds}
+        refuse_differences(config, self.read_config(written), self.architecture)
+        return written
 
     def _refuse(self, config: ModelConfig, key: str, block: Mamba2Block, refusals: Refusals) -> None:
         name = self.architecture

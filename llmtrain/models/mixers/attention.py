@@ -23,15 +23,20 @@ from llmtrain.models.layers import Linear, Norm, rotary_tables
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.attention import AttentionSection
+from llmtrain.models.segments import Segments
 
 
 @dataclass
 class AttentionContext:
-    """Rotary tables, and the kernel's own context; attend: takes the kernel's place where there is a cache or a prefix tree."""
+    """Rotary tables, and the kernel's own context; attend: takes the kernel's place where there is a cache or a prefix tree.
+
+    segments: of sequences that ranks share; `kernel` is then a list, of one context per segment.
+    """
 
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    segments: Segments | None = None
 
 
 class Attention(Mixer):
@@ -54,8 +59,10 @@ class Attention(Mixer):
         self.spec = block.spec(config.d_model, str(dtype).removeprefix("torch."), documents)
         self.backend = registry.resolve("attention", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
+        self.segment_backend = self.segment_kernel = None
         self.rotary = block.position if block.position.type == "rotary" else None
-        rotary = RotarySpec(self.spec.head_dim, self.spec.dtype)
+        self.rotated = self.rotary.width(self.spec.head_dim) if self.rotary else self.spec.head_dim
+        rotary = RotarySpec(self.rotated, self.spec.dtype)
         self.rotate, self.rotate_uncompiled = (
             registry.resolve_beside("rotary", name, rotary, platform).build(rotary, platform)
             for name in (block.backend, "triton")
@@ -63,12 +70,14 @@ class Attention(Mixer):
 
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
-        self.wqkv = Linear(block.input_width(config.d_model), sum(self.widths), block.qkv_bias)
+        if block.output_gate:
+            self.widths.insert(1, self.widths[0])  # behind q, in whose published projection it is
+        self.wqkv = Linear(block.input_width(config.d_model), sum(self.widths), block.qkv_bias, parts=self.widths)
         self.wo = Linear(self.widths[0], config.d_model, block.out_bias, residual=residual)
         norm = block.norm or config.norm
         full = block.qk_norm == "full"
         self.q_norm = Norm(self.widths[0] if full else d_head, norm) if block.qk_norm != "none" else None
-        self.k_norm = Norm(self.widths[1] if full else d_head, norm) if block.qk_norm != "none" else None
+        self.k_norm = Norm(self.widths[-2] if full else d_head, norm) if block.qk_norm != "none" else None
 
     @property
     def context_key(self) -> tuple:
@@ -79,6 +88,41 @@ class Attention(Mixer):
         if self.rotary is not None:
             rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
+
+    def enable_segments(self) -> None:
+        spec = replace(self.spec, lower_right=True)
+        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform)
+        self.segment_kernel = self.segment_backend.build(spec, self.platform)
+
+    def segment_context(
+        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> AttentionContext:
+        assert self.segment_kernel is not None
+        rotary, contexts = None, []
+        if self.rotary is not None:
+            rotary = rotary_tables(segments.positions(seq_len, device), self.spec.head_dim, self.rotary)
+        length = seq_len // segments.count
+        for begin in (at * length for at in segments.own):
+            keys = slice(max(begin - self._reach(seq_len), 0), begin + length)
+            ids = None if document_ids is None else document_ids[:, keys]
+            contexts.append(self.segment_kernel.prepare(keys.stop - keys.start, device, ids, queries=length))
+        return AttentionContext(rotary, contexts, segments=segments)
+
+    def _reach(self, seq_len: int) -> int:
+        """Tokens before a segment that it sees."""
+        return seq_len if self.spec.sliding_window is None else self.spec.sliding_window - 1
+
+    def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, contexts: list[Any]) -> Tensor:
+        """Attention of this rank's queries to the keys and values of all ranks that they see; shapes as the kernel's."""
+        assert self.segment_kernel is not None
+        reach = self._reach(q.shape[1] * segments.size)
+        keys_values = segments.with_before(torch.cat((k, v), dim=-2), reach)  # gathered together
+        queries = q.unflatten(1, (2, -1)).unbind(1)
+        out = [
+            self.segment_kernel(query, *kv.chunk(2, dim=-2), context)
+            for query, kv, context in zip(queries, keys_values, contexts, strict=True)
+        ]
+        return torch.cat(out, dim=1)
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> AttentionCache:
         shape = (batch, self.spec.n_kv_heads, capacity, self.spec.head_dim)
@@ -107,7 +151,7 @@ class Attention(Mixer):
             qkv = qkv + adapter(x)
         if self.block.clip_qkv is not None:
             qkv = qkv.clamp(-self.block.clip_qkv, self.block.clip_qkv)
-        q, k, v = qkv.split(self.widths, dim=-1)
+        q, *gate, k, v = qkv.split(self.widths, dim=-1)
         if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
@@ -116,16 +160,25 @@ class Attention(Mixer):
         if context.rotary is not None:
             # Attention to a cache or a prefix tree is never compiled, which would make one kernel of the reference's many.
             rotate = self.rotate if context.attend is None else self.rotate_uncompiled
-            q, k = rotate(q, k, *context.rotary)
-        out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
-        return self.wo(out.flatten(-2))
+            if self.rotated == self.spec.head_dim:
+                q, k = rotate(q, k, *context.rotary)
+            else:
+                (q, q_rest), (k, k_rest) = (t.tensor_split((self.rotated,), dim=-1) for t in (q, k))
+                q, k = rotate(q, k, *context.rotary)
+                q, k = torch.cat((q, q_rest), dim=-1), torch.cat((k, k_rest), dim=-1)
+        if context.segments is not None:
+            out = self._attend_segments(q, k, v, context.segments, context.kernel)
+        else:
+            out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
+        out = out.flatten(-2)
+        return self.wo(out * gate[0].sigmoid() if gate else out)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         kernel = Flops(attention=self.spec.flops(seq_len, causal))
         return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
-        return set(self.backend.saved_ops)
+        return set((self.segment_backend or self.backend).saved_ops)
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)

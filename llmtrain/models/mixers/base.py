@@ -13,12 +13,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.segments import Segments
 
 
 class MixerCache(ABC):
@@ -63,7 +65,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, context: Any) -> Tensor:
-        """context: of `prepare`, of a cache's `context`, or of `prefix_context`."""
+        """context: of `prepare`, of `segment_context`, of a cache's `context`, or of `prefix_context`."""
 
     @abstractmethod
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
@@ -81,6 +83,22 @@ class Mixer(nn.Module, ABC):
         not see each other. None: one document per sequence. Default: document_ids themselves.
         """
         return document_ids
+
+    def enable_segments(self) -> None:
+        """Choose what `segment_context` needs beyond the constructor's choice. Called before training, if ranks share sequences.
+
+        Raises UserError where the block's `segments_refusal` says why.
+        """
+        raise UserError(f"a mixer of type {type(self).__name__} has no form for sequences that ranks share")
+
+    def segment_context(
+        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> Any:
+        """The context of this rank's segments of sequences, by which `forward` reads [batch, seq_len / segments.size, d_model].
+
+        seq_len, document_ids [batch, seq_len]: of whole sequences, as in `prepare`. Only after `enable_segments`.
+        """
+        raise NotImplementedError
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> MixerCache | None:
         """Cache for decoding `batch` rows of up to `capacity` tokens. None: without one, for each new token everything is read

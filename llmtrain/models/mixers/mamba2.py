@@ -22,10 +22,12 @@ from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform, uniform
-from llmtrain.models.layers import GatedRMSNorm, Linear
+from llmtrain.models.layers import GatedRMSNorm, Linear, SiluGate, multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.mamba2_segments import SegmentScan
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.mamba2 import Mamba2Block
+from llmtrain.models.segments import Segments
 
 
 class SSMParameters(nn.Module):
@@ -70,6 +72,19 @@ class CausalConv1d(nn.Module):
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return self.kernel(x, self.weight, self.bias, document_ids)
 
+    def read_on(self, x: Tensor, window: Tensor, step: Any, span: Span) -> Tensor:
+        """Convolve tokens behind those that `window` holds, [batch, channels, width - 1], which then holds the last of x.
+
+        step: the conv1d_step kernel, for a single token.
+        """
+        if x.shape[1] == 1:
+            return step(x[:, 0], window, self.weight, self.bias)[:, None]
+        before = window.shape[2]
+        x = torch.cat((window.transpose(1, 2), span.without_padding(x)), dim=1)
+        if before:
+            window.copy_(x[:, -before:].transpose(1, 2))
+        return self(x)[:, before:]
+
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(convolution=self.spec.flops(seq_len))
 
@@ -90,19 +105,22 @@ class Mamba2(Mixer):
         self.backend = registry.resolve("ssd", block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
 
-        d_inner, d_bc = block.expand * config.d_model, block.n_groups * block.d_state
+        d_inner, d_bc = block.inner_width(config.d_model), block.n_groups * block.d_state
         conv = Conv1dSpec(d_inner + 2 * d_bc, block.d_conv, dtype_name, documents)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
         self.whole = MambaMixerSpec(conv, self.spec, gated)
-        self.in_proj = Linear(config.d_model, sum(self.whole.widths), block.proj_bias)
+        parts = [d_inner, *self.whole.conv_widths, self.spec.n_heads]  # z, x, B, C, dt
+        self.in_proj = Linear(config.d_model, sum(parts), block.proj_bias, parts=parts)
         self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
         self.ssm = SSMParameters(block, self.spec.n_heads)
-        self.norm = GatedRMSNorm(gated, platform, block.backend)
+        self.norm = GatedRMSNorm(gated, platform, block.backend) if block.gated_norm else SiluGate()
+        self.multipliers = block.projection_multipliers
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
         # What runs between the projections as one operator, where its three parts are all ours.
         self.fused = None
-        if all(part.backend.name == "triton" for part in (self, self.conv, self.norm)):
+        parts = (self, self.conv, self.norm)
+        if all(not isinstance(part, SiluGate) and part.backend.name == "triton" for part in parts):
             self.fused = registry.resolve("mamba_mixer", "triton", self.whole, platform).build(self.whole, platform)
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> Mamba2Cache:
@@ -118,19 +136,39 @@ class Mamba2(Mixer):
             registry.resolve("ssd_step", "auto", spec, platform).build(spec, platform),
         )
 
+    @property
+    def context_key(self) -> int:
+        return self.conv.spec.width
+
+    def enable_segments(self) -> None:
+        """Nothing to choose: each segment is a sequence of its own for the kernels."""
+
+    def segment_context(
+        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> SegmentScan:
+        return SegmentScan.of(segments, seq_len, device, document_ids, self.conv.spec.width)
+
     def prefix_refusal(self) -> str | None:
         return registry.refusal("ssd", "triton", self.spec, self.platform)
 
     def prefix_context(self, tree: PrefixTree) -> PrefixMamba2:
         return PrefixMamba2(self, tree)
 
-    def forward(self, x: Tensor, context: CachedMamba2 | PrefixMamba2 | Tensor | None = None) -> Tensor:
-        """context: a cache to read on from; a prefix tree; or the document ids of a packed batch, [batch, T]."""
+    def forward(self, x: Tensor, context: CachedMamba2 | PrefixMamba2 | SegmentScan | Tensor | None = None) -> Tensor:
+        """context: a cache to read on from; a prefix tree; segments of sequences that ranks share; or the document ids of a
+        packed batch, [batch, T]."""
         other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
-        zxbcdt, ssm = self.in_proj(x), self.ssm
+        zxbcdt, ssm = self._project(x), self.ssm
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
 
+        def convolve(xBC: Tensor) -> Tensor:
+            if isinstance(other, SegmentScan):
+                return other.convolve(self.conv, self.conv.spec.width, xBC)
+            return self.conv(xBC, ids) if other is None else other.convolve(xBC)
+
         def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            if isinstance(other, SegmentScan):
+                return other.scan(self.kernel, self.spec, x, dt, A, B, C, ssm.D, ssm.dt_bias)
             if other is not None:
                 return other.scan(x, dt, A, B, C)
             return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias, document_ids=ids)[0]
@@ -139,12 +177,20 @@ class Mamba2(Mixer):
             parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
             y = self.fused(zxbcdt, *parameters, document_ids=ids)
         else:
-            convolve = (lambda xBC: self.conv(xBC, ids)) if other is None else other.convolve
             y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
         return self.out_proj(y)
 
+    def _project(self, x: Tensor) -> Tensor:
+        """z | x | B | C | dt, [batch, T, sum of widths], each times its factor."""
+        projected = self.in_proj(x)
+        if all(factor == 1 for factor in self.multipliers):
+            return projected
+        z, _, dt = self.whole.widths
+        parts = projected.split([z, *self.whole.conv_widths, dt], dim=-1)
+        return torch.cat([multiplied(part, m) for part, m in zip(parts, self.multipliers, strict=True)], dim=-1)
+
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        scan = Flops(scan=self.spec.flops(seq_len, causal))
+        scan = Flops(scan=self.spec.flops(seq_len))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)
 
 
@@ -177,14 +223,7 @@ class CachedMamba2:
 
     def convolve(self, x: Tensor) -> Tensor:
         """x: [batch, T, channels] -> like x."""
-        cache, conv = self.cache, self.cache.mixer.conv
-        if x.shape[1] == 1:
-            return cache.conv_step(x[:, 0], cache.window, conv.weight, conv.bias)[:, None]
-        before = cache.window.shape[2]
-        x = torch.cat((cache.window.transpose(1, 2), self.span.without_padding(x)), dim=1)
-        if before:
-            cache.window.copy_(x[:, -before:].transpose(1, 2))
-        return conv(x)[:, before:]
+        return self.cache.mixer.conv.read_on(x, self.cache.window, self.cache.conv_step, self.span)
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """Scan with the arguments of the ssd kernel; x: [batch, T, heads, head_dim] -> like x."""

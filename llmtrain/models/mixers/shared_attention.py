@@ -22,7 +22,7 @@ class QKVAdapter(nn.Module):
 
     def __init__(self, d_in: int, rank: int, widths: list[int]):
         super().__init__()
-        self.down = Linear(d_in, 3 * rank)
+        self.down = Linear(d_in, 3 * rank, parts=[rank] * 3)
         self.up_q, self.up_k, self.up_v = (Linear(rank, width) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class SharedInput(nn.Module):
         if block.attn_adapter_rank is not None:
             self.qkv_adapter = QKVAdapter(2 * d_model, block.attn_adapter_rank, shared.mixer.widths)
         if block.adapter_rank is not None:
-            self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in)
+            self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in, shared.mlp.parts)
         # Added to what this mixer's norm reads of the stream. Were it not as small at first as what mixers add to the stream, the
         # shared block would be most of what the mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
         self.linear = Linear(d_model, d_model, residual=True)

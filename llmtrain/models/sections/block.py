@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-from llmtrain.config.base import Problem, Section
+from llmtrain.config.base import PositiveFloat, Problem, Section
 from llmtrain.kernels.registry import Operation, Spec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.layers import MLPConfig, NormConfig
@@ -27,15 +27,31 @@ class BlockSection(Section):
     """
 
     implementation: ClassVar[str]
+    without_function: ClassVar[tuple[str, ...]] = ("type", "backend")
+    """Fields that change nothing of what is computed from given weights."""
 
     norm: NormConfig | None = None
     """Default: model.norm."""
     mlp: MLPConfig | None = None
+    parallel: bool = False
+    """Mixer and MLP read the same input, each through its own norm, rather than the MLP the mixer's result (GPT-NeoX)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of what the mixer, and then the MLP, adds to the residual stream (Granite)."""
+    input_multiplier: PositiveFloat = 1.0
+    """Factor of what the mixer reads, behind the norm (Falcon-H1)."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.parallel and self.mlp is None:
+            yield Problem("parallel", True, "needs an mlp beside the mixer; give one, or set parallel: false")
 
     @property
     def shared_copies(self) -> int:
         """Copies of a shared block, which feeds layers and is none itself; 0 for a block that is a layer."""
         return 0
+
+    def parts(self) -> Iterator[tuple[str, BlockSection]]:
+        """(Path from the block, section) of each section that has a kernel of its own."""
+        yield "", self
 
     def load_implementation(self) -> Any:
         module, _, name = self.implementation.partition(":")
@@ -56,14 +72,51 @@ class BlockSection(Section):
         """
         return None
 
-    def with_backends(self, norm: str, backend: str) -> Self:
-        """The same function by other kernels; `backend` is left out where the block has no such setting."""
+    def segments_refusal(self, d_model: int, documents: bool = False) -> str | None:
+        """Reason why ranks cannot share sequences here on any machine (train.parallel.context), or None.
+
+        documents: as HybridLM's. Default: the mixer has no form for a part of a sequence.
+        """
+        return f"a block of type {getattr(self, 'type')} reads whole sequences; use train.parallel.context: 1"  # noqa: B009
+
+    def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
+        """Bytes that a rank receives, per sequence, from the others of `context` ranks that share it (train.parallel.context), in
+        a forward pass; they are kept for the backward pass. width: bytes of an activation. Default: none."""
+        return 0.0
+
+    def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
+        """The settings that say what the block computes, defaults resolved. norm: model.norm."""
+        fields = self.model_dump(exclude={"norm", *self.without_function})
+        return fields | {"norm": (self.norm or norm).model_dump(exclude={"backend"})}
+
+    def with_backends(self, norm: str, backend_of: Callable[[BlockSection], str]) -> Self:
+        """The same function by other kernels; backend_of: of a section of `parts`, for those that have the setting."""
         changed: dict[str, Any] = {"norm": self.norm and self.norm.model_copy(update={"backend": norm})}
-        return self.model_copy(update=changed | ({"backend": backend} if "backend" in type(self).model_fields else {}))
+        own = {"backend": backend_of(self)} if "backend" in type(self).model_fields else {}
+        return self.model_copy(update=changed | own)
 
     def describe(self, d_model: int) -> str:
         """The mixer in one line of `llmtrain describe`."""
         return str(getattr(self, "type"))  # noqa: B009 (each subclass declares it as its own Literal)
+
+    def describe_wiring(self, norm: NormConfig) -> str:
+        """Description of what surrounds the mixer, for the same line. norm: model.norm."""
+        place = (self.norm or norm).place
+        parts = [f"; {self.mlp.type} MLP {self.mlp.d_ff}"] if self.mlp else []
+        parts += ["; parallel"] if self.parallel else []
+        parts += [f"; norms {'on both sides' if place == 'both' else place}"] if place != "before" else []
+        parts += [f"; residual x {self.residual_multiplier:g}"] if self.residual_multiplier != 1 else []
+        parts += [f"; input x {self.input_multiplier:g}"] if self.input_multiplier != 1 else []
+        return "".join(parts)
+
+    def saved_by_layer(self, d_model: int, width: int, norm: NormConfig) -> SavedBytes:
+        """Bytes that training keeps of the whole layer, per token. width: bytes of an activation; norm: model.norm."""
+        saved = self.saved_bytes(d_model, width)
+        saved = saved + self.mlp.saved_bytes(d_model, width) if self.mlp else saved
+        if (self.norm or norm).place != "both":
+            return saved
+        # Of each branch also the second norm's input; its output is summed at once.
+        return saved + SavedBytes((1 + (self.mlp is not None)) * width * d_model, 0)
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Tensors that training keeps of the norm and the mixer, per token, for the memory estimate; the MLP adds its own.

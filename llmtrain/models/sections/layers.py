@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveInt, Problem, Section, free
+from llmtrain.config.base import PositiveFloat, PositiveInt, Problem, Section, Width, free
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.models.costs import SavedBytes
 
@@ -20,7 +21,11 @@ class NormConfig(Section):
     type: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     bias: bool = False
     """LayerNorm's additive bias. RMSNorm has none."""
-    eps: Annotated[float, Field(gt=0)] = 1e-5
+    eps: PositiveFloat = 1e-5
+    zero_centered: bool = False
+    """Store the weight as its distance from 1, as Gemma does, so that weight decay would draw it to 1."""
+    place: Literal["before", "after", "both"] = "before"
+    """Of a block's norms: at the input of mixer and MLP, at their output (OLMo 2), or at both (Gemma 2)."""
     backend: NormBackend = free("auto")
     """In training steps. Validation, scoring and generation, and norms of queries and keys, are plain PyTorch. What is named
     must be able to serve wherever the model trains.
@@ -41,16 +46,25 @@ class NormConfig(Section):
 
 
 class MLPConfig(Section):
-    """Feed-forward layer: `gelu` has two matrices, `swiglu` and `geglu` three."""
+    """Feed-forward layer of two matrices (`gelu`, `gelu_tanh`, `relu2`) or gated, of three (`swiglu`, `geglu`, `geglu_tanh`)."""
 
-    type: Literal["gelu", "swiglu", "geglu"] = "swiglu"
-    d_ff: PositiveInt
+    type: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
+    """`_tanh` is the approximation of GELU by tanh (arXiv:1606.08415); relu2 is relu(x)^2 (Primer, arXiv:2109.08668)."""
+    d_ff: Width
     """Hidden width."""
     bias: bool = False
+    activation_multiplier: PositiveFloat = 1.0
+    """Factor of the activation's input: in a gated MLP, of the gate."""
+    out_multiplier: PositiveFloat = 1.0
+    """Factor of the output."""
+
+    @property
+    def gated(self) -> bool:
+        return self.type in ("swiglu", "geglu", "geglu_tanh")
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """See BlockSection.saved_bytes."""
-        up = self.d_ff if self.type == "gelu" else 2 * self.d_ff
+        up = 2 * self.d_ff if self.gated else self.d_ff
         # Input and output of the norm, the first projection's output, and the second's input.
         return SavedBytes(width * (2 * d_model + up + self.d_ff), width * up)
 
@@ -65,7 +79,7 @@ class AlibiPosition(Section):
     """Attention with linear biases (Press et al., arXiv:2108.12409)."""
 
     type: Literal["alibi"]
-    max_bias: Annotated[float, Field(gt=0)] = 8.0
+    max_bias: PositiveFloat = 8.0
     """Slopes are 2^(-max_bias * i / n_heads)."""
 
 
@@ -73,7 +87,7 @@ class LinearScaling(Section):
     """Positions divided by `factor` (position interpolation, Chen et al., arXiv:2306.15595)."""
 
     type: Literal["linear"]
-    factor: Annotated[float, Field(gt=0)]
+    factor: PositiveFloat
 
 
 class Llama3Scaling(Section):
@@ -84,9 +98,9 @@ class Llama3Scaling(Section):
     """
 
     type: Literal["llama3"]
-    factor: Annotated[float, Field(gt=0)]
-    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
-    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
     original_max_seq_len: PositiveInt = 8192
     """Longest sequence before the extension."""
 
@@ -97,16 +111,69 @@ class Llama3Scaling(Section):
             )
 
 
-RotaryScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="type")]
+class YarnScaling(Section):
+    """YaRN (Peng et al., arXiv:2309.00071): pairs of channels with few turns get 1/factor of their frequency, those with many
+    keep it, a ramp over the pairs lies between, and scores grow sharper.
+
+    A pair's turns are those within original_max_seq_len: the ramp goes from the pair with beta_fast turns to that with
+    beta_slow.
+    """
+
+    type: Literal["yarn"]
+    factor: PositiveFloat
+    original_max_seq_len: PositiveInt
+    """Longest sequence before the extension."""
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    truncate: bool = True
+    """The ramp begins and ends at whole pairs."""
+    attention_factor: PositiveFloat | None = None
+    """Factor of rotated queries and keys. Default: 0.1 ln(factor) + 1."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.beta_slow > self.beta_fast:
+            yield Problem("beta_slow", self.beta_slow, f"must not exceed beta_fast ({self.beta_fast})")
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+    def ramp(self, width: int, theta: float) -> tuple[float, float]:
+        """The pairs, counted from 0 and perhaps between two, where the ramp begins and ends; width: rotated channels."""
+
+        def pair(turns: float) -> float:
+            return width * math.log(self.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        return low, high + 0.001 if low == high else high
+
+
+RotaryScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="type")]
 
 
 class RotaryPosition(Section):
-    """Rotary embeddings (Su et al., arXiv:2104.09864), rotating the two halves of each head."""
+    """Rotary embeddings (Su et al., arXiv:2104.09864), rotating the two halves of each head, or of its first channels."""
 
     type: Literal["rotary"]
-    theta: Annotated[float, Field(gt=0)] = 10_000.0
+    theta: Annotated[float, Field(ge=1, le=1e12)] = 10_000.0
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head's channels that is rotated: the first int(fraction * head_dim)."""
     scaling: RotaryScaling | None = None
     """Frequencies lowered for contexts longer than those of the first training."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.theta == 1 and self.scaling is not None and self.scaling.type == "yarn":
+            yield Problem(
+                "theta", self.theta, "YaRN needs pairs that turn at different frequencies; give theta above 1"
+            )
+
+    def width(self, head_dim: int) -> int:
+        """Channels of each head that are rotated."""
+        return int(self.fraction * head_dim)
 
 
 Position = Annotated[NoPosition | AlibiPosition | RotaryPosition, Field(discriminator="type")]

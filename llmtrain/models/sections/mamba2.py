@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from llmtrain.config.base import PositiveInt, Problem, free
+from llmtrain.config.base import NonNegativeFloat, PositiveFloat, Problem, Width, free
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.layers import NormConfig
 
 SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
 
@@ -21,33 +20,47 @@ class Mamba2Block(BlockSection):
 
     implementation: ClassVar[str] = "llmtrain.models.mixers.mamba2:Mamba2"
 
+    without_function: ClassVar[tuple[str, ...]] = (
+        *("type", "backend", "chunk_size", "expand"),  # d_inner resolves expand
+        *("dt_min", "dt_max", "a_init_range"),  # of fresh weights
+    )
+
     type: Literal["mamba2"]
-    d_state: PositiveInt = 128
-    head_dim: PositiveInt = 64
-    expand: PositiveInt = 2
+    d_state: Width = 128
+    head_dim: Width = 64
+    expand: Width = 2
     """d_inner = expand * d_model; n_heads = d_inner / head_dim."""
-    n_groups: PositiveInt = 1
+    d_inner: Width | None = None
+    """Channels of the scan; takes the place of expand."""
+    n_groups: Width = 1
     """Groups that share B and C."""
-    d_conv: PositiveInt = 4
+    d_conv: Width = 4
     """Kernel width of the causal depthwise convolution."""
-    chunk_size: PositiveInt = free(256)
-    dt_min: Annotated[float, Field(gt=0)] = 1e-3
-    dt_max: Annotated[float, Field(gt=0)] = 1e-1
+    chunk_size: Width = free(256)
+    dt_min: PositiveFloat = 1e-3
+    dt_max: PositiveFloat = 1e-1
     """Initial time steps are log-uniform between dt_min and dt_max."""
-    dt_limit: tuple[float, float | None] | None = None
+    dt_limit: tuple[NonNegativeFloat, NonNegativeFloat | None] | None = None
     """Clamp softplus(dt + dt_bias) to this range; [low, null] has no upper limit."""
-    a_init_range: tuple[float, float] = (1.0, 16.0)
+    a_init_range: tuple[PositiveFloat, PositiveFloat] = (1.0, 16.0)
     """-A is drawn uniformly from this range."""
     conv_bias: bool = True
     proj_bias: bool = False
+    projection_multipliers: tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat] = (
+        1.0, 1.0, 1.0, 1.0, 1.0,
+    )  # fmt: skip
+    """Factors of the parts of the first projection's output: gate z, x, B, C, dt (Falcon-H1)."""
+    gated_norm: bool = True
+    """Normalise the scan's output beside its gate; false: x * silu(z) alone."""
     norm_before_gate: bool = False
     """Gated norm: norm(x * silu(z)) when false, norm(x) * silu(z) when true."""
-    gated_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    gated_norm_eps: PositiveFloat | None = None
     """Default: the norm's eps."""
     backend: SSDBackend = free("auto")
     """Backend of the scan; also of the convolution and the gated norm, where they have one of that name that can serve."""
 
     def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.dt_min > self.dt_max:
             yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
         low, high = self.dt_limit or (0.0, None)
@@ -56,10 +69,23 @@ class Mamba2Block(BlockSection):
         if not 0 < self.a_init_range[0] <= self.a_init_range[1]:
             yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with 0 < low <= high")
 
+    def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
+        limit = None if self.dt_limit == (0.0, None) else self.dt_limit  # softplus is positive
+        resolved: dict[str, Any] = {"dt_limit": limit, "d_inner": self.inner_width(d_model)}
+        if self.gated_norm:
+            resolved["gated_norm_eps"] = self.gated_norm_eps or (self.norm or norm).eps
+        else:
+            resolved |= {"gated_norm_eps": None, "norm_before_gate": False}
+        return super().function(d_model, norm) | resolved
+
+    def inner_width(self, d_model: int) -> int:
+        """Channels of the scan: its heads times their width."""
+        return self.d_inner or self.expand * d_model
+
     def spec(self, d_model: int, dtype: str = "bfloat16") -> SSDSpec:
         """The scan kernel's view of the block."""
         return SSDSpec(
-            n_heads=self.expand * d_model // self.head_dim,
+            n_heads=self.inner_width(d_model) // self.head_dim,
             head_dim=self.head_dim,
             d_state=self.d_state,
             n_groups=self.n_groups,
@@ -71,16 +97,25 @@ class Mamba2Block(BlockSection):
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
         return Kernel("ssd", self.spec(d_model, dtype), self.backend)
 
+    def segments_refusal(self, d_model: int, documents: bool = False) -> None:
+        """No reason: each segment is a sequence of its own for the kernels."""
+
+    def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
+        """Per segment of the others its state and total decays in fp32, and the convolution's inputs at its end."""
+        d_inner, n_heads = self.inner_width(d_model), self.inner_width(d_model) // self.head_dim
+        ends = width * (self.d_conv - 1) * (d_inner + 2 * self.n_groups * self.d_state)
+        return 2 * (context - 1) * (ends + 4 * (d_inner * self.d_state + n_heads))
+
     def width_problems(self, d_model: int) -> Iterator[Problem]:
-        d_inner = self.expand * d_model
+        d_inner, name = self.inner_width(d_model), "d_inner" if self.d_inner else "expand * d_model"
         if d_inner % self.head_dim:
-            yield Problem("head_dim", self.head_dim, f"must divide expand * d_model = {d_inner}")
+            yield Problem("head_dim", self.head_dim, f"must divide {name} = {d_inner}")
         elif (d_inner // self.head_dim) % self.n_groups:
             heads = d_inner // self.head_dim
-            yield Problem("n_groups", self.n_groups, f"must divide the {heads} heads (expand * d_model / head_dim)")
+            yield Problem("n_groups", self.n_groups, f"must divide the {heads} heads ({name} / head_dim)")
 
     def describe(self, d_model: int) -> str:
-        heads = self.expand * d_model // self.head_dim
+        heads = self.inner_width(d_model) // self.head_dim
         return f"mamba2: {heads} heads x {self.head_dim}, d_state {self.d_state}, groups {self.n_groups}"
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
@@ -91,7 +126,7 @@ class Mamba2Block(BlockSection):
         are computed again rather than kept, and of the norm there is one fp32 number per group more. Selective
         checkpointing keeps in_proj's output, not out_proj's.
         """
-        d_inner, d_bc = self.expand * d_model, self.n_groups * self.d_state
+        d_inner, d_bc = self.inner_width(d_model), self.n_groups * self.d_state
         in_proj = 2 * d_inner + 2 * d_bc + d_inner // self.head_dim
         elements = 2 * d_model + in_proj + (d_inner + 2 * d_bc) + 2 * d_inner
         if self.backend == "triton":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveInt
+from llmtrain.config.base import Problem, Width
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.attention import AttentionSection
 from llmtrain.models.sections.layers import MLPConfig
@@ -23,13 +24,24 @@ class SharedAttentionBlock(AttentionSection):
     implementation: ClassVar[str] = "llmtrain.models.mixers.shared_attention:SharedAttention"
 
     type: Literal["shared_attention"]
-    n_shared: PositiveInt = 1
+    n_shared: Width = 1
     """Copies of the block, used in turn (ABAB)."""
     mlp: MLPConfig = Field()
-    adapter_rank: PositiveInt | None = None
+    adapter_rank: Width | None = None
     """Rank of each invocation's low-rank adapter on the MLP's first projection."""
-    attn_adapter_rank: PositiveInt | None = None
+    attn_adapter_rank: Width | None = None
     """Rank of each invocation's low-rank adapters on queries, keys and values."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        text = (
+            "a shared block feeds a layer and adds nothing to the residual stream itself; set it in the layer's block"
+        )
+        for field, plain in (("parallel", False), ("residual_multiplier", 1), ("input_multiplier", 1)):
+            if getattr(self, field) != plain:
+                yield Problem(field, getattr(self, field), text)
+        if self.output_gate and self.attn_adapter_rank is not None:
+            yield Problem("attn_adapter_rank", self.attn_adapter_rank, "adapts no output gate; set output_gate: false")
 
     @property
     def shared_copies(self) -> int:

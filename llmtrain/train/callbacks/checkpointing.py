@@ -16,7 +16,7 @@ from llmtrain.train.preemption import Preemption
 
 
 class Checkpointing(Callback):
-    """Writes a checkpoint every `interval` steps and after the last one, for which it waits.
+    """Writes a checkpoint every `interval` steps, after step `also`, and after the last one, for which it waits.
 
     After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
     """
@@ -28,8 +28,9 @@ class Checkpointing(Callback):
         config: dict[str, Any],
         data_position: Callable[[State], dict[str, Any]],
         interval: int,
+        also: int | None = None,
     ):
-        self.saver, self.preemption, self.interval = saver, preemption, interval
+        self.saver, self.preemption, self.interval, self.also = saver, preemption, interval, also
         self.config, self.data_position = config, data_position
         self.prepared = False
 
@@ -43,7 +44,7 @@ class Checkpointing(Callback):
         if not self.prepared:
             self.saver.prepare()  # the first step is slow anyway
             self.prepared = True
-        if step % self.interval == 0 or last or preempted:
+        if step % self.interval == 0 or step == self.also or last or preempted:
             self.save(state)
             logger.log_metrics({"checkpoint/blocked_seconds": self.saver.blocked_seconds})
         if last or preempted:

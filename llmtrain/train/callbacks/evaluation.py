@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
+from llmtrain.checkpoint.local import folder_name
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.distributed.world import World
+from llmtrain.eval.errors import TaskFailed
+from llmtrain.eval.failures import Failures, failed_tasks, failure_line
+from llmtrain.eval.prepare import prepare_steps
 from llmtrain.eval.prompts.requests import Request, responses_in_order
 from llmtrain.eval.report.gauntlet import load_gauntlet
-from llmtrain.eval.report.results import Result, flat_metrics, truncation_note
+from llmtrain.eval.report.results import Report, Result, flat_estimate, flat_metrics, truncation_note
+from llmtrain.eval.report.tracking import tables
 from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
-from llmtrain.eval.runner import gauntlet_scores_of, read_documents
+from llmtrain.eval.runner import gauntlet_scores_of, read_tasks
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
+from llmtrain.eval.scoring.overlap import run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.train.kept_results import KeptResults
 
 
 @dataclass(frozen=True)
@@ -37,48 +45,90 @@ class Prepared:
 
 
 class Evaluation(Callback):
-    """Callback that logs `icl/<task>/<metric>` every `interval` steps and after the last one.
+    """Callback that logs `icl/<task>/<metric>` and its standard error every `interval` steps and after the last one.
 
-    The constructor reads the data and tokenises the prompts, so that their errors are raised before training begins. The number of
-    contexts that are cut to fit the model is printed, and logged as `icl/<task>/truncated`. The weights, the optimizer, the
-    random generators and the data loader are not changed.
-    Raises UserError for a task or data file that cannot be used.
+    name: the run's. kept: folder of results. Tables of results and answers are logged as well. The constructor reads the data and
+    tokenises the prompts, so that their errors are raised before training begins. The number of contexts that are cut to fit the
+    model is printed, and logged as `icl/<task>/truncated`. The weights, the optimizer, the random generators and the data loader
+    are not changed.
+    A task that cannot be evaluated is told once, and is among the failures of the kept results; the others go on. Raises UserError
+    if none is left.
     """
 
-    def __init__(self, run: EvalRun, model: CausalLM, tokenizer: TextTokenizer, world: World, interval: int):
+    def __init__(
+        self,
+        run: EvalRun,
+        model: CausalLM,
+        tokenizer: TextTokenizer,
+        world: World,
+        interval: int,
+        name: str,
+        kept: KeptResults,
+    ):
         self.run, self.model, self.tokenizer, self.interval = run, model, tokenizer, interval
+        self.name, self.kept = name, kept
         self.ranks = DataParallel(world, lambda: join_uneven_calls(model))
         self.gauntlet = load_gauntlet(run.gauntlet) if run.gauntlet else None
-        tasks = task_runs(run, self.gauntlet)
-        documents = read_documents(tasks, run.limit)
         self.length = min(run.max_length or model.config.max_seq_len, model.config.max_seq_len)
-        self.prepared: list[Prepared] = []
-        for task_run in tasks:
-            task, found = task_run.task, documents[task_run.task.name]
-            window = task.window(self.length) - 1
-            requests = task.requests(found, tokenizer, task_run.shots, max_seq_len=window, pmi=run.pmi)
-            task.check_lengths(found, requests, self.length)
-            self.prepared.append(Prepared(task_run, found, requests, window))
+        self.style = run.prompt_style(tokenizer)
+        tasks = task_runs(run, self.gauntlet)
+        self.asked = {(one.task.name, one.shots) for one in tasks}
+        failures = Failures([name])
+        self.prepared = self._prepared(tasks, failures)
+        self.failed = failures.listed()
+        self._told: set[str] = set()
+        if not self.prepared:
+            raise failed_tasks(self.failed)
+        if world.is_main and self.failed:
+            run_log.info("\n".join([*map(failure_line, self.failed), "the other tasks are evaluated"]))
+
+    def _prepared(self, tasks: Sequence[TaskRun], failures: Failures) -> list[Prepared]:
+        """Tasks that every rank can prepare. failures: takes the others."""
+        documents = read_tasks(tasks, self.run, failures)
+        made: list[Prepared] = []
+        for one in tasks:
+            if found := documents.get(one.task.name):
+                steps = prepare_steps(one, found, self.tokenizer, self.length, self.run, self.style)
+                if prepared := failures.attempt([one.title], partial(run_steps, steps)):
+                    window = one.task.window(self.length) - 1
+                    made.append(Prepared(one, prepared.documents, prepared.requests, window))
+        failures.agree(self.ranks)
+        return [one for one in made if not failures.has(self.name, one.task_run.title)]
 
     def batch_end(self, state: State, logger: Logger) -> None:
         step = state.timestamp.batch.value
         last = state.max_duration is not None and state.timestamp >= state.max_duration
         if step % self.interval and not last:
             return
+        title = f"{self.name}/{folder_name(step)}"
+        failures = Failures([title])
         with evaluating(self.model):
-            results = self.measure()
-        metrics: dict[str, Any] = dict(flat_metrics(results))
+            results = self.measure(title, failures)
+        metrics: dict[str, Any] = dict(flat_metrics(results, self.asked))
+        scores = None
         if self.gauntlet is not None:
-            scores = gauntlet_scores_of(self.gauntlet, "", self.run, results)
-            metrics |= {f"icl/gauntlet/{name}": value.value for name, value in scores.averages.items()}
+            of_gauntlet = partial(gauntlet_scores_of, self.gauntlet, title, self.run, results)
+            scores = failures.attempt([f"gauntlet {self.gauntlet.name}"], of_gauntlet)
+        for name, value in scores.averages.items() if scores else ():
+            metrics |= flat_estimate(f"icl/gauntlet/{name}", value)
         logger.log_metrics(metrics)
-        if self.ranks.world.is_main:
-            heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
-            cut = (f"({one.title}: {note})" for one in results if (note := truncation_note(one)))
-            run_log.info(f"step {step}  " + "  ".join([*heads, *cut]))
+        if not self.ranks.world.is_main:
+            return
+        heads = (f"{one.title} {one.metrics.headline} {one.metrics.score.value:.4f}" for one in results)
+        cut = (f"({one.title}: {note})" for one in results if (note := truncation_note(one)))
+        new = [one for one in failures.listed() if one.title not in self._told]
+        self._told.update(one.title for one in new)
+        run_log.info("\n".join([f"step {step}  " + "  ".join([*heads, *cut]), *map(failure_line, new)]))
+        if results:
+            failed = [replace(one, models=[title]) for one in self.failed] + failures.listed()
+            report = Report(self.run.name, results, self.gauntlet, {title: scores} if scores else None, failures=failed)
+            self.kept.write(step, report)
+            for name, columns, rows in tables(report, title):
+                logger.log_table(columns, rows, name)
 
-    def measure(self) -> list[Result]:
-        """Results of all tasks; every rank calls this and gets the same."""
+    def measure(self, title: str, failures: Failures) -> list[Result]:
+        """Results of all tasks, of a model of this title; every rank calls this and gets the same. failures: takes the tasks that
+        the model, or its answers, make fail."""
         scorer = HybridScorer(
             self.model,
             self.tokenizer,
@@ -88,33 +138,39 @@ class Evaluation(Callback):
         )
         results = []
         for one in self.prepared:
-            responses = run_requests(
-                one.requests,
-                scorer,
-                self.ranks,
-                title=one.task_run.title,
-                window=one.window,
-                known={},
-                save=lambda new: None,
-                progress=lambda documents: None,
-            )
-            task = one.task_run.task
-            metrics = task.metrics(one.documents, one.requests, responses_in_order(one.requests, responses))
-            results.append(
-                Result(
-                    model="",
-                    path="",
-                    task=task.name,
-                    shots=one.task_run.shots,
-                    title=one.task_run.title,
-                    convention=self.run.convention,
-                    dtype=str(self.model.hybrid.embed.weight.dtype).removeprefix("torch."),
-                    metrics=metrics,
-                    seconds=0.0,
-                    asked=len(one.documents),
-                )
-            )
+            try:
+                results.append(self._result(one, title, scorer))
+            except TaskFailed as error:
+                failures.add(one.task_run.title, error)
         return results
+
+    def _result(self, one: Prepared, title: str, scorer: HybridScorer) -> Result:
+        """Result of one task. Raises TaskFailed, on every rank."""
+        responses = run_requests(
+            one.requests,
+            scorer,
+            self.ranks,
+            title=one.task_run.title,
+            window=one.window,
+            known={},
+            save=lambda new: None,
+            progress=lambda documents: None,
+        )
+        task, answers = one.task_run.task, responses_in_order(one.requests, responses)
+        return Result(
+            model=title,
+            path=str(self.kept.root.parent),
+            task=task.name,
+            shots=one.task_run.shots,
+            title=one.task_run.title,
+            convention=self.run.convention,
+            dtype=str(self.model.hybrid.embed.weight.dtype).removeprefix("torch."),
+            metrics=self.ranks.agreed(lambda: task.metrics(one.documents, one.requests, answers)),
+            seconds=0.0,
+            asked=len(one.documents),
+            skipped=one.documents.skipped,
+            style=None if task.rolling else self.style.as_json(),
+        )
 
 
 @contextmanager

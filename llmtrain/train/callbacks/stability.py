@@ -1,4 +1,4 @@
-"""Gradient clipping, and the policy for a loss or gradient that is not finite."""
+"""Gradient clipping, and the policy for a loss or gradient that is not finite or a spike."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ from torch.distributed.tensor import DTensor
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
 from llmtrain.schema.training import TrainConfig
+from llmtrain.train.spike_window import SpikeWindow
 
 
 class NonFiniteError(RunError):
     """The loss or a gradient became NaN or infinite; the message names the step and the samples."""
 
 
+class SpikeError(RunError):
+    """Too many steps in a row were skipped, the last of them as a spike."""
+
+
 class Stability(Callback):
     """Measures and clips the global gradient norm before the optimizer step, and guards the step.
 
-    One host synchronisation a step, for the decision to take it or not.
+    One host synchronisation a step, for the decision to take it or not. spikes: of train.spike.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, spikes: SpikeWindow | None = None):
+        self.spikes = spikes
         self.max_norm = config.clip_grad_norm if config.clip_grad_norm is not None else math.inf
         self.policy, self.max_skipped = config.nonfinite, config.max_skipped_steps
         self.skipped = self.skipped_in_a_row = 0
         self._loss: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
 
     def after_loss(self, state: State, logger: Logger) -> None:
         assert isinstance(state.loss, dict)
         loss = state.loss["total"].detach()
         self._loss = loss if self._loss is None else self._loss + loss
+        if self.spikes is not None:
+            labels = state.batch["n_labels"]
+            sums = torch.stack((loss.double() * labels, loss.new_full((), labels).double()))
+            self._sums = sums if self._sums is None else self._sums + sums
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         assert self._loss is not None
@@ -46,20 +57,25 @@ class Stability(Callback):
         bad_loss = (~torch.isfinite(self._loss)).float().reshape(1)
         worst = bad_loss.clone()
         dist.all_reduce(worst, reduce_operation="MAX")
-        value, any_bad_loss = torch.cat([norm.reshape(1).float(), worst]).tolist()
-        self._loss = None
+        value, any_bad_loss, *shared = torch.cat([norm.reshape(1).float(), worst, *self._shared(norm)]).tolist()
+        self._loss = self._sums = None
         logger.log_metrics({"train/grad_norm": value})
-        if math.isfinite(value) and not any_bad_loss:
+        if not math.isfinite(value) or any_bad_loss:
+            message = self._describe(state, bool(bad_loss.item()), value)
+            if self.policy == "stop":
+                raise NonFiniteError(
+                    f"{message}. Nothing of this step was applied; set train.nonfinite: skip to drop such steps"
+                )
+            error: type[RunError] = NonFiniteError
+        elif self.spikes is not None and (reason := self.spikes.add(*_means(shared))):
+            message, error = self._where(reason, state), SpikeError
+            logger.log_metrics({"train/spikes": self.spikes.skipped})
+        else:
             self.skipped_in_a_row = 0
             return
-        message = self._describe(state, bool(bad_loss.item()), value)
         self.skipped_in_a_row += 1
-        if self.policy == "stop":
-            raise NonFiniteError(
-                f"{message}. Nothing of this step was applied; set train.nonfinite: skip to drop such steps"
-            )
         if self.skipped_in_a_row > self.max_skipped:
-            raise NonFiniteError(
+            raise error(
                 f"{message}. {self.max_skipped} steps in a row were skipped before it (train.max_skipped_steps)"
             )
         self.skipped += 1
@@ -68,13 +84,39 @@ class Stability(Callback):
         for parameter in parameters:
             parameter.grad = None  # optimizers leave a parameter without gradient, and its state, as they are
 
+    def _shared(self, norm: torch.Tensor) -> list[torch.Tensor]:
+        """Sums over the ranks, the same on each of them: of losses times labels, of labels, of norms and of ranks. One tensor, or
+        none without train.spike."""
+        if self._sums is None:
+            return []
+        sums = torch.cat((self._sums, torch.stack((norm.double(), torch.ones_like(norm, dtype=torch.float64)))))
+        dist.all_reduce(sums, reduce_operation="SUM")
+        return [sums]
+
     def _describe(self, state: State, bad_loss: bool, norm: float) -> str:
-        ids = state.batch["sample_ids"].tolist()
-        everyone = dist.all_gather_object((dist.get_global_rank(), bad_loss, ids))
-        culprits = [entry for entry in everyone if entry[1]] or everyone
-        what = "the loss" if any(entry[1] for entry in everyone) else f"the gradient norm ({norm})"
+        everyone = self._samples(state, bad_loss)
+        what = "the loss" if any(bad for _, bad, _ in everyone) else f"the gradient norm ({norm})"
+        return self._where(f"{what} is not finite", state, [entry for entry in everyone if entry[1]] or everyone)
+
+    def _where(self, what: str, state: State, culprits: list[_Samples] | None = None) -> str:
+        """culprits: whose samples to name; default: every rank's."""
+        culprits = culprits or self._samples(state, False)
         where = "; ".join(f"rank {rank}: {_shorten(ids)}" for rank, _, ids in culprits)
-        return f"{what} is not finite at step {state.timestamp.batch.value + 1}; sample ids of {where}"
+        return f"{what} at step {state.timestamp.batch.value + 1}; sample ids of {where}"
+
+    @staticmethod
+    def _samples(state: State, bad: bool) -> list[_Samples]:
+        return dist.all_gather_object((dist.get_global_rank(), bad, state.batch["sample_ids"].tolist()))
+
+
+_Samples = tuple[int, bool, list[int]]
+"""A rank, whether its loss is not finite, and the ids of its samples."""
+
+
+def _means(shared: list[float]) -> tuple[float, float]:
+    """The step's loss per label and its gradient norm, of the sums of `_shared`."""
+    losses, labels, norms, ranks = shared
+    return losses / max(labels, 1.0), norms / ranks
 
 
 def _shorten(ids: list[int], limit: int = 32) -> str:

@@ -12,23 +12,25 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from llmtrain.flops.count import training_flops_per_token
-from llmtrain.flops.peaks import peak_flops
+from llmtrain.flops.mfu import describe_excess
+from llmtrain.flops.peaks import Peak, dense_peak, find_device
+from llmtrain.logs import run_log
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import TrainConfig
 
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Training FLOP per token under each convention, and the device's dense peak in FLOP/s (None: unknown).
+    """Training FLOP per token under each convention, and the device's dense peak.
 
-    foundry: LLM Foundry's count, attention in full. causal: attention's lower triangle only. hardware: what is
-    executed, the causal count plus recomputed activations.
+    foundry: LLM Foundry's count, attention in full. causal: attention's lower triangle only. hardware: the causal count
+    plus recomputed activations; what kernels compute beyond the mathematics is left out here too.
     """
 
     foundry: float
     causal: float
     hardware: float
-    peak: float | None
+    peak: Peak
 
 
 def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch.device) -> TokenCost:
@@ -49,29 +51,42 @@ def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch
     )
 
 
-def _peak(config: TrainConfig, device: torch.device) -> float | None:
+def _peak(config: TrainConfig, device: torch.device) -> Peak:
     if device.type != "cuda":
-        return None
+        return dense_peak(None, config.precision, config.peak_tflops, "CPUs")
     properties = torch.cuda.get_device_properties(device)
-    return peak_flops(properties.name, config.precision, properties.multi_processor_count)
+    units = properties.multi_processor_count
+    known = find_device(properties.name, units)
+    return dense_peak(known, config.precision, config.peak_tflops, f"'{properties.name}' with {units} multiprocessors")
 
 
 class Throughput(Callback):
     """Measures from the request for a batch to the end of its step, over the last `window` steps.
 
     Validation and checkpoints are not counted; data loading is. The first step (compilation, allocation) is left out.
+    Says once why there is no MFU, and once that one is above 100 %.
     """
 
     def __init__(self, cost: TokenCost, window: int = 20):
         self.cost = cost
         self.steps: deque[tuple[float, int]] = deque(maxlen=window)
         self._start: float | None = None
+        self._data_wait = 0.0
         self._tokens = 0
         self._warm = False
+        self._told = False
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.cost.peak.flops is None and torch.cuda.is_available():
+            run_log.info(f"without MFU: {self.cost.peak.source}")
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._start = time.perf_counter()
         self._tokens = state.timestamp.token.value
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        assert self._start is not None
+        self._data_wait = time.perf_counter() - self._start
 
     def batch_end(self, state: State, logger: Logger) -> None:
         assert self._start is not None
@@ -85,13 +100,32 @@ class Throughput(Callback):
         per_device = rate / dist.get_world_size()
         metrics = {
             "throughput/step_seconds": seconds,
+            "throughput/data_wait_seconds": self._data_wait,
             "throughput/tokens_per_second": rate,
             "throughput/tokens_per_second_per_device": per_device,
         }
-        if self.cost.peak:
-            metrics["throughput/mfu_foundry"] = per_device * self.cost.foundry / self.cost.peak
-            metrics["throughput/mfu_causal"] = per_device * self.cost.causal / self.cost.peak
-            metrics["throughput/hfu"] = per_device * self.cost.hardware / self.cost.peak
+        if self.cost.peak.flops:
+            at_peak = self.cost.peak.flops / per_device
+            metrics["throughput/mfu_foundry"] = self.cost.foundry / at_peak
+            metrics["throughput/mfu_causal"] = self.cost.causal / at_peak
+            metrics["throughput/hfu"] = self.cost.hardware / at_peak
+            self._tell_excess(metrics)
         if torch.cuda.is_available():
             metrics["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics["memory/allocated_gib"] = torch.cuda.memory_allocated() / 2**30
         logger.log_metrics(metrics)
+
+    def _tell_excess(self, metrics: dict[str, float]) -> None:
+        """Foundry's squares can exceed 100 % over long sequences where kernels compute half of them; the others cannot."""
+        peak, foundry, hfu = self.cost.peak, metrics["throughput/mfu_foundry"], metrics["throughput/hfu"]
+        if self._told or not peak.flops or max(foundry, hfu) <= 1:
+            return
+        self._told = True
+        if hfu > 1:
+            reason = describe_excess(hfu, peak.flops, peak.source)
+            run_log.warning(f"HFU of {reason} (data.mask_documents). Set train.peak_tflops if the peak is another")
+        else:
+            run_log.warning(
+                f"MFU of {foundry:.1%} (foundry) is above 100 %: it counts whole T x T squares of attention, of which half are "
+                f"not computed. Read mfu_causal ({metrics['throughput/mfu_causal']:.1%}) instead"
+            )

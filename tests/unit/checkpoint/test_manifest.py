@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,15 @@ def rewrite(folder: Path, **changes) -> None:
     (folder / manifests.NAME).write_bytes(body[:-2] + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
 
 
+def as_socket(path: Path) -> None:
+    path.unlink()
+    with (
+        contextlib.chdir(path.parent),
+        socket.socket(socket.AF_UNIX) as listener,
+    ):  # the path may be longer than allowed
+        listener.bind(path.name)
+
+
 def test_what_is_written_is_read(tmp_path):
     folder = make(tmp_path, 7)
     assert folder.name == "step-00000007"
@@ -74,6 +85,33 @@ DAMAGE = {
     "a file outside": (
         lambda folder: rewrite(folder, files={"../x": {"bytes": 1, "xxh3_128": ""}}),
         r"not a checkpoint's manifest: files: \.\./x",
+    ),
+    "the name of another step": (
+        lambda folder: rewrite(folder, step=9),
+        "holds step 9, which is not the step of its name",
+    ),
+    "a parent": (lambda folder: rewrite(folder, files={"..": {"bytes": 1, "xxh3_128": ""}}), r"files: \.\."),
+    "a pipe for a manifest": (
+        lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")),
+        "manifest.json cannot be read: not a regular file",
+    ),
+    "a device for a manifest": (
+        lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").symlink_to("/dev/zero")),
+        "manifest.json cannot be read: not a regular file",
+    ),
+    "a socket for a manifest": (lambda folder: as_socket(folder / "manifest.json"), "manifest.json cannot be read"),
+    "a folder for a manifest": (
+        lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()),
+        "manifest.json cannot be read",
+    ),
+    "a huge manifest": (lambda folder: os.truncate(folder / "manifest.json", 2**40), "has more than"),
+    "a pipe": (
+        lambda folder: ((folder / "notes.bin").unlink(), os.mkfifo(folder / "notes.bin")),
+        "notes.bin is not a regular file",
+    ),
+    "a broken link": (
+        lambda folder: ((folder / "notes.bin").unlink(), (folder / "notes.bin").symlink_to("gone")),
+        "notes.bin is not a regular file",
     ),
     "missing file": (lambda folder: (folder / "notes.bin").unlink(), "incomplete: notes.bin is missing"),
     "truncated file": (

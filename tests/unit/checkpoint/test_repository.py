@@ -67,6 +67,20 @@ def test_a_kill_while_a_step_is_saved_again_loses_neither_it_nor_one_before(tmp_
     assert again.save_id == found.require().save_id
 
 
+@pytest.mark.parametrize("broken_link", [False, True])
+def test_a_file_that_has_the_name_of_a_checkpoint_is_kept_aside_and_loses_no_save(tmp_path, broken_link):
+    root, final = tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000005"
+    partial = make(root, 5).rename(root / "step-00000005.partial")
+    final.symlink_to("nowhere") if broken_link else final.write_text("mine")
+    final.with_name(final.name + local.REPLACED).touch()
+    assert [path.name for path in local.misplaced(root)] == [final.name, final.name + local.REPLACED]
+    local.replace(partial, final)
+    manifests.verify(final, manifests.read(final))
+    [kept] = root.glob("step-00000005.file-*")
+    assert kept.is_symlink() if broken_link else kept.read_text() == "mine"
+    assert sorted(root.iterdir()) == [final, kept]
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_a_kill_while_old_checkpoints_are_deleted_leaves_no_half_of_one(tmp_path, moment):
     for step in (1, 2, 3):
@@ -91,6 +105,7 @@ def test_the_last_stay_and_the_first_of_every_so_many_steps(tmp_path):
     assert steps_after(tmp_path, Retention()) == [4, 8, 12, 16, 20, 24, 28]
     assert steps_after(tmp_path, Retention(last=2, every=10)) == [12, 20, 24, 28]
     assert steps_after(tmp_path, Retention(last=2, every=10)) == [12, 20, 24, 28]  # and they stay
+    assert steps_after(tmp_path, Retention(last=1, also=20)) == [20, 28]
     assert steps_after(tmp_path, Retention(last=1)) == [28]
 
 

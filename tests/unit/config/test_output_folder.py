@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import namedtuple
 
 import pytest
 
-from llmtrain.config.output_folder import OutputError, atomic_folder, require_space
+from llmtrain.config.output_folder import OutputError, atomic_folder, require_space, unwritable_reason
 from llmtrain.progress import format_bytes
 
 Usage = namedtuple("Usage", "total used free")
@@ -28,6 +29,13 @@ def test_an_empty_folder_may_stand_there(tmp_path):
         (tmp_path / "out").mkdir()
         (partial / "x").touch()
     assert (tmp_path / "out" / "x").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
+def test_a_place_that_takes_no_files_is_told_even_to_root(tmp_path):
+    assert unwritable_reason(tmp_path / "new" / "run") is None
+    assert list(tmp_path.iterdir()) == []
+    assert "/proc" in str(unwritable_reason("/proc/self/run"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

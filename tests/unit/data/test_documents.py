@@ -10,9 +10,9 @@ import pytest
 
 from llmtrain.data.batches import collate_packed, filler
 from llmtrain.data.documents import check_documents, end_of_document
+from llmtrain.data.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.prepare import prepare
-from llmtrain.data.shards import ShardError
-from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.data.shard_index import ShardError
 from llmtrain.schema.data import DataConfig
 
 

@@ -1,52 +1,23 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import signal
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zstandard
-from streaming.base.compression import decompress
-from streaming.base.format import reader_from_json
 from tokenizers import Tokenizer
 
+from llmtrain.data import partitions
 from llmtrain.data import prepare as prepare_module
-from llmtrain.data import records as records_module
 from llmtrain.data.packing import is_held_out
 from llmtrain.data.prepare import PrepareError, prepare
-from llmtrain.data.prepared_folder import MANIFEST
+from llmtrain.data.prepared_folder import MANIFEST, lock_folder
 from llmtrain.data.tokenizer import TokenizerError, load_tokenizer, train_bpe
-
-
-def digests(out: Path) -> dict[str, str]:
-    """Contents of every shard, index, tokenizer file and the manifest."""
-    files = [file for file in out.rglob("*") if file.is_file()]
-    return {str(file.relative_to(out)): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
-
-
-def stored_samples(out: Path, split: str) -> list[dict]:
-    """All samples of a split, read by streaming's own reader."""
-    samples = []
-    for shard in json.loads((out / split / "index.json").read_text())["shards"]:
-        raw = out.parent / "raw" / split / shard["raw_data"]["basename"]
-        raw.parent.mkdir(parents=True, exist_ok=True)
-        raw.write_bytes(decompress("zstd", (out / split / shard["zip_data"]["basename"]).read_bytes()))
-        reader = reader_from_json(str(out.parent / "raw"), split, shard)
-        samples += [reader[i] for i in range(len(reader))]
-    return samples
-
-
-def documents(out: Path, split: str) -> list[str]:
-    """The documents that a split's samples hold; the last one may be cut."""
-    tokenizer = load_tokenizer(out / "tokenizer")
-    ids = np.concatenate([sample["tokens"] for sample in stored_samples(out, split)])
-    ends = np.flatnonzero(ids == tokenizer.eod_id)
-    return [tokenizer.decode(part[part != tokenizer.eod_id].tolist()) for part in np.split(ids, ends + 1)]
+from tests.support.prepared import digests, documents, stored_samples
 
 
 def test_documents_are_concatenated_in_order_and_come_back_unchanged(corpus, settings):
@@ -77,7 +48,7 @@ def test_manifest_counts_bytes_of_validation_exactly(corpus, settings):
 
 
 def test_same_bytes_whatever_the_number_of_workers(corpus, records, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(records_module.read_units, "__defaults__", (4000,))
+    monkeypatch.setattr(partitions, "PARTITION_BYTES", 10_000)
     sources = [str(corpus), str(records)]
     made = [
         prepare(settings("", sources=sources, out=str(tmp_path / f"out{n}"), workers=n), progress=False).out
@@ -134,12 +105,21 @@ def test_a_missing_shard_is_noticed(corpus, settings):
         prepare(settings(corpus), progress=False)
 
 
+def test_samples_that_were_lowered_in_an_index_are_noticed(corpus, settings):
+    out = prepare(settings(corpus), progress=False).out
+    index = json.loads((out / "train/index.json").read_text())
+    index["shards"][0]["samples"] -= 1
+    (out / "train/index.json").write_text(json.dumps(index))
+    with pytest.raises(PrepareError, match=r"train/index.json counts .* samples, manifest.json .*--overwrite"):
+        prepare(settings(corpus), progress=False)
+
+
 def test_a_killed_run_leaves_nothing_that_passes_for_whole(corpus, settings, monkeypatch):
     config = settings(corpus)
     out = Path(config.out)
     with monkeypatch.context() as patch:
         # Called once the shards are written, just before the manifest is.
-        patch.setattr(prepare_module, "fingerprint", lambda inputs: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(prepare_module, "token_dtype", lambda vocab_size: os.kill(os.getpid(), signal.SIGKILL))
         process = get_context("fork").Process(target=prepare, args=(config, False))
         process.start()
         process.join(timeout=60)
@@ -167,9 +147,9 @@ def test_bad_settings_and_sources_leave_no_trace(settings, tmp_path):
         (b'{"text": "\\ud800"}', "surrogate"),
     ],
 )
-@pytest.mark.parametrize("unit_bytes", [500, 1 << 20])
-def test_a_bad_record_is_named_with_file_and_line(records, settings, monkeypatch, line, why, unit_bytes):
-    monkeypatch.setattr(records_module.read_units, "__defaults__", (unit_bytes,))
+@pytest.mark.parametrize("partition_bytes", [5000, 1 << 20])
+def test_a_bad_record_is_named_with_file_and_line(records, settings, monkeypatch, line, why, partition_bytes):
+    monkeypatch.setattr(partitions, "PARTITION_BYTES", partition_bytes)
     lines = records.read_bytes().splitlines()
     lines[122] = line
     records.write_bytes(b"\n".join(lines))
@@ -199,16 +179,19 @@ def test_undecodable_files_of_a_folder_are_skipped_and_named_but_not_a_named_fil
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_compressed_records_give_the_same_samples_as_plain_ones(records, settings, tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(records_module.read_units, "__defaults__", (5000,))
+def test_compressed_records_give_the_same_samples_as_plain_ones(records, settings, tmp_path, kind):
     data = records.read_bytes()
     packed = tmp_path / f"{records.name}.{kind}"
     packed.write_bytes(gzip.compress(data) if kind == "gz" else zstandard.compress(data))
     plain = prepare(settings(records), progress=False)
     unpacked = prepare(settings(packed, out=str(tmp_path / "packed")), progress=False)
     assert plain.manifest["splits"] == unpacked.manifest["splits"]
-    shards = [name for name in digests(plain.out) if name != MANIFEST]
-    assert {n: digests(plain.out)[n] for n in shards} == {n: digests(unpacked.out)[n] for n in shards}
+    for split in ("train", "validation"):
+        hashes = [
+            [shard["raw_data"]["hashes"] for shard in json.loads((out / split / "index.json").read_text())["shards"]]
+            for out in (plain.out, unpacked.out)
+        ]
+        assert hashes[0] == hashes[1]
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -220,7 +203,9 @@ def test_a_damaged_archive_is_named(records, settings, tmp_path, kind):
         prepare(settings(packed), progress=False)
 
 
-def test_max_bytes_stops_at_the_document_that_reaches_it(records, settings):
+@pytest.mark.parametrize("partition_bytes", [5000, 1 << 20])
+def test_max_bytes_stops_at_the_document_that_reaches_it(records, settings, monkeypatch, partition_bytes):
+    monkeypatch.setattr(partitions, "PARTITION_BYTES", partition_bytes)
     texts = [len(json.loads(line)["text"].encode()) for line in records.read_text("utf-8").splitlines()]
     expected = next(n for n in range(1, 201) if sum(texts[:n]) >= 30_000)
     result = prepare(settings(records, max_bytes=30_000), progress=False)
@@ -232,10 +217,12 @@ def test_a_large_text_file_stays_one_document(tmp_path, settings, monkeypatch):
     file = tmp_path / "big.txt"
     file.write_text("".join(f"line {i} of a long file\n" for i in range(2000)))
     whole = prepare(settings(file, validation_fraction=0.0), progress=False)
-    monkeypatch.setattr(records_module.read_units, "__defaults__", (1000,))
+    monkeypatch.setattr(partitions, "PARTITION_BYTES", 10_000)
     parts = prepare(settings(file, validation_fraction=0.0, out=str(tmp_path / "parts")), progress=False)
     assert whole.split("train")["documents"] == parts.split("train")["documents"] == 1
-    assert file.read_text().startswith("".join(documents(parts.out, "train")))
+    # What filled no sample in its partition follows at the end.
+    assert file.read_text().startswith(documents(whole.out, "train")[0])
+    assert sum(map(len, documents(parts.out, "train"))) > 0.999 * len(file.read_text())
 
 
 @pytest.mark.parametrize(
@@ -297,3 +284,9 @@ def test_two_processes_preparing_the_same_folder_share_the_work(corpus, settings
     assert sorted(said.get(timeout=300) for _ in processes) == [False, True]
     for process in processes:
         process.join(timeout=10)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc, in which root can make no file either")
+def test_a_folder_whose_lock_cannot_be_made_is_refused_at_once():
+    with pytest.raises(PrepareError, match="cannot write to /proc"), lock_folder(Path("/proc/out")):
+        pass

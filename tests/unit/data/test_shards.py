@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from llmtrain.data.shards import ShardError, check_streams, check_vocabulary, data_fingerprint, epoch_samples
+from llmtrain.data.shard_index import ShardError
+from llmtrain.data.shards import check_streams, check_vocabulary, data_fingerprint, epoch_samples
 from llmtrain.schema.data import DataConfig
 
 
@@ -42,6 +43,24 @@ def test_every_problem_is_reported_at_once(tmp_path, write_shards):
     validation = {"streams": {"gone": {"local": str(tmp_path / "gone")}}}
     paths = [path for path, _ in said(config(streams, validation=validation))]
     assert paths == [f"data.train.streams.{name}.local" for name in streams] + ["data.validation.streams.gone.local"]
+
+
+def test_a_shard_without_its_file_is_told(tmp_path, write_shards):
+    local = write_shards(tmp_path / "a", 20)
+    lost, *others = sorted(path.name for path in local.glob("shard*"))
+    (local / lost).unlink()
+    data = config({"a": {"local": str(local)}})
+    [(path, message)] = said(data)
+    assert path == "data.train.streams.a.local"
+    assert f"lacks 1 of {len(others) + 1} shards" in message and lost.partition(".mds")[0] in message
+    remote = config({"a": {"local": str(local), "remote": "s3://bucket/a"}})
+    assert said(remote) == []  # fetched again
+
+
+@pytest.mark.parametrize("remote", ["s3://", "s3:", "s3:/b/a", "hf://"])
+def test_a_remote_that_names_no_place_is_told(tmp_path, remote):
+    [(path, message)] = said(config({"a": {"local": str(tmp_path / "a"), "remote": remote}}))
+    assert path == "data.train.streams.a.remote" and "names no place" in message
 
 
 def test_another_sample_length_says_what_to_set(tmp_path, write_shards):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.data import shared_memory
+from llmtrain.data.loaders import build_train_loader
 from llmtrain.data.shared_memory import dataset_lock, remove_stale_segments
-from llmtrain.data.streaming import build_train_loader
 from llmtrain.schema.data import DataConfig
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is looked up in Linux's /dev/shm")

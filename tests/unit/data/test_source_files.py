@@ -7,30 +7,23 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data import records as module
-from llmtrain.data.records import BadRecord, read_pieces, read_units, sample_units
-from llmtrain.data.source_files import PrepareError, classify, list_files
+from llmtrain.data import prepare as prepare_module
+from llmtrain.data import records as records_module
+from llmtrain.data.prepare import sample_slices
+from llmtrain.data.records import BadRecord, SetAside, Slice, read_slice, whole
+from llmtrain.data.source_files import PassedOver, PrepareError, list_files
 
 
-def pieces_of(files, unit_bytes: int = 1 << 20) -> list[Any]:  # of DocumentPiece and BadRecord
-    return [piece for unit in read_units(files, unit_bytes) for span in unit for piece in read_pieces(span, "text")]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("a.txt", ("text", None, True)),
-        ("A.PY", ("text", None, True)),
-        ("a.jsonl", ("jsonl", None, True)),
-        ("a.jsonl.zst", ("jsonl", "zst", True)),
-        ("a.md.gz", ("text", "gz", True)),
-        ("Makefile", ("text", None, True)),
-        ("a.png", ("text", None, False)),
-        ("a.tar.gz", ("text", "gz", False)),
-    ],
-)
-def test_files_are_told_apart_by_name(name, expected):
-    assert classify(name) == expected
+def pieces_of(files, slice_bytes: int = 1 << 40) -> list[Any]:  # of DocumentPiece and BadRecord
+    """Read each file in slices of so many bytes."""
+    found: list[Any] = []
+    for file in files:
+        for begin in range(0, file.size, slice_bytes):
+            try:
+                found += read_slice(Slice(file, begin, min(begin + slice_bytes, file.size)), "text")
+            except SetAside as error:
+                found.append(error.bad)
+    return found
 
 
 def test_a_folder_gives_its_text_by_name_without_hidden_and_cached_files(tmp_path):
@@ -47,7 +40,13 @@ def test_a_folder_gives_its_text_by_name_without_hidden_and_cached_files(tmp_pat
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
-    assert [file.name for file in list_files([str(tmp_path)])] == ["B.txt", "a.md", "b/z.py"]
+    left_out = PassedOver()
+    assert [file.name for file in list_files([str(tmp_path)], left_out)] == ["B.txt", "a.md", "b/z.py"]
+    assert left_out.lines() == [
+        "3 hidden or generated folders: .git, __pycache__, node_modules",
+        "1 hidden: .env.txt",
+        "1 of another kind (.bin): x.bin",
+    ]
 
 
 def test_every_missing_source_is_named_at_once(tmp_path):
@@ -73,28 +72,53 @@ def test_every_stdlib_file_is_readable_text():
     assert [item for item in items if isinstance(item, BadRecord)] == []
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 7, 64, 1000, 1 << 20])
-def test_records_do_not_depend_on_how_the_file_is_cut(tmp_path, unit_bytes):
+@pytest.mark.parametrize("slice_bytes", [1, 7, 64, 1000, 1 << 20])
+def test_records_do_not_depend_on_how_the_file_is_cut(tmp_path, slice_bytes):
     texts = [f"record {i} " + "é" * (i % 40) for i in range(60)]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     file = tmp_path / "r.jsonl"
     file.write_text("\n".join(lines[:30]) + "\n\n" + "\n".join(lines[30:]), encoding="utf-8")
-    found = pieces_of(list_files([str(file)]), unit_bytes)
+    found = pieces_of(list_files([str(file)]), slice_bytes)
     assert [piece.text for piece in found] == texts
     assert [piece.name for piece in found] == [piece.name for piece in pieces_of(list_files([str(file)]))]
     assert len({piece.name for piece in found}) == 60
 
 
-@pytest.mark.parametrize("unit_bytes", [3, 50, 1 << 20])
+@pytest.mark.parametrize("slice_bytes", [1, 50, 1000])
+def test_a_bad_line_has_its_number_however_the_file_is_cut(tmp_path, slice_bytes):
+    file = tmp_path / "r.jsonl"
+    file.write_text("".join('{"text": "a"}\n' if line != 122 else "oops\n" for line in range(200)))
+    bad = [piece for piece in pieces_of(list_files([str(file)]), slice_bytes) if isinstance(piece, BadRecord)]
+    assert [str(record) for record in bad] == [f"{file}:123: not JSON: Expecting value at column 1"]
+
+
+@pytest.mark.parametrize("slice_bytes", [3, 50, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [4, 1 << 20])
 @pytest.mark.parametrize(
     "text", ["one\ntwo\n\nthree é\n", "no newline at the end\nlast", "one line", "\n\n\n", "a\r\nb\r\n"]
 )
-def test_pieces_of_a_text_join_to_the_text_and_only_the_last_ends_it(tmp_path, text, unit_bytes):
+def test_pieces_of_a_text_join_to_the_text_and_only_the_last_ends_it(
+    tmp_path, text, slice_bytes, block_bytes, monkeypatch
+):
+    monkeypatch.setattr(records_module, "BLOCK_BYTES", block_bytes)
     file = tmp_path / "t.txt"
     file.write_bytes(text.encode())
-    found = pieces_of(list_files([str(file)]), unit_bytes)
+    found = pieces_of(list_files([str(file)]), slice_bytes)
     assert "".join(piece.text for piece in found) == text
     assert [piece.ends for piece in found] == [False] * (len(found) - 1) + [True]
+
+
+@pytest.mark.parametrize("slice_bytes", [30, 1000])
+@pytest.mark.parametrize("character", ["a", "é", "走", "😀"])
+def test_a_line_without_end_is_cut_between_two_characters(tmp_path, character, slice_bytes, monkeypatch):
+    monkeypatch.setattr(records_module, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(records_module, "LONGEST_LINE", 11)
+    text = "begin\n" + character * 40 + "\nend"
+    (tmp_path / "t.txt").write_text(text)
+    found = pieces_of(list_files([str(tmp_path / "t.txt")]), slice_bytes)
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.ends for piece in found] == [False] * (len(found) - 1) + [True]
+    assert max(len(piece.text.encode()) for piece in found) <= 8 + 11
 
 
 def test_empty_files_and_records_are_no_documents(tmp_path):
@@ -112,13 +136,28 @@ def test_binary_files_are_bad_records_fatal_only_when_named(tmp_path):
     assert (named.fatal, found.fatal) == (True, False)
 
 
+def test_a_glob_names_files_from_its_last_fixed_folder(tmp_path):
+    for name in ("a/1.jsonl", "a/2.txt", "b/deep/3.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert [file.name for file in list_files([f"{tmp_path}/**/*.jsonl"])] == ["a/1.jsonl", "b/deep/3.jsonl"]
+    assert [file.name for file in list_files([f"{tmp_path}/?"])] == ["a/1.jsonl", "a/2.txt", "b/deep/3.jsonl"]
+
+
 def test_a_sample_is_spread_over_the_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(prepare_module, "SAMPLE_SLICE_BYTES", 1000)
     for index in range(10):
         (tmp_path / f"{index}.txt").write_text("x" * 999 + "\n" + "y" * 999 + "\n")
     files = list_files([str(tmp_path)])
-    spans = [span for unit in sample_units(files, 5000, None) for span in unit]
-    assert sum(span.end - span.begin for span in spans) == 5000
-    assert len({span.file.name for span in spans}) == 5
-    assert len(list(sample_units(files, 10**9, None))) == 20
-    assert {span.file.name for unit in sample_units(files, 10**9, 4000) for span in unit} == {"0.txt", "1.txt"}
+    slices = [part for part, _ in sample_slices(files, 5000, None, "text")]
+    assert sum(part.end - part.begin for part in slices) == 5000
+    assert len({part.file.name for part in slices}) == 5
+    assert [part for part, _ in sample_slices(files, 10**9, None, "text")] == [whole(file) for file in files]
+    assert {part.file.name for part, _ in sample_slices(files, 10**9, 4000, "text")} == {"0.txt", "1.txt"}
+
+
+def test_a_table_in_a_sample_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "SAMPLE_SLICE_BYTES", 1000)
+    (tmp_path / "a.csv").write_text("body\n" + "x\n" * 5000)
+    [file] = list_files([str(tmp_path)])
+    assert [part for part, _ in sample_slices([file], 5000, None, "body")] == [whole(file)]

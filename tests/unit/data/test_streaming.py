@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
 import queue
@@ -10,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from streaming import StreamingDataset
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 from torch import distributed as dist
 
-from llmtrain.data.shards import ShardError
-from llmtrain.data.streaming import build_train_loader, build_validation_loader
+from llmtrain.data import streaming
+from llmtrain.data.loaders import build_train_loader, build_validation_loader
+from llmtrain.data.shard_index import ShardError
 from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
 
@@ -114,6 +118,25 @@ def test_global_batches_do_not_depend_on_ranks_or_workers(data, on_ranks, sample
     assert ids != sorted(ids)
 
 
+@pytest.mark.parametrize("order", ["streaming", "seekable"])
+def test_ranks_that_share_sequences_read_the_same_samples(data, on_ranks, write_shards, tmp_path, order):
+    held = str(write_shards(tmp_path / "held", 5))
+    config = data({"a": 96}, order=order, validation={"streams": {"held": {"local": held}}})
+
+    def read() -> tuple[Order, Order]:
+        training = build_train_loader(config, global_batch_size=8, replication=2)
+        validation = build_validation_loader(config, global_batch_size=2, replication=2)
+        assert validation is not None
+        first, second = ([batch["sample_ids"].tolist() for batch in loader] for loader in (training, validation))
+        return first, second
+
+    apart = on_ranks(2, lambda: epoch(config, 8)[0])
+    first, *partners, last = on_ranks(4, read)
+    assert partners == [first, last]
+    assert [first[0], last[0]] == apart
+    assert [first[1], last[1]] == [[[0], [2], [4]], [[1], [3], [-1]]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupted_epoch_continues_where_it_stopped_on_any_number_of_ranks(data, on_ranks, workers):
     config = data({"a": 70, "b": 33}, num_workers=workers)
@@ -183,6 +206,64 @@ def test_streams_without_proportions_count_by_size_and_never_repeat(data):
     ids = [id for batch in loader for id in batch["sample_ids"].tolist()]
     assert len(ids) == len(set(ids)) == 80
     assert sum(id < 67 for id in ids) == round(80 * 67 / 88)
+
+
+SEEKABLE: dict[str, Any] = {"order": "seekable"}
+MIXTURE: dict[str, Any] = {
+    "mixture": [
+        {"until": "7 steps", "proportions": {"a": 6, "b": 1, "c": 1}},
+        {"until": f"{20 * 24 * 8} tokens", "proportions": {"a": 1, "b": 1, "c": 0}},
+        {"proportions": {"a": 0.2, "b": 0.2, "c": 0.6}},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "options", [SEEKABLE, MIXTURE, {**MIXTURE, "stratified": True}, {**SEEKABLE, "shuffle": False}]
+)
+def test_the_seekable_order_continues_anywhere_on_any_ranks_and_workers(data, on_ranks, options):
+    configs = [data({"a": 300, "b": 90, "c": 41}, num_workers=workers, **options) for workers in (0, 2)]
+    whole = global_batches(on_ranks(1, lambda: epoch(configs[0], 24)[0]))
+    assert len(whole) == 17
+    for stop, before, after, config in ((3, 1, 4, configs[0]), (7, 2, 1, configs[1]), (13, 4, 2, configs[0])):
+        parts = on_ranks(before, lambda stop=stop, config=config: epoch(config, 24, stop=stop))
+        assert parts[0][1]["order"] == "seekable"
+        first, state = [order for order, _, _ in parts], parts[0][1]
+        rest = on_ranks(after, lambda state=state, config=config: epoch(config, 24, skip_to=state)[0])
+        assert global_batches(first) + global_batches(rest) == whole
+
+
+def test_a_mixture_goes_on_over_epochs_without_repeating(data):
+    loader = build_train_loader(data({"a": 300, "b": 90, "c": 41}, **MIXTURE), global_batch_size=24)
+    ids = [id for _ in range(3) for batch in loader for id in batch["sample_ids"].tolist()]
+    order = loader.dataset.order
+    assert order is not None
+    counts = [sum(first <= id < first + size for id in ids) for first, size in ((0, 300), (300, 90), (390, 41))]
+    assert counts == order.counts(len(ids) // 24)
+    assert all(ids.count(id) <= counts[2] // 41 + 2 for id in range(390, 431))
+
+
+def test_a_cache_limit_bounds_what_a_remote_leaves_on_the_disk(data, tmp_path, write_shards):
+    """The data of a raw remote in shards of 600 bytes, through a cache of 5 % of it."""
+    remote = write_shards(tmp_path / "far", 8000, compression=None)
+    total = sum(file.stat().st_size for file in remote.glob("*.mds"))
+    index = (remote / "index.json").stat().st_size
+    cache = tmp_path / "cache"
+    config = data(
+        {},
+        train={"streams": {"a": {"remote": str(remote), "local": str(cache)}}},
+        cache_limit=index + total // 20,
+        num_canonical_nodes=1,
+        order="seekable",
+        shuffle_block_size=100,
+    )
+    seen, most = [], 0
+    for batch in build_train_loader(config, global_batch_size=40):
+        seen += batch["sample_ids"].tolist()
+        with contextlib.suppress(FileNotFoundError):  # one is deleted at this moment
+            most = max(most, sum(file.stat().st_size for file in cache.glob("*.mds")))
+    assert sorted(seen) == list(range(8000))
+    assert total // 40 < most <= total // 20 + 2 * 600  # two threads may fetch a shard at a time
 
 
 def test_batches_hold_shifted_labels(data):
@@ -260,6 +341,137 @@ def test_a_flipped_bit_in_a_validation_shard_stops_the_run(data, tmp_path, write
         validation(config)
 
 
+def flip(file: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the last shard's entry."""
+    index = json.loads((folder / "index.json").read_text())
+    edit(index["shards"][-1])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_flipped_bit_in_a_raw_shard_stops_the_run(data, tmp_path, write_shards, compression, workers):
+    """Unpacked by an earlier run, or never compressed: StreamingDataset itself does not look at such a shard."""
+    write_shards(tmp_path / "raw", 64, compression=compression)
+    config = data({"a": 8}, num_workers=workers, train={"streams": {"raw": {"local": str(tmp_path / "raw")}}})
+    assert len(list(build_train_loader(config.model_copy(update={"num_workers": 0}), global_batch_size=4))) == 16
+    shard = sorted((tmp_path / "raw").glob("*.mds"))[1]
+    flip(shard)
+    loader = build_train_loader(config, global_batch_size=4)
+    try:
+        with pytest.raises(
+            ShardError, match=f"{shard} is not what its index says: its xxh64 is not the one in the index; "
+        ):
+            list(loader)
+    finally:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize("hashes", [None, ["xxh64"]])
+def test_samples_that_were_lowered_in_the_index_stop_the_run(data, tmp_path, write_shards, hashes):
+    folder = write_shards(tmp_path / "raw", 64, compression=None, hashes=hashes)
+    edit_index(folder, lambda shard: shard.update(samples=shard["samples"] - 1))
+    config = data({"a": 8}, validation={"streams": {"raw": {"local": str(folder)}}})
+    with pytest.raises(ShardError, match=r"holds (\d+) samples; the index says (?!\1)\d+; copy it anew"):
+        validation(config)
+
+
+def test_a_shard_cut_short_without_hashes_stops_the_run(data, tmp_path, write_shards, capsys):
+    folder = write_shards(tmp_path / "raw", 64, compression=None, hashes=None)
+    shard = min(folder.glob("*.mds"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    config = data({"a": 8}, train={"streams": {"raw": {"local": str(folder)}}})
+    with pytest.raises(ShardError, match=r"has [\d,]+ bytes; the index says"):
+        list(build_train_loader(config, global_batch_size=1))
+    assert f"{folder}: the index holds no hashes" in capsys.readouterr().out
+
+
+def test_a_pipe_in_the_place_of_a_shard_does_not_hang(data, tmp_path, write_shards):
+    folder = write_shards(tmp_path / "raw", 8, compression=None)
+    shard = min(folder.glob("*.mds"))
+    shard.unlink()
+    os.mkfifo(shard)
+    config = data({"a": 8}, validation={"streams": {"raw": {"local": str(folder)}}})
+    with pytest.raises(ShardError):
+        validation(config)
+
+
+def test_each_shard_is_hashed_once_by_a_rank(data, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        streaming, "verify_shard", lambda file, shard, algorithm: seen.append(shard["raw_data"]["basename"])
+    )
+    loader = build_train_loader(data({"a": 64}), global_batch_size=4)
+    assert len(list(loader)) == len(list(loader)) == 16
+    assert len(seen) == len(set(seen)) > 1
+
+
+def far_away(data: Callable[..., DataConfig], tmp_path: Path) -> DataConfig:
+    """Settings of a remote without a cached index."""
+    data({"a": 64})
+    streams = {"a": {"remote": str(tmp_path / "a"), "local": str(tmp_path / "cache")}}
+    return data({}, train={"streams": streams})
+
+
+@pytest.mark.parametrize("wrong", [{"column_encodings": ["pkl"]}, {"raw_data": {"basename": "../../x"}}])
+def test_an_index_from_a_remote_is_checked_before_it_is_used(data, tmp_path, wrong):
+    config = far_away(data, tmp_path)
+    edit_index(tmp_path / "a", lambda shard: shard.update(wrong))
+    with pytest.raises(ShardError, match="is not the index of MDS shards"):
+        build_train_loader(config, global_batch_size=4)
+    assert not (tmp_path.parent / "x").exists()
+
+
+def test_a_shard_from_a_remote_without_a_cached_index_is_hashed(data, tmp_path):
+    config = far_away(data, tmp_path)
+    flip(max((tmp_path / "a").glob("*.zstd")))
+    with pytest.raises(ShardError, match="Checksum failure"):
+        list(build_train_loader(config, global_batch_size=4))
+
+
+@pytest.mark.parametrize("name", ["shard.00000.mds.tmp", "shard.00000.mds"])
+def test_nothing_is_written_through_a_link_out_of_the_folder(data, tmp_path, name):
+    config = data({"a": 64})
+    outside = tmp_path / "outside"
+    (tmp_path / "a" / name).symlink_to(outside)
+    with pytest.raises(ShardError, match="is a link that leads out of"):
+        list(build_train_loader(config, global_batch_size=4))
+    assert not outside.exists()
+
+
+def test_the_reason_is_told_to_those_who_waited_for_another_thread(data, tmp_path, monkeypatch):
+    config = data({"a": 64})
+    (tmp_path / "a" / "shard.00000.mds").symlink_to(tmp_path / "outside")
+    prepare, waited = StreamingDataset.prepare_shard, []
+
+    def waits_first(self, shard_id, blocking=True):
+        if blocking and waited:
+            return prepare(self, shard_id)
+        return waited.append(shard_id) if blocking else None  # as after another thread has failed
+
+    monkeypatch.setattr(StreamingDataset, "prepare_shard", waits_first)
+    with pytest.raises(ShardError, match="is a link that leads out of"):
+        list(build_train_loader(config, global_batch_size=4))
+    assert waited
+
+
+def test_shards_may_be_links_to_files_elsewhere(data, tmp_path, write_shards):
+    """As in the cache of the Hugging Face hub."""
+    folder = write_shards(tmp_path / "raw", 16, compression=None)
+    for shard in sorted(folder.glob("*.mds")):
+        shard.rename(tmp_path / shard.name)
+        shard.symlink_to(tmp_path / shard.name)
+    config = data({"a": 8}, train={"streams": {"raw": {"local": str(folder)}}})
+    assert len(list(build_train_loader(config, global_batch_size=4))) == 4
+
+
 def test_a_remote_is_cached_and_gives_the_same_order(data, tmp_path):
     near = data({"a": 64})
     far = DataConfig.model_validate(
@@ -306,6 +518,34 @@ def test_validation_can_take_a_part_spread_evenly(data, write_shards, tmp_path):
     [(ids, _, size)] = validation(config, max_samples=5)
     assert ids == [0, 20, 40, 60, 80, -1, -1, -1]
     assert size == -5  # these shards do not say how much text is behind a sample
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (4, 0)])
+def test_a_batch_of_validation_is_of_one_stream(data, on_ranks, write_shards, tmp_path, ranks, workers):
+    sizes = {"a": 9, "b": 1, "c": 3}
+    streams = {name: {"local": str(write_shards(tmp_path / f"held-{name}", size))} for name, size in sizes.items()}
+    config = data({"a": 8}, validation={"streams": streams}, num_workers=workers)
+    loader = build_validation_loader(config, global_batch_size=4)
+    assert loader is not None and loader.dataset.unused == []
+    assert loader.dataset.streams == {"a": range(9), "b": range(9, 10), "c": range(10, 13)}
+
+    def batches() -> list[list[int]]:
+        loader = build_validation_loader(config, global_batch_size=2 * ranks)
+        assert loader is not None and len(list(loader)) == len(loader)
+        return [batch["sample_ids"].tolist() for batch in loader]
+
+    per_rank = on_ranks(ranks, batches)
+    assert len({len(batches) for batches in per_rank}) == 1
+    dealt = [batch for step in zip(*per_rank, strict=True) for batch in step]
+    expected = [[0, 1], [2, 3], [4, 5], [6, 7], [8, -1], [9, -1], [10, 11], [12, -1]]
+    assert dealt == expected  # 8 batches, whatever the number of ranks
+
+
+def test_a_stream_of_which_no_sample_is_chosen_is_named(data, write_shards, tmp_path):
+    streams = {name: {"local": str(write_shards(tmp_path / name, size))} for name, size in {"b": 30, "c": 1}.items()}
+    config = data({"a": 8}, validation={"streams": streams})
+    loader = build_validation_loader(config, global_batch_size=4, max_samples=3)
+    assert loader is not None and loader.dataset.unused == ["c"]
 
 
 def test_no_validation_data_is_no_loader(data):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.distributed.launch import launch
+from llmtrain.distributed.processes import LAUNCHER as LAUNCHER_VARIABLE
+from llmtrain.distributed.processes import start_time
 
 LAUNCHER = """
 import sys
@@ -24,20 +26,25 @@ import os, pathlib, time
 pathlib.Path(os.environ["NOTES"], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(60)
 """
+ENDS_WITH_LAUNCHER = """
+from llmtrain.distributed.processes import end_with_launcher
+end_with_launcher()
+"""
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return start_time(pid) is not None
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL")],
+)
 def test_ending_the_launcher_ends_the_ranks(tmp_path: Path, sent: signal.Signals, status: int):
+    program = SLEEP if sent != signal.SIGKILL else ENDS_WITH_LAUNCHER + SLEEP
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, SLEEP, str(tmp_path / "run"), "60"], env={**os.environ, "NOTES": str(tmp_path)}
+        [sys.executable, "-c", LAUNCHER, program, str(tmp_path / "run"), "60"],
+        env={**os.environ, "NOTES": str(tmp_path)},
     )
     deadline = time.monotonic() + 300
     while not all((tmp_path / rank).is_file() and (tmp_path / rank).read_text() for rank in "01"):
@@ -46,7 +53,18 @@ def test_ending_the_launcher_ends_the_ranks(tmp_path: Path, sent: signal.Signals
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
     process.send_signal(sent)
     assert process.wait(300) == status
+    deadline = time.monotonic() + (30 if sent == signal.SIGKILL else 0)  # nobody waited for them
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_whose_launcher_has_ended_before_it_began_ends_too():
+    environment = {**os.environ, LAUNCHER_VARIABLE: "1"}
+    rank = subprocess.run(
+        [sys.executable, "-c", ENDS_WITH_LAUNCHER + "print('trains')"], env=environment, capture_output=True
+    )
+    assert (rank.returncode, rank.stdout) == (-signal.SIGKILL, b"")
 
 
 def test_every_rank_succeeds_or_the_first_failure_is_the_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from llmtrain.config.report import ConfigError
-from llmtrain.eval.errors import EvalError
 from llmtrain.eval.run_config import EvalRun, ModelChoice, load_eval_run, task_runs
 from scripts.generate_reference import plain_json_schema
 
@@ -54,6 +53,7 @@ def test_a_model_of_the_command_line_takes_the_place_of_the_files(file):
 )
 def test_what_a_model_is_called(path, title):
     assert ModelChoice(path=path).title == title
+    assert ModelChoice(path=path, ema=True).title == f"{title}-ema"
 
 
 def test_every_error_at_once(file):
@@ -70,7 +70,7 @@ def test_a_training_config_is_told_as_that(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_eval_run(path)
     assert str(error.value) == (
-        f"{path}: is a config for training (it has train, optimizer); give one with tasks, such as eval/quick.yaml, "
+        f"{path}: is a config for training (it has train, optimizer); give one with tasks, such as quick, "
         "and what was trained as model=RUN_FOLDER"
     )
 
@@ -85,9 +85,8 @@ def test_two_tasks_of_one_name_are_told_apart_or_refused(tmp_path, file):
     for name in ("one", "two"):
         task = {"name": "same", "type": "schema", "source": {"path": "x.jsonl"}}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
-    run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/two.yaml]"])
-    with pytest.raises(EvalError, match=r"one\.yaml and .*two\.yaml are both called 'same'; rename one of them"):
-        task_runs(run, None)
+    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml are both called 'same'; rename one of them"):
+        load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/two.yaml]"])
     (tmp_path / "sub").mkdir()
     run = load_eval_run(file, [f"tasks=[{tmp_path}/one.yaml, {tmp_path}/sub/../one.yaml]"])
     assert [one.title for one in task_runs(run, None)] == ["same (0-shot)"]

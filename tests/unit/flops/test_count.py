@@ -1,5 +1,7 @@
 """What modules say they cost, against PyTorch's own counter; and the published parameter counts."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,6 +13,8 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.mixers.gated_deltanet import GatedDeltaNet
+from llmtrain.models.mixers.mamba2 import Mamba2
 
 D, V, T, BATCH = 64, 128, 96, 2
 ATTENTION = {"type": "attention", "n_heads": 4, "backend": "reference"}
@@ -20,8 +24,20 @@ BLOCKS = {
     "gelu": ATTENTION | {"mlp": {"type": "gelu", "d_ff": 256}},
     "swiglu": ATTENTION | {"mlp": {"type": "swiglu", "d_ff": 160}},
     "geglu": ATTENTION | {"mlp": {"type": "geglu", "d_ff": 160}},
+    "relu2 beside attention": ATTENTION | {"mlp": {"type": "relu2", "d_ff": 256}, "parallel": True},
+    "geglu by tanh, norms on both sides": ATTENTION
+    | {"mlp": {"type": "geglu_tanh", "d_ff": 160}, "norm": {"type": "rmsnorm", "place": "both"}},
     "mamba2": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 32},
     "mamba2-groups-ragged": {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": 2, "chunk_size": 40},
+    "gated attention": ATTENTION | {"n_kv_heads": 2, "output_gate": True},
+    "gated deltanet": {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 16, "value_head_dim": 32},
+    "gated deltanet-groups": {
+        "type": "gated_deltanet",
+        "n_heads": 6,
+        "n_key_heads": 2,
+        "key_head_dim": 8,
+        "value_head_dim": 24,
+    },
 }
 SHARED = {
     "type": "shared_attention",
@@ -45,13 +61,40 @@ def counted(run) -> int:
     PyTorch 2.11 counts the weight gradient of a grouped convolution as if it had one group (it passes no
     groups on to conv_flop_count), so the backward of convolutions is taken as twice their forward here.
     """
-    with FlopCounterMode(display=False) as counter:
+    aten = torch.ops.aten
+
+    def solve(system, given, **how) -> int:
+        """A triangular system of all tokens of a chunk as the product with its inverse, of which half are zeros."""
+        return 2 * math.prod(system) * given[-1]
+
+    with FlopCounterMode(display=False, custom_mapping={aten.linalg_solve_triangular: solve}) as counter:
         run()
     by_operation = counter.get_flop_counts()["Global"]
-    aten = torch.ops.aten
     if aten.convolution_backward in by_operation:
         by_operation[aten.convolution_backward] = 2 * by_operation[aten.convolution]
     return sum(by_operation.values())
+
+
+def executed(model: HybridLM) -> int:
+    """FLOP of one sequence on the reference backends: as the modules say, but scans as the references compute them, in
+    whole chunk-by-chunk squares, with padding, and with running sums and the passing of states as matrix products."""
+    total = model.flops(T).total
+    for block in model.blocks:
+        if isinstance(block.mixer, Mamba2):
+            spec = block.mixer.spec
+            count, size = spec.chunks(T)
+            tokens, state = count * size, spec.n_heads * spec.head_dim * spec.d_state
+            squares = 2 * tokens * size * (spec.n_groups * spec.d_state + spec.n_heads * spec.head_dim)
+            running_sums = 2 * spec.n_heads * (tokens * size + count * count)
+            total += squares + 4 * tokens * state + 2 * (count + 1) ** 2 * state + running_sums - spec.flops(T)
+        if isinstance(block.mixer, GatedDeltaNet):
+            spec = block.mixer.spec
+            count, size = spec.chunks(T)
+            tokens, heads, k, v = count * size, spec.n_heads, spec.key_head_dim, spec.value_head_dim
+            squares = 2 * tokens * size * (2 * spec.n_key_heads * k + heads * (k + 2 * v))
+            transitions = 2 * heads * k * k * (tokens + count * v)
+            total += squares + transitions + 3 * 2 * tokens * heads * k * v - spec.flops(T)
+    return total
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "shared"])
@@ -63,7 +106,7 @@ def test_modules_agree_with_the_flop_counter(name, tied):
     else:
         model = build({"x": BLOCKS[name]}, "x*2", tie_embeddings=tied)
     ids = torch.zeros(BATCH, T, dtype=torch.long, device="meta")
-    said = BATCH * model.flops(T).total
+    said = BATCH * executed(model)
     assert counted(lambda: CausalLM(model).logits(ids)) == pytest.approx(said, rel=0.01)
     assert counted(lambda: CausalLM(model).loss(ids, ids).loss.backward()) == pytest.approx(3 * said, rel=0.01)
 
@@ -81,6 +124,34 @@ def test_causal_counts_half_the_square_and_the_same_projections():
     assert full.attention == 3 * 4 * T * T * D
     assert causal.attention == 3 * 4 * (T * (T + 1) // 2) * D
     assert (full.projection, full.head) == (causal.projection, causal.head)
+
+
+def test_a_scan_costs_what_the_recurrence_does():
+    """Per token, 2 FLOP for every element of the state that x B^T goes into, and 2 for every one that C reads."""
+    (n_heads, head_dim, d_state) = (2 * D // 32, 32, 32)
+    model = build({"x": BLOCKS["mamba2"]}, "x*3")
+    assert model.flops(T).scan == model.flops(T, causal=True).scan == 3 * T * 4 * n_heads * head_dim * d_state
+    flops = training_flops_per_token(model, T)
+    assert flops["foundry"] == 6 * count_parameters(model).active + 12 * 3 * (2 * D) * d_state
+
+
+def test_a_gated_delta_rule_costs_what_the_recurrence_does():
+    """Per token and head 2 FLOP for every element of the state, three times: S k, the outer product, S q. In LLM Foundry's
+    convention, backward pass included: 18 beside 6 per parameter."""
+    model = build({"x": BLOCKS["gated deltanet-groups"]}, "x*3")
+    assert model.flops(T).scan == model.flops(T, causal=True).scan == 3 * T * 6 * 6 * 8 * 24
+    assert training_flops_per_token(model, T)["foundry"] == 6 * count_parameters(model).active + 3 * 18 * 6 * 8 * 24
+
+
+def test_no_setting_of_the_scan_changes_a_count():
+    """Per token a scan costs the same whatever the chunks and however long the sequence."""
+
+    def scan(seq_len: int, **changed) -> dict[str, float]:
+        return training_flops_per_token(build({"x": BLOCKS["mamba2"] | changed}, "x"), seq_len)
+
+    first = scan(2048)
+    assert all(scan(2048, chunk_size=size) == first for size in (16, 64, 256, 1024, 4096))
+    assert scan(2048, backend="reference") == first == pytest.approx(scan(131_072, chunk_size=64))
 
 
 def test_flops_add_by_kind():

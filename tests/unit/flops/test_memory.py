@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.flops.memory import ParameterSizes, estimate_memory
+from llmtrain.flops.memory import ParameterSizes, estimate_memory, gathered_bytes
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -21,6 +21,19 @@ def test_optimizer_and_shards_divide_by_the_ranks_that_share_a_copy():
     assert one.optimizer == 8 * SIZES.total
     assert eight.optimizer == SIZES.total
     assert eight.activations == one.activations
+
+
+def test_muon_has_one_state_for_matrices_and_adamws_two_for_the_rest():
+    sizes = ParameterSizes(total=1_000_000, root=200_000, largest_layer=100_000, matrices=600_000)
+    assert (
+        estimate_memory(config("optimizer={type: muon, lr: 1e-3}"), sizes, 8).optimizer == (4 * 6 + 8 * 4) * 10**5 // 8
+    )
+    assert estimate_memory(config(), sizes, 8).optimizer == sizes.total
+
+
+def test_a_moving_average_is_sharded_as_the_weights():
+    assert estimate_memory(config("train.ema={}"), SIZES, 8).average == 4 * SIZES.total // 8
+    assert estimate_memory(config(), SIZES, 8).average == 0
 
 
 def test_full_sharding_gathers_the_root_and_two_layers_in_bf16():
@@ -97,6 +110,42 @@ def test_chunked_loss_is_bounded_by_the_chunk():
     assert loss(32, "plain") == 2 * loss(16, "plain")
     hidden_gradient = 16 * 2048 * 2048 * 2
     assert loss(32, "chunked") - loss(16, "chunked") == hidden_gradient
+
+
+def test_ranks_that_share_sequences_share_their_activations_but_for_keys_and_values():
+    """Logits too, where they are kept whole."""
+    d_model, tokens = 2048, 16 * 2048
+    whole, shared = (
+        estimate_memory(config("train.loss.type=plain", *more), SIZES, 4)
+        for more in ((), ("train.parallel.context=4",))
+    )
+    assert shared.loss == whole.loss / 4
+    gathered = 24 * 2 * 2 * d_model * tokens * 3 // 4  # in bf16
+    assert shared.activations == whole.activations // 4 + gathered
+
+
+def test_a_mamba_layer_gathers_states_that_do_not_grow_with_the_sequence():
+    """Of six segments: 2 d_model x 16 numbers of the state and 64 decays in fp32, 3 inputs of the convolution in bf16."""
+    block = "{m: {type: mamba2, d_state: 16, head_dim: 64}}"
+    mamba = ["train.parallel.context=4", f"model.blocks={block}", "model.layers=m*2", "model.positions=none"]
+    state, ends = 4 * (2 * 2048 * 16 + 64), 2 * 3 * (2 * 2048 + 2 * 16)
+    assert gathered_bytes(config(*mamba)) == 2 * 16 * 6 * (state + ends)
+    assert gathered_bytes(config(*mamba, "data.seq_len=1024")) == gathered_bytes(config(*mamba))
+    assert gathered_bytes(config()) == 0
+    wider = block.replace("d_state", "d_inner: 8192, d_state")
+    assert gathered_bytes(config(*mamba, f"model.blocks={wider}")) == gathered_bytes(
+        config(*mamba, f"model.blocks={block.replace('d_state', 'expand: 4, d_state')}")
+    )
+
+
+def test_a_window_shorter_than_a_segment_gathers_no_more_than_it_reaches():
+    """64 tokens at the end of each of the other ranks' six segments."""
+    whole, windows = (
+        estimate_memory(config("train.parallel.context=4", *more), SIZES, 4).activations
+        for more in ((), ("model.blocks.attn.sliding_window=65",))
+    )
+    kv, samples = 24 * 2 * 2 * 2048, 16
+    assert whole - windows == kv * samples * (2048 * 3 // 4 - 6 * 64)
 
 
 def test_fp32_doubles_what_the_computation_keeps():

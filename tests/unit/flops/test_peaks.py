@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmtrain.flops.peaks import DEVICES, device_by_short_name, find_device, peak_flops
+from llmtrain.flops.peaks import DEVICES, dense_peak, device_by_short_name, find_device
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,12 @@ from llmtrain.flops.peaks import DEVICES, device_by_short_name, find_device, pea
         ("NVIDIA H200", "h200"),
         ("NVIDIA H200 NVL", "h200-nvl"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
         ("AMD Instinct MI210", "mi210"),
         ("AMD Instinct MI250", "mi250"),
@@ -26,6 +32,7 @@ from llmtrain.flops.peaks import DEVICES, device_by_short_name, find_device, pea
         ("AMD Instinct MI300X", "mi300x"),
         ("AMD Instinct MI300X OAM", "mi300x"),
         ("AMD Instinct MI325X", "mi325x"),
+        ("AMD Instinct MI350X", "mi350x"),
         ("AMD Instinct MI355X", "mi355x"),
     ],
 )
@@ -38,7 +45,6 @@ def test_a_reported_name_finds_its_row(name, short):
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA A10G",
         "NVIDIA A10",
         "NVIDIA A100",  # no such report; memory unknown
         "NVIDIA A100X",
@@ -48,19 +54,18 @@ def test_a_reported_name_finds_its_row(name, short):
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
         "NVIDIA H100",
         "NVIDIA H800",
-        "NVIDIA H20",
         "NVIDIA H200 MIG 1g.18gb",
         "NVIDIA GH200 480GB",
-        "NVIDIA GB200",
         "NVIDIA B200A",
-        "NVIDIA B300 SXM6 AC",
         "NVIDIA L40",
-        "NVIDIA L4",
+        "NVIDIA A10G-8Q",  # a virtual GPU
+        "NVIDIA H20-3e",
+        "NVIDIA B300",  # no such report
+        "NVIDIA GB300 MIG 1g.35gb",
         "NVIDIA GeForce RTX 4090",
         "AMD Instinct MI100",
         "AMD Instinct MI300A",
         "AMD Instinct MI308X",
-        "AMD Instinct MI350X",
         "AMD Radeon Graphics",  # what an outdated amdgpu.ids calls every Instinct
         "Tesla V100-SXM2-32GB",
         "",
@@ -68,12 +73,11 @@ def test_a_reported_name_finds_its_row(name, short):
 )
 def test_an_unknown_name_gets_no_peak(name):
     assert find_device(name) is None
-    assert peak_flops(name) is None
 
 
 def test_a_slice_under_the_whole_devices_name_gets_no_peak():
-    assert peak_flops("AMD Instinct MI300X", compute_units=304) == 1307.4e12
-    assert peak_flops("AMD Instinct MI300X", compute_units=38) is None
+    assert find_device("AMD Instinct MI300X", compute_units=304) is device_by_short_name("mi300x")
+    assert find_device("AMD Instinct MI300X", compute_units=38) is None
 
 
 @pytest.mark.parametrize(("units", "short"), [(104, "mi250"), (110, "mi250x")])
@@ -114,10 +118,40 @@ def test_every_row_is_complete_and_ordered_by_precision(device):
         assert 1.9 < peaks["fp8"] / peaks["bf16"] < 2.1
 
 
+@pytest.mark.parametrize(
+    ("short", "bf16"),
+    {
+        "gb200": 2500,
+        "b300": 2250,
+        "gb300": 2500,
+        "b200": 2250,
+        "h20": 148,
+        "a10g": 70,
+        "l4": 121,
+        "mi350x": 2300,
+    }.items(),
+)
+def test_peaks_are_dense_and_of_one_gpu(short, bf16):
+    """NVIDIA prints GB200 and GB300 by superchip of two GPUs, and most figures with sparsity, twice the dense ones."""
+    assert device_by_short_name(short).tflops["bf16"] == bf16
+
+
 def test_train_precision_names_its_column():
-    assert peak_flops("NVIDIA H200", "amp_bf16") == peak_flops("NVIDIA H200", "bf16") == 989.5e12
-    assert peak_flops("NVIDIA H200", "fp32") == 67e12
+    h200 = device_by_short_name("h200")
+    assert dense_peak(h200, "amp_bf16").flops == h200.peak("bf16") == 989.5e12
+    assert dense_peak(h200, "fp32").flops == 67e12
+    assert dense_peak(h200, "fp32").source == "NVIDIA H200 SXM"
 
 
-def test_a_format_the_data_sheet_does_not_give_has_no_peak():
-    assert peak_flops("AMD Instinct MI210", "fp8") is None
+@pytest.mark.parametrize("short", [None, "h200"])
+def test_a_peak_in_the_config_goes_before_the_table(short):
+    peak = dense_peak(short and device_by_short_name(short), "amp_bf16", tflops=125.0)
+    assert (peak.flops, peak.source) == (125e12, "train.peak_tflops")
+
+
+def test_without_a_peak_the_key_that_gives_one_is_named():
+    unknown = dense_peak(None, "amp_bf16", name="'NVIDIA A10' with 72 multiprocessors")
+    assert unknown.flops is None
+    assert "'NVIDIA A10' with 72 multiprocessors; set train.peak_tflops" in unknown.source
+    mi210 = dense_peak(device_by_short_name("mi210"), "fp8")
+    assert mi210.flops is None and "AMD Instinct MI210 at train.precision fp8; set train.peak_tflops" in mi210.source

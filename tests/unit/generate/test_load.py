@@ -25,7 +25,7 @@ def test_the_model_section_of_a_checkpoint():
 
 
 def test_a_block_type_of_another_version_is_named():
-    other = {**MODEL, "blocks": {"x": {"type": "gated_deltanet", "n_heads": 2}}}
+    other = {**MODEL, "blocks": {"x": {"type": "retention", "n_heads": 2}}}
     with pytest.raises(CheckpointError) as caught:
         checkpoint_model_config(Path("run"), manifest(other))
     assert "another version of llmtrain" in str(caught.value) and "model.blocks.x" in str(caught.value)

@@ -1,15 +1,22 @@
 """Backends of other packages: refused where those are not installed, and called with what our specs mean."""
 
 import importlib.util
+import itertools
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmtrain.errors import UserError
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -20,6 +27,7 @@ SPECS = {
     "ssd": ("mamba_ssm", SSDSpec(4, 64, 64, 1, 256), "mamba-ssm"),
     "conv1d": ("causal_conv1d", Conv1dSpec(64, 4), "causal-conv1d"),
     "gated_norm": ("mamba_ssm", GatedNormSpec(64, 2, 1e-5), "mamba-ssm"),
+    "gated_delta": ("fla", GatedDeltaSpec(4, 2, 64, 64), "fla-core"),
 }
 
 
@@ -39,6 +47,8 @@ def test_what_is_not_installed_says_how_to_install_it(operation):
         ("attention", AttentionSpec(4, 4, 60, 0.1), "multiple of 8"),
         ("ssd", SSDSpec(4, 64, 64, 1, 100), "power of two"),
         ("conv1d", Conv1dSpec(64, 5), "width of 2 to 4"),
+        ("gated_delta", GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32; use reference"),
+        ("gated_delta", GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320; use reference"),
     ],
 )
 def test_what_a_package_cannot_do_is_refused_on_every_machine(operation, spec, words):
@@ -136,3 +146,99 @@ def test_documents_reach_the_kernels_that_take_them_and_are_refused_by_the_other
         assert options["seq_idx"].dtype == torch.int32 and torch.equal(options["seq_idx"], ids)
     reason = registry.refusal("attention", "flash_attn", AttentionSpec(4, 4, 64, 0.1, documents=True), None)
     assert reason is not None and "keeps no documents apart; use flex or reference" in reason
+
+
+def test_fla_is_taken_by_itself_where_it_is_installed(monkeypatch):
+    spec = SPECS["gated_delta"][1]
+    assert registry.resolve("gated_delta", "auto", spec, H200).name == "reference"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert registry.resolve("gated_delta", "auto", spec, H200).name == "fla"
+    assert registry.resolve("gated_delta", "auto", replace(spec, dtype="float32"), H200).name == "reference"
+
+
+def test_another_version_of_fla_is_refused_when_the_model_is_built(monkeypatch):
+    from llmtrain.kernels.gated_delta import fla
+
+    spec = SPECS["gated_delta"][1]
+    recorded(monkeypatch, "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_fwd")
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", None, raising=False)
+    with pytest.raises(UserError, match=r"cannot be used: .*chunk_gated_delta_rule_fwd.*; fla-core 0\.6\.0 is known"):
+        fla.build(spec, H200, "")
+    older = types.SimpleNamespace(chunk_gated_delta_rule_fwd=lambda q, k: q, chunk_gated_delta_rule_bwd=lambda q, k: q)
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", older)
+    with pytest.raises(UserError, match="its functions take other options; fla-core"):
+        fla.build(spec, H200, "")
+
+
+class StandInForFla:
+    """The functions of fla.ops.gated_delta_rule.chunk that are called here, by the reference. A row may hold several sequences."""
+
+    def __init__(self, spec: GatedDeltaSpec):
+        self.reference = ReferenceGatedDelta(spec)
+
+    def rule(self, tensors, state, cu_seqlens):
+        if cu_seqlens is None:
+            return self.reference(*tensors, initial_state=state)
+        assert cu_seqlens.dtype == torch.int64 and all(t.shape[0] == 1 and t.is_contiguous() for t in tensors)
+        parts = [
+            self.reference(*(t[:, a:b] for t in tensors), initial_state=None if state is None else state[i : i + 1])
+            for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist()))
+        ]
+        return torch.cat([y for y, _ in parts], 1), torch.cat([final for _, final in parts])
+
+    def forward(self, *tensors, scale, initial_state, output_final_state, cu_seqlens, chunk_size):
+        assert scale == 1 and output_final_state
+        y, final = self.rule(tensors, initial_state, cu_seqlens)
+        return tensors[3].clone(), y, y.new_zeros(*y.shape[:3], chunk_size), final, initial_state, None
+
+    def backward(self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens, chunk_size):
+        """In a thread of its own: inside an operator there is no autograd."""
+        with ThreadPoolExecutor(1) as thread:
+            given = (q, k, v, g, beta, initial_state, do, dht, cu_seqlens)
+            return thread.submit(self._backward, *given).result()
+
+    def _backward(self, q, k, v, g, beta, initial_state, do, dht, cu_seqlens):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
+            state = None if initial_state is None else initial_state.detach().requires_grad_()
+            outputs = self.rule(leaves, state, cu_seqlens)[: 1 if dht is None else 2]
+            wanted = leaves if state is None else [*leaves, state]
+            found = torch.autograd.grad(outputs, wanted, (do, dht)[: len(outputs)])
+        dq, dk, dv, dg, db = found[:5]
+        return dq, dk, dv, db, dg, found[5] if state is not None else None, None, None
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_fla_is_asked_for_the_same_rule(monkeypatch, documents, with_state):
+    """Its gradients too; documents of all rows reach it as one row, and states of rows as those of documents."""
+    from llmtrain.kernels.gated_delta import fla
+
+    spec = GatedDeltaSpec(4, 2, 6, 5, "float32", 8)
+    stand_in = StandInForFla(spec)
+    recorded(monkeypatch, "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_fwd")
+    module = sys.modules["fla.ops.gated_delta_rule.chunk"]
+    vars(module).update(chunk_gated_delta_rule_fwd=stand_in.forward, chunk_gated_delta_rule_bwd=stand_in.backward)
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", module, raising=False)
+    keys, heads = (2, 19, 2, 6), (2, 19, 4)
+    torch.manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(keys), dim=-1)
+    tensors = [torch.randn(keys), k, torch.randn(*heads, 5), -torch.rand(heads), torch.rand(heads)]
+    tensors += [torch.randn(2, 4, 6, 5)] if with_state else []
+    ids = torch.tensor([[0] * 4 + [1] * 15, [7] * 1 + [8] * 9 + [9] * 9]) if documents else None
+
+    def outcome(kernel):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y, final = kernel(*leaves, document_ids=ids)
+        weights = torch.randn(y.numel() + final.numel(), generator=torch.Generator().manual_seed(1))
+        total = torch.cat([y.flatten(), final.flatten()]) @ weights
+        return [y, final, *torch.autograd.grad(total, leaves)]
+
+    found = outcome(fla.build(spec, H200, ""))
+    for a, b in zip(found, outcome(stand_in.reference), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as torch.compile traces it
+        leaves = [mode.from_tensor(t.requires_grad_()) for t in tensors]
+        y, final = fla.build(spec, H200, "")(*leaves, document_ids=None if ids is None else mode.from_tensor(ids))
+        traced = [y, final, *torch.autograd.grad(y.sum() + final.sum(), leaves)]
+    assert [(t.shape, t.dtype) for t in traced] == [(t.shape, t.dtype) for t in found]

@@ -8,6 +8,7 @@ import pytest
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm.spec import NormSpec
@@ -43,7 +44,15 @@ def chosen(name: str, wanted: AttentionSpec, where: Platform) -> str:
         (H200, spec(alibi_max_bias=8.0, dtype="float32"), "flex"),
         (A100, spec(alibi_max_bias=8.0), "flex"),
         (MI300X, spec(sliding_window=1024), "flex"),
-        (H200, spec(softcap=50.0), "triton"),
+        (H200, spec(head_dim=224), "sdpa:flash"),
+        (H200, spec(n_kv_heads=4, head_dim=256), "sdpa:flash"),
+        (H200, spec(head_dim=96), "sdpa:cudnn"),
+        (H200, spec(n_kv_heads=4, sliding_window=4096), "triton"),
+        (H200, spec(head_dim=96, sliding_window=4096), "flex"),
+        (H200, spec(head_dim=256, documents=True), "triton"),
+        (H200, spec(alibi_max_bias=8.0, sliding_window=4096), "flex"),
+        (H200, spec(softcap=50.0), "flex"),
+        (H200, spec(head_dim=64, softcap=50.0), "triton"),
         (CPU, spec(softcap=50.0), "reference"),
         (H200, spec(softcap=50.0, head_dim=12), "reference"),
         (H200, spec(documents=True), "triton"),
@@ -123,6 +132,7 @@ SPECS: dict[registry.Operation, registry.Spec] = {
     "rotary": RotarySpec(64),
     "norm": NormSpec(64),
     "mamba_mixer": MambaMixerSpec(Conv1dSpec(640, 4), SSDSpec(8, 64, 64, 1, 256), GatedNormSpec(512, 1, 1e-5)),
+    "gated_delta": GatedDeltaSpec(8, 4, 64, 128),
     "attention_step": PLAIN,
     "ssd_step": SSDSpec(8, 64, 64, 1, 256),
     "conv1d_step": Conv1dSpec(64, 4),

@@ -280,7 +280,8 @@ def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
         ("rows: [", "cannot read the tuning table"),
         ("- 1", "has the keys arch, l2_budget, rows"),
         ("arch: sm90\nrows: []\nl2: 3", "unknown key 'l2'"),
-        ("arch: sm90\nrows: []", "'l2_budget' must be a int, not None"),
+        ("arch: sm90\nrows: []", "'l2_budget' must be a positive integer, not None"),
+        ("arch: sm90\nl2_budget: 0\nrows: []", "'l2_budget' must be a positive integer, not 0"),
     ],
 )
 def test_a_file_that_is_no_table(tmp_path, text, words):

@@ -16,11 +16,21 @@ MLP = {"type": "swiglu", "d_ff": 48}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": MLP}
 BLOCKS = {
     "mha": ATTENTION | {"position": {"type": "rotary"}},
-    "gqa": ATTENTION | {"n_kv_heads": 2, "qk_norm": "head", "mlp": {"type": "gelu", "d_ff": 64, "bias": True}},
+    "gqa": ATTENTION
+    | {"n_kv_heads": 2, "qk_norm": "head", "output_gate": True, "mlp": {"type": "gelu", "d_ff": 64, "bias": True}},
+    "full_norm": ATTENTION | {"n_kv_heads": 2, "qk_norm": "full", "output_gate": True},
     "alibi": ATTENTION | {"position": {"type": "alibi"}, "qk_norm": "full", "clip_qkv": 1.0, "qkv_bias": True},
     "window": ATTENTION | {"sliding_window": 5, "softcap": 10.0, "head_dim": 16, "out_bias": True, "mlp": None},
     "mamba": {"type": "mamba2", "d_state": 16, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
     "mamba_mlp": {"type": "mamba2", "d_state": 16, "head_dim": 16, "norm_before_gate": True, "mlp": MLP},
+    "gdn": {
+        "type": "gated_deltanet",
+        "n_heads": 4,
+        "n_key_heads": 2,
+        "key_head_dim": 8,
+        "value_head_dim": 6,
+        "mlp": MLP,
+    },
 }
 SHARED = {
     "type": "shared_attention",
@@ -101,7 +111,8 @@ def test_every_block_traces_as_one_graph(name):
 def test_unlike_blocks_trace_in_one_model():
     """Blocks share their code, so torch.compile turns sizes that differ between them into symbols."""
     shared = SHARED | {"n_heads": 2, "position": {"type": "none"}}
-    model = build({"m": BLOCKS["mamba"], "a": BLOCKS["alibi"], "g": BLOCKS["gqa"], "s": shared}, "m s+m a s+g m")
+    blocks = {"m": BLOCKS["mamba"], "a": BLOCKS["alibi"], "g": BLOCKS["gqa"], "d": BLOCKS["gdn"], "s": shared}
+    model = build(blocks, "m s+m a d s+g m")
     ids = tokens()
     expected = logits(model, ids)
     torch._dynamo.reset()
@@ -172,7 +183,8 @@ def test_shared_output_steers_the_mixer_but_stays_out_of_the_residual_stream():
 
 
 def test_names_of_parameters():
-    model = build({"a": ATTENTION, "m": BLOCKS["mamba"]}, "a m", positions="learned", tie_embeddings=False)
+    blocks = {"a": ATTENTION, "m": BLOCKS["mamba"], "g": BLOCKS["gdn"] | {"mlp": None}}
+    model = build(blocks, "a m g", positions="learned", tie_embeddings=False)
     assert list(dict(model.named_parameters())) == [
         "embed.weight",
         "positions.weight",
@@ -191,6 +203,13 @@ def test_names_of_parameters():
         "blocks.1.mixer.ssm.dt_bias",
         "blocks.1.mixer.norm.weight",
         "blocks.1.mixer.out_proj.weight",
+        "blocks.2.norm.weight",
+        "blocks.2.mixer.in_proj.weight",
+        "blocks.2.mixer.conv.weight",
+        "blocks.2.mixer.decay.A_log",
+        "blocks.2.mixer.decay.dt_bias",
+        "blocks.2.mixer.norm.weight",
+        "blocks.2.mixer.out_proj.weight",
         "norm.weight",
         "head.weight",
     ]
@@ -285,7 +304,8 @@ def test_a_model_trained_elsewhere_runs_by_what_serves_here():
         {"vocab_size": 64, "d_model": 64, "layers": "a m", "norm": {"backend": "triton"}, "blocks": blocks}
     )
     here = servable(config, platform.cpu(), "float32")
-    assert [block.backend for block in here.blocks.values()] == ["auto", "reference"] and here.norm.backend == "auto"
+    kernels = [block.kernel(config.d_model) for block in here.blocks.values()]
+    assert [kernel and kernel.backend for kernel in kernels] == ["auto", "reference"] and here.norm.backend == "auto"
     HybridLM(here, platform=platform.cpu())
 
 

@@ -106,6 +106,16 @@ def test_mamba_parameters_follow_their_ranges():
     assert conv.abs().max() <= bound and conv.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
+def test_kaiming():
+    """sqrt(2 / inputs), LLM Foundry's default; embeddings sum over d_model channels."""
+    w = initialised(init={"type": "kaiming"})
+    for name, weight in w.items():
+        if name.endswith(("embed.weight", "wqkv.weight", "w_in.weight", "in_proj.weight")):
+            assert weight.std() == pytest.approx(math.sqrt(2 / weight.shape[1]), rel=0.05), name
+        elif name.endswith(("wo.weight", "w_out.weight")):
+            assert weight.std() == pytest.approx(math.sqrt(2 / weight.shape[1]) / math.sqrt(2 * 2), rel=0.05), name
+
+
 def test_names_ignore_wrappers():
     """Activation checkpointing and torch.compile put prefixes into names; weights must not depend on them."""
     assert init.clean_name("blocks.0._checkpoint_wrapped_module._orig_mod.mixer.D") == "blocks.0.mixer.D"

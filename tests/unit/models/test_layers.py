@@ -22,3 +22,19 @@ def test_a_norm_runs_its_kernel_in_training_steps_alone(mode, expected):
         name, given = norm.add_and_norm(x, delta)
     assert name == expected
     assert [id(t) for t in given] == [id(t) for t in (x, delta, norm.weight, norm.bias)]
+
+
+def test_a_zero_centered_weight_counts_from_1_and_sees_small_steps_in_bf16():
+    """1 + 2^-9 is 1 in bf16, so that the sum is made in fp32."""
+    config = NormConfig(zero_centered=True)
+    norm = Norm(64, config, platform.cpu(), torch.bfloat16).to(torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-9)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found, y = norm.add_and_norm(x, x)
+    wide = 2 * x.float()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.eps) * (1 + 2.0**-9)
+    assert found.dtype == y.dtype == torch.bfloat16
+    assert torch.equal(y, expected.to(torch.bfloat16))
+    y.sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16

@@ -52,6 +52,11 @@ def test_same_config_differs_in_nothing():
     [
         ("model__d_model", 256, "model.d_model: 128 -> 256"),
         ("optimizer__betas", [0.9, 0.99], "optimizer.betas: [0.9, 0.95] -> [0.9, 0.99]"),
+        (
+            "optimizer__groups",
+            [{"match": "*.A_log", "lr": 0.0}],
+            'optimizer.groups: [] -> [{"match": "*.A_log", "lr": 0.0, "lr_factor": null, "weight_decay": null}]',
+        ),
         ("schedule__warmup", "5 %", "schedule.warmup: 0 steps -> 5 %"),
         ("train__clip_grad_norm", None, "train.clip_grad_norm: 1.0 -> null"),
         ("train__loss__z_loss", 1e-4, "train.loss.z_loss: 0.0 -> 0.0001"),
@@ -93,6 +98,15 @@ def test_a_blocks_own_norm_may_go_where_the_models_is_the_same():
     own = stored(model__blocks__m__norm={"eps": 1e-6})
     assert differences(own, config()) == ["model.blocks.m.norm.eps: 1e-06 -> 1e-05"]
     assert differences(own, config(model__norm__eps=1e-6)) == ["model.norm.eps: 1e-05 -> 1e-06"]
+
+
+def test_each_mixer_of_a_block_is_compared_by_itself():
+    mixers = [{"type": "mamba2"}, {"type": "attention", "n_heads": 4}]
+    block = {"type": "parallel_mixers", "mixers": mixers}
+    other = block | {"mixers": [{"type": "mamba2", "backend": "reference"}, {"type": "attention", "n_heads": 8}]}
+    given = {"model__layers": "m a h"}
+    found = differences(stored(model__blocks__h=block, **given), config(model__blocks__h=other, **given))
+    assert found == ["model.blocks.h.mixers.1.n_heads: 4 -> 8"]
 
 
 def test_block_that_came_or_went():

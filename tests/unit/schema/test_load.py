@@ -50,7 +50,7 @@ def problems(read, *args, **options) -> dict[str, str]:
 def test_a_config_for_evaluation_is_reported_as_that(load):
     assert problems(load, "model: runs/a\ntasks: [piqa]\nconvention: foundry\n") == {
         "": "is a config for evaluation (it has tasks, convention); give one with model, data, train and optimizer, such as "
-        "yamls/quickstart.yaml; this one is for `llmtrain eval`"
+        "quickstart; this one is for `llmtrain eval`"
     }
 
 
@@ -222,6 +222,35 @@ def test_ranks_must_share_the_batch_evenly(load, world_size, message):
     assert found == [] if message is None else message in found[0]
 
 
+ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: attention, n_heads: 4, backend: triton}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "world_size", "path", "message"),
+    [
+        (GOOD, ["train.parallel.context=4"], 6, "train.parallel.context", "must divide the number of ranks (6)"),
+        (GOOD, ["train.parallel.context=4"], 12, "train.global_batch_size", "3 groups of 4 ranks x microbatch_size 8"),
+        (GOOD, ["train.parallel.context=200"], 200, "train.parallel.context", "cuts data.seq_len = 256 into 400 parts"),
+        (
+            GOOD,
+            ["train.parallel.context=2", "train.sharding={strategy: hybrid, shard_size: 3}"],
+            6,
+            "train.parallel.context",
+            "must divide train.sharding.shard_size (3)",
+        ),
+        (ATTENTION, ["train.parallel.context=2"], 2, "train.parallel.context", "block m: attention backend 'triton'"),
+        (GOOD, ["train.parallel.tensor=2"], 2, "train.parallel.tensor", "no tensor parallelism yet"),
+    ],
+)
+def test_ranks_that_cannot_share_sequences_are_told_why(load, text, overrides, world_size, path, message):
+    assert message in problems(load, text, *overrides, world_size=world_size)[path]
+
+
+def test_groups_of_ranks_that_share_sequences_share_the_batch(load):
+    config = load(GOOD, "train.parallel.context=4", world_size=32)
+    assert config.grad_accum(32) == 1 and config.grad_accum(4) == 8
+
+
 def test_data_folders_are_looked_at_only_when_asked(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load().data.train_streams()["books"].local == "books"
@@ -237,3 +266,13 @@ def test_a_run_dir_that_cannot_be_one_is_reported_before_anything_starts(load, t
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
     assert "locked may not be written to" in problems(load, GOOD, "run_dir=locked/run", load=load_runnable)["run_dir"]
     assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", load=load_runnable)
+
+
+@pytest.mark.parametrize(
+    "remote", ["runs/tiny", "./runs/tiny/checkpoints", "file://{here}/runs/tiny/copy", "runs/../runs/tiny"]
+)
+def test_copies_of_a_run_are_not_kept_in_its_folder(load, remote, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = problems(load, GOOD, f"checkpoint.remote={remote.format(here=tmp_path)}")
+    assert "is in run_dir" in found["checkpoint.remote"]
+    load(GOOD, "checkpoint.remote=runs/tiny-copies")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 
+from llmtrain.flops.peaks import Peak
 from llmtrain.train.callbacks import throughput
 from llmtrain.train.callbacks.step_rng import StepRNG, step_seed
 from llmtrain.train.callbacks.throughput import Throughput, TokenCost
-from llmtrain.train.loggers import JSONLLogger, read_metrics
-from llmtrain.train.report import plot_loss
+from llmtrain.train.loggers import JSONLLogger, StepLogger, TensorBoardLogger, WandbLogger, read_metrics
 
 
 def state(step: int = 0, tokens: int = 0) -> Any:
@@ -65,7 +67,9 @@ def run_steps(callback: Throughput, clock, steps: list[tuple[float, int]], betwe
     tokens, logged = 0, Collector()
     for number, (seconds, count) in enumerate(steps):
         callback.before_dataloader(state(number, tokens), logged)  # type: ignore[arg-type]
-        clock.seconds += seconds
+        clock.seconds += seconds / 4  # of which the wait for data is a quarter
+        callback.after_dataloader(state(number, tokens), logged)  # type: ignore[arg-type]
+        clock.seconds += 3 * seconds / 4
         tokens += count
         callback.batch_end(state(number + 1, tokens), logged)  # type: ignore[arg-type]
         clock.seconds += between
@@ -73,9 +77,10 @@ def run_steps(callback: Throughput, clock, steps: list[tuple[float, int]], betwe
 
 
 def test_throughput_is_a_mean_over_the_window_without_the_first_step(clock):
-    callback = Throughput(TokenCost(foundry=6e9, causal=5e9, hardware=7e9, peak=1e13), window=2)
+    callback = Throughput(TokenCost(foundry=6e9, causal=5e9, hardware=7e9, peak=Peak(1e13, "")), window=2)
     logged = run_steps(callback, clock, [(50.0, 1000), (9.0, 1000), (1.0, 1000), (3.0, 3000)], between=100.0)
     assert logged["throughput/step_seconds"] == 3.0
+    assert logged["throughput/data_wait_seconds"] == 0.75
     assert logged["throughput/tokens_per_second"] == 1000.0  # (1000 + 3000) / (1 + 3)
     assert logged["throughput/tokens_per_second_per_device"] == 500.0
     assert logged["throughput/mfu_foundry"] == pytest.approx(500 * 6e9 / 1e13)
@@ -84,13 +89,30 @@ def test_throughput_is_a_mean_over_the_window_without_the_first_step(clock):
 
 
 def test_an_unknown_device_has_no_mfu(clock):
-    logged = run_steps(Throughput(TokenCost(6e9, 5e9, 7e9, peak=None)), clock, [(1.0, 10), (1.0, 10)])
+    logged = run_steps(Throughput(TokenCost(6e9, 5e9, 7e9, peak=Peak(None, ""))), clock, [(1.0, 10), (1.0, 10)])
     assert "throughput/tokens_per_second" in logged
     assert not [name for name in logged if "mfu" in name or "hfu" in name]
 
 
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (TokenCost(6e9, 5e9, 22e9, Peak(1e13, "NVIDIA H20")), "HFU of 110.0% is above 100 %"),
+        (TokenCost(22e9, 12e9, 16e9, Peak(1e13, "NVIDIA H20")), "Read mfu_causal (60.0%)"),
+        (TokenCost(19e9, 12e9, 16e9, Peak(1e13, "NVIDIA H20")), None),
+    ],
+)
+def test_more_than_the_peak_is_told_once_with_what_may_be_wrong(clock, capsys, cost, said):
+    run_steps(Throughput(cost), clock, [(1.0, 1000)] * 5)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+    if said and said.startswith("HFU"):
+        assert "10 TFLOP/s (NVIDIA H20) is not the dense peak" in told[0] and "train.peak_tflops" in told[0]
+
+
 def test_one_step_is_too_few_to_tell(clock):
-    assert run_steps(Throughput(TokenCost(6e9, 5e9, 7e9, peak=None)), clock, [(1.0, 10)]) == {}
+    assert run_steps(Throughput(TokenCost(6e9, 5e9, 7e9, peak=Peak(None, ""))), clock, [(1.0, 10)]) == {}
 
 
 def log(logger: JSONLLogger, step: int, **metrics: float) -> None:
@@ -120,21 +142,96 @@ def test_a_step_that_was_run_again_counts_with_its_last_value(tmp_path):
     assert read_metrics(path, "nothing") == ([], [])
 
 
-def test_the_loss_curve_is_a_picture_with_something_on_it(tmp_path):
-    logger = JSONLLogger(tmp_path / "metrics.jsonl", interval=1)
-    for step in range(1, 30):
-        log(logger, step, **{"loss/train/total": 5 / step})
-    log(logger, 30, **{"metrics/validation/cross_entropy": 1.5})
-    picture = plot_loss(tmp_path)
-    assert picture is not None and picture == tmp_path / "loss.png"
-    pixels = matplotlib.image.imread(picture)
-    assert pixels.shape[0] > 300 and pixels.shape[1] > 600
-    for colour in ("#2171b5", "#d94801"):  # training, smoothed; validation
-        rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        assert (np.abs(pixels[..., :3] - rgb).max(-1) < 0.02).sum() > 50, colour
+def test_a_full_disk_is_told_once_and_the_file_goes_on_whole(tmp_path, capsys, monkeypatch):
+    """RLIMIT_FSIZE stands for the full disk: a write ends in the middle of a line, with an error."""
+    path = tmp_path / "metrics.jsonl"
+    logger = JSONLLogger(path, interval=1)
+    log(logger, 1, loss=1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for step in (2, 3, 4):
+            log(logger, step, loss=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes()[-1:] != b"\n"
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == 1 and f"{path} cannot be written: OSError" in said and "Training goes on" in said
+    for step in (5, 6):
+        log(logger, step, loss=3.0)
+    assert f"{path} is written again, from step 5; " in capsys.readouterr().out
+    assert read_metrics(path, "loss") == ([1, 5, 6], [1.0, 3.0, 3.0])
+    assert f"{path}: lines left out, cut short by a full disk or a kill: 1" in capsys.readouterr().out
 
 
-def test_no_metrics_no_picture(tmp_path):
-    assert plot_loss(tmp_path) is None
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 2}\n')
-    assert plot_loss(tmp_path) is None
+@pytest.mark.parametrize(
+    "torn",
+    ['{"step": 2, "lo', '{"step"', "[1]", "\x00\x00", '{"loss": 1.0}', '{"step": -1e400}', '{"step": 2, "loss": "x"}'],
+)
+def test_a_run_goes_on_after_a_torn_line(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "loss": 1.0}}\n{torn}')
+    log(JSONLLogger(path, interval=1), 2, loss=2.0)
+    assert read_metrics(path, "loss") == ([1, 2], [1.0, 2.0])
+
+
+def test_no_logger_ends_a_run(tmp_path, capsys):
+    class Failing(StepLogger):
+        place = "somewhere"
+        opened = 0
+        works = False
+
+        def open(self) -> None:
+            self.opened += 1
+            if not self.works:
+                raise RuntimeError("no answer")
+
+        def write(self, step: int, metrics: dict[str, float]) -> None:
+            self.last = step
+
+        def end(self) -> None:
+            raise OSError("full")
+
+    logger = Failing()
+    logger.init(state(), SimpleNamespace())  # type: ignore[arg-type]
+    for step in (1, 2, 3):
+        logger.log_metrics({"loss": 1.0})
+        logger.works = step == 3
+        logger.batch_end(state(step), SimpleNamespace())  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert said.count("WARNING: somewhere cannot be written: RuntimeError: no answer") == 1
+    assert "somewhere is written again, from step 3" in said and logger.last == 3
+    logger.close(state(), SimpleNamespace())  # type: ignore[arg-type]
+    assert "OSError: full" in capsys.readouterr().out
+
+
+def test_tables_go_to_wandb_under_their_step(monkeypatch, capsys):
+    logged: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: (columns, data)))
+    logger = WandbLogger(SimpleNamespace(logging=SimpleNamespace(interval=1)), Path())  # type: ignore[arg-type]
+    logger.run = SimpleNamespace(log=logged.append)
+    logger.log_table(["task"], [["arc"]], "icl/results", 7)
+    assert logged == [{"step": 7, "icl/results": (["task"], [["arc"]])}]
+    logger.run = None
+    logger.log_table(["task"], [["arc"]], "icl/results", 8)
+    assert "WARNING: wandb cannot be written" in capsys.readouterr().out
+
+
+def test_tensorboard_goes_on_in_another_file(tmp_path, monkeypatch, capsys):
+    logger = TensorBoardLogger(tmp_path / "tensorboard", interval=1)
+    logger.again_seconds = 0.0
+    logger.init(state(), SimpleNamespace())  # type: ignore[arg-type]
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logger.writer, "add_scalar", fail)
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0})
+        logger.batch_end(state(step), SimpleNamespace())  # type: ignore[arg-type]
+    logger.close(state(), SimpleNamespace())  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == 1 and "No space left" in said and "is written again, from step 2" in said
+    assert any(path.stat().st_size > 100 for path in (tmp_path / "tensorboard").iterdir())

@@ -1,17 +1,21 @@
-"""Weight decay by parameter, and the learning rate at the landmarks of every schedule."""
+"""Weight decay and learning rate by parameter."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
-from llmtrain.train.optim import LearningRate, build_optimizer
+from llmtrain.schema.schedule import Schedule
+from llmtrain.schema.training import ActivationCheckpointing
+from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
+from llmtrain.train.parallel import checkpoint_activations
 from tests.support.tiny import tiny_config
 
 EVERY_KIND = {
@@ -72,57 +76,71 @@ def test_the_optimizer_has_the_settings_of_the_config():
     assert optimizer.defaults["eps"] == 1e-6 and optimizer.defaults["lr"] == 0.5
 
 
-TOTAL = 100
+def settings_of(changes: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(peak learning rate, weight decay) by parameter name."""
+    made = config(EVERY_KIND | changes)
+    with torch.device("meta"):
+        model = HybridLM(made.model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, made.optimizer).param_groups
+    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert len(found) == len(names) == sum(len(group["params"]) for group in groups)
+    return found
 
 
-def rate(schedule: dict[str, Any], steps_per_epoch: int | None = None) -> LearningRate:
-    """lr = 1, so that rates are shares; 8 sequences of 32 tokens are 256 tokens a step."""
-    changes = {"optimizer.lr": 1.0, "schedule": schedule, "train.duration": f"{TOTAL} steps"}
-    return LearningRate(config(changes), TOTAL, steps_per_epoch)
-
-
-WARMUP = {"warmup": "10 steps"}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "landmarks"),
-    [
-        ({"type": "cosine", **WARMUP}, {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1, 200: 0.1}),
-        ({"type": "cosine", **WARMUP, "final_lr_fraction": 0.0}, {10: 1.0, 40: 0.75, 55: 0.5, 70: 0.25, 100: 0.0}),
-        ({"type": "linear", **WARMUP}, {0: 0.1, 10: 1.0, 55: 0.55, 100: 0.1}),
-        ({"type": "linear", "final_lr_fraction": 0.5}, {0: 1.0, 50: 0.75, 100: 0.5}),
-        ({"type": "constant", **WARMUP}, {0: 0.1, 9: 1.0, 99: 1.0}),
-        ({"type": "inverse_sqrt", **WARMUP}, {0: 0.1, 9: 1.0, 10: 1.0, 40: 0.5, 90: 1 / 3}),
-        ({"type": "wsd", **WARMUP, "decay": "20 steps"}, {0: 0.1, 10: 1.0, 80: 1.0, 90: 0.5, 95: 0.25, 100: 0.0}),
-        ({"type": "wsd", "decay": "50 %", "final_lr_fraction": 0.2}, {0: 1.0, 50: 1.0, 75: 0.6, 100: 0.2}),
-    ],
-    ids=lambda value: value.get("type", ""),
-)
-def test_landmarks(schedule, landmarks):
-    at = rate(schedule)
-    assert {step: at(step) for step in landmarks} == pytest.approx(landmarks, abs=1e-12)
-
-
-def test_a_cosine_is_one():
-    at = rate({"type": "cosine", "final_lr_fraction": 0.0})
-    assert [at(step) for step in range(TOTAL)] == pytest.approx(
-        [(1 + math.cos(math.pi * step / TOTAL)) / 2 for step in range(TOTAL)]
+def test_an_entry_of_groups_sets_what_it_names_and_nothing_else():
+    plain = settings_of({"optimizer.lr": 0.01})
+    changed = settings_of(
+        {
+            "optimizer.lr": 0.01,
+            "optimizer.groups": [
+                {"match": "*.A_log", "lr_factor": 0.5},
+                {"match": "embed.weight", "lr": 0.002, "weight_decay": 0.0},
+                {"match": "norm.weight", "weight_decay": 0.3},
+            ],
+        }
     )
-
-
-@pytest.mark.parametrize("warmup", ["20 steps", "5120 tokens", "5000 tokens", "20 %"])
-def test_lengths_in_steps_tokens_and_fractions_agree(warmup):
-    at = rate({"type": "cosine", "warmup": warmup})
-    assert at.warmup == 20
-    assert at(9) == pytest.approx(0.5)
-
-
-def test_lengths_in_epochs():
-    changes = {
-        "optimizer.lr": 1.0,
-        "schedule": {"type": "linear", "warmup": "0.5 epochs"},
-        "train.duration": "2 epochs",
+    assert {name for name in plain if plain[name] != changed[name]} == {
+        *(name for name in plain if name.endswith("A_log")),
+        "embed.weight",
+        "norm.weight",
     }
-    at = LearningRate(config(changes), total_steps=80, steps_per_epoch=40)
-    assert at.warmup == 20
-    assert at(80) == pytest.approx(0.1)
+    assert changed["blocks.0.mixer.ssm.A_log"] == (0.005, 0.0)
+    assert changed["embed.weight"] == (0.002, 0.0)
+    assert changed["norm.weight"] == (0.01, 0.3)
+
+
+def test_of_overlapping_entries_each_setting_is_the_last_ones():
+    groups = [{"match": "blocks.*", "lr": 0.1, "weight_decay": 0.2}, {"match": "blocks.0.*", "lr": 0.3}]
+    found = settings_of({"optimizer.groups": groups})
+    assert found["blocks.0.mixer.in_proj.weight"] == (0.3, 0.2)
+    assert found["blocks.1.mixer.in_proj.weight"] == (0.1, 0.2)
+
+
+def test_checkpointed_layers_are_matched_by_the_same_names():
+    made = config({"optimizer.groups": [{"match": "blocks.0.mixer.*", "lr": 0.5}]})
+    with torch.device("meta"):
+        model = HybridLM(made.model)
+    checkpoint_activations(model, ActivationCheckpointing(type="full"))
+    groups = build_optimizer(model, made.optimizer).param_groups
+    matched = {id(p) for group in groups for p in group["params"] if group["lr"] == 0.5}
+    assert matched == {id(p) for p in model.layer_mixers()[0][0].parameters()}
+
+
+def test_the_schedule_shapes_the_rate_of_every_group():
+    schedule = Schedule("linear", 0.4, total=10, warmup=4, decay=0, final=0.5)
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": peak} for peak in (0.4, 0.1, 0.0)])
+    callback = LearningRate(schedule, learning_rates(optimizer))
+    for step in (0, 3, 6, 9):
+        now: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)), optimizers=[optimizer])
+        callback.batch_start(now, Mock())
+        rate = schedule(step)
+        assert learning_rates(optimizer) == pytest.approx([rate, rate / 4, 0.0])
+
+
+def test_without_groups_the_optimizer_has_those_two_and_the_schedules_very_rate():
+    made = config({"optimizer.lr": 0.3})
+    with torch.device("meta"):
+        optimizer = build_optimizer(HybridLM(made.model), made.optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert LearningRate(Schedule("constant", 0.3, 10, 0, 0, 0.0), learning_rates(optimizer)).factors == [1.0, 1.0]

@@ -13,7 +13,7 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.decontaminate import decontaminate, mds_samples, text_samples
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.tasks.documents import Choices, Continuation, Document, document_text
+from llmtrain.eval.tasks.documents import Choices, Continuation, Document
 from tests.support.icl import byte_level, some_sentence
 
 
@@ -94,8 +94,8 @@ def test_leaks_in_shards_are_found_as_token_ids(corpus, documents, tokenizer, tm
 @pytest.mark.parametrize("continuation", ["the answer", " the answer", "  the answer "])
 @pytest.mark.parametrize("context", ["It is", "It is "])
 def test_a_document_reads_as_running_text(context, continuation):
-    assert document_text(Document(0, "x:1", Continuation(context, continuation))) == "It is the answer"
-    assert document_text(Document(0, "x:1", Continuation(context, " . So"))) == "It is. So"
+    assert Document(0, "x:1", Continuation(context, continuation)).text == "It is the answer"
+    assert Document(0, "x:1", Continuation(context, " . So")).text == "It is. So"
 
 
 def test_longer_ngrams_find_less(corpus, documents, tokenizer):
@@ -119,6 +119,10 @@ def test_jsonl_and_bad_input(documents, tokenizer, tmp_path):
         list(text_samples([tmp_path / "none"], tokenizer))
     with pytest.raises(EvalError, match=r"holds no index\.json of MDS shards"):
         list(mds_samples(tmp_path, tokenizer))
+    (tmp_path / "part.ds").write_bytes(b"\1\0" * 20)  # which would be 40 characters of text
+    (tmp_path / "part.ds.index").write_bytes((20).to_bytes(8, "little"))
+    with pytest.raises(EvalError, match=r"part\.ds holds token ids"):
+        list(text_samples([tmp_path], tokenizer))
     with pytest.raises(EvalError, match="at least 2"):
         decontaminate({}, [], tokenizer, n=1)
 

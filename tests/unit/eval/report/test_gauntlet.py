@@ -107,7 +107,7 @@ def test_tasks_beside_the_gauntlet_and_unknown_ones(tmp_path):
     }
     assert load(tmp_path, categories=categories).benchmarks() == [(str(tmp_path / "mine.yaml"), 0), ("piqa", 0)]
     categories["a"][0]["task"] = "pika"
-    with pytest.raises(EvalError, match="there is no task 'pika': did you mean piqa"):
+    with pytest.raises(ConfigError, match="there is no task 'pika': did you mean piqa"):
         load(tmp_path, categories=categories)
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
-from llmtrain.eval.report.exact_match import extract_answer, foundry_exact_match, lm_eval_exact_match, normalize
+from llmtrain.eval.report.exact_match import foundry_exact_match, lm_eval_exact_match, normalize
+from llmtrain.eval.report.filters import apply_filters
 from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, WeightedSum, aggregate, estimate
 from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.tasks.documents import Choices, Content, Continuation, Document, Question, Schema, Text
-from llmtrain.eval.tasks.sections import Extract, FoundryPrompting, LmEvalPrompting
+from llmtrain.eval.tasks.filters import Extract
+from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting
 
 FOUNDRY, LM_EVAL = FoundryPrompting(), LmEvalPrompting()
 
@@ -136,14 +138,17 @@ def test_lm_eval_answers(text, settings, right):
 
 def test_answers_are_taken_out_by_regular_expressions():
     last = Extract(pattern="(-?[$0-9.,]{2,})|(-?[0-9]+)", match=-1)
-    assert extract_answer("has 3, or 12. So 7", last) == "7"
-    assert extract_answer("none", last) == "[invalid]"
-    assert extract_answer("#### 1,200 ", Extract(pattern="#### ([0-9,]+)")) == "1,200"
-    assert extract_answer("a b", Extract(pattern="[a-z]", match=1)) == "b"
-    assert extract_answer("a b", Extract(pattern="[a-z]", match=2, otherwise="?")) == "?"
+    for text, rule, answer in (
+        ("has 3, or 12. So 7", last, "7"),
+        ("none", last, "[invalid]"),
+        ("#### 1,200 ", Extract(pattern="#### ([0-9,]+)"), "1,200"),
+        ("a b", Extract(pattern="[a-z]", match=1), "b"),
+        ("a b", Extract(pattern="[a-z]", match=2, otherwise="?"), "?"),
+    ):
+        assert apply_filters(text, [rule]) == answer, text
     made = document_metrics(
         Question("q", "so 5\n#### 5", ()),
         [GeneratedText("it is 5")],
-        LmEvalPrompting(extract={"strict": Extract(pattern="#### (\\d+)"), "last": last}, ignore=["(?s).*#### "]),
+        LmEvalPrompting(extract={"strict": [Extract(pattern="#### (\\d+)")], "last": [last]}, ignore=["(?s).*#### "]),
     )
     assert {name: value for name, (value, _) in made.values.items()} == {"strict": 0.0, "last": 1.0}

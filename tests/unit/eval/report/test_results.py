@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
+from llmtrain.eval.report.document_scores import read_lines
 from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores
 from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, Metrics
-from llmtrain.eval.report.results import Report, Result, as_csv, as_json, as_markdown, flat_metrics, write_results
+from llmtrain.eval.report.results import (
+    Report,
+    Result,
+    as_csv,
+    as_json,
+    as_long_csv,
+    as_markdown,
+    flat_metrics,
+    write_results,
+)
+from tests.support.results import choices, texts
+from tests.support.results import result as result_of
 
 
 def metrics(value: float, stderr: float | None = 0.01, headline: str = "acc_sum", truncated: int = 0) -> Metrics:
@@ -83,21 +95,60 @@ def test_json_holds_everything(report):
     assert json.loads(json.dumps(content, allow_nan=False)) == content
 
 
-def test_files_appear_whole_and_details_on_request(report, tmp_path):
-    paths = write_results(report, tmp_path / "out", settings={}, details=True)
-    names = {str(path.relative_to(tmp_path / "out")) for path in paths}
-    assert {"results.json", "results.md", "results.csv", "results.png"} < names
-    assert "details/a_b/arc-5-shot.jsonl" in names
-    assert not list((tmp_path / "out").rglob("*.partial*"))
-    line = (tmp_path / "out" / "details" / "c" / "arc-0-shot.jsonl").read_text()
-    assert json.loads(line) == {"document": 7, "log_likelihoods": [-1.5]}
-    few = write_results(report, tmp_path / "few", settings={}, details=False)
-    assert len(few) == 4
+def test_the_long_table_has_a_row_for_each_metric_and_category():
+    parts: dict[str, Any] = {"categories": ["law", "art"]}
+    results = [
+        result_of("x", "t", choices([True, False, True, True]), **parts),
+        result_of("x", "prose", texts([3.0, 4.0])),
+    ]
+    benchmarks = [{"task": "t", "shots": 0, "baseline": 0.5}]
+    gauntlet = Gauntlet.model_validate({"name": "g", "categories": {"easy": benchmarks}})
+    report = Report("try", results, gauntlet, {"x": gauntlet_scores(gauntlet, {("t", 0): results[0].metrics})})
+    heads, *rows = csv.reader(io.StringIO(as_long_csv(report)))
+    assert heads == ["model", "task", "shots", "category", "metric", "value", "stderr", "n"]
+    found = {(task, category, metric): (value, stderr, n) for _, task, _, category, metric, value, stderr, n in rows}
+    score = results[0].metrics.score
+    assert found["t", "", "acc_sum"] == (str(score.value), str(score.stderr), "4")
+    assert found["t", "law", "acc_per_char"] == ("1.0", "0.0", "2") and found["t", "art", "acc_sum"][0] == "0.5"
+    assert float(found["prose", "", "word_perplexity"][0]) == results[1].metrics.score.value
+    assert float(found["gauntlet g", "average", "score"][0]) == pytest.approx(0.5)
+    assert found["gauntlet g", "easy", "score"][2] == "4"
+    assert len(rows) == 3 * 4 + 4 + 2 and {row[0] for row in rows} == {"x"}
+    assert rows[0][:5] == ["x", "t", "0", "", "acc_sum"]
+
+
+def test_files_appear_whole_with_every_document(report, tmp_path):
+    paths = write_results(report, tmp_path, settings={})
+    names = {str(path.relative_to(tmp_path)) for path in paths}
+    assert names == {"results.json", "results.md", "results.csv", "results_long.csv", "results.png", "documents"}
+    assert not list(tmp_path.rglob("*.partial*"))
+    content = json.loads((tmp_path / "results.json").read_text())
+    files = [one["documents_file"] for one in content["results"]]
+    assert files[1] == "documents/a_b/arc-5-shot.jsonl.gz" and len(set(files)) == 6
+    assert read_lines(tmp_path / files[3]) == [{"document": 7, "log_likelihoods": [-1.5], "values": {}}]
+    again = {file: (tmp_path / file).read_bytes() for file in files}
+    write_results(report, tmp_path, settings={}, picture=False)
+    assert again == {file: (tmp_path / file).read_bytes() for file in files}
+
+
+def test_models_whose_names_make_one_file_name_have_files_of_their_own(tmp_path):
+    both = [result_of(name, "t", choices([hit])) for name, hit in (("a b", True), ("a/b", False))]
+    write_results(Report("try", both), tmp_path, settings={}, picture=False)
+    content = json.loads((tmp_path / "results.json").read_text())
+    hits = [read_lines(tmp_path / one["documents_file"])[0]["values"]["acc_sum"] for one in content["results"]]
+    assert hits == [1.0, 0.0]
 
 
 def test_a_picture_is_of_accuracies(report, tmp_path):
     only_text = Report("try", [one for one in report.results if one.task == "text"])
-    assert "results.png" not in {path.name for path in write_results(only_text, tmp_path, settings={}, details=False)}
+    assert "results.png" not in {path.name for path in write_results(only_text, tmp_path, settings={})}
+
+
+def test_a_score_up_to_100_of_a_task_s_own_is_not_shown_in_percent(tmp_path):
+    """As the BLEU of truthfulqa_gen, which its code computes: `bleu_max`."""
+    report = Report("try", [result("c", "said", 0, metrics(25.125, 0.5, "bleu_max"))])
+    assert "| c | 25.12 ± 0.5 |" in as_markdown(report)
+    assert write_results(report, tmp_path, settings={})[-2].name == "results_long.csv"  # no picture of accuracies
 
 
 def test_names_for_loggers(report):
@@ -107,3 +158,5 @@ def test_names_for_loggers(report):
     assert "icl/arc/acc_sum" in flat_metrics([report.results[0]])
     assert {name for name in found if name.endswith("truncated")} == {"icl/arc-0-shot/truncated"}
     assert found["icl/arc-0-shot/truncated"] == 3
+    assert found["icl/arc-0-shot/acc_sum_stderr"] == 0.01
+    assert "icl/text/word_perplexity_stderr" not in found, "it is not known"

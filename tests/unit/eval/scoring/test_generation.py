@@ -32,3 +32,16 @@ def test_what_ends_an_answer_is_no_part_of_it():
         answer = Answer(tokenizer, asked, [], end_ids=[said[-1]])
         assert [answer.add(token) for token in (*said[:-1], end, said[0])] == [False] * (len(said) - 1) + [True, True]
         assert answer.finish() == tokenizer.decode(said[:-1])
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [([], " so it is so"), (["<s>"], " so it is"), (["x<s>"], " so it is<s> so")]
+)
+def test_special_tokens_are_no_part_of_an_answer_but_may_stop_it(stops, expected):
+    tokenizer = byte_level(bos=True)
+    said, bos = tokenizer.encode(" so it is"), tokenizer.backend.token_to_id("<s>")
+    answer = Answer(tokenizer, tokenizer.encode("Is it"), stops)
+    assert bos is not None
+    for token in (*said, bos, *tokenizer.encode(" so")):
+        answer.add(token)
+    assert answer.finish() == expected

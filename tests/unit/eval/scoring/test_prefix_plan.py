@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from benchmarks.plan_work import work
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.scoring.batching import Limits, Row, batch_sorted, make_rows
@@ -65,15 +66,15 @@ def test_a_question_is_read_once_for_all_its_choices():
     contexts = [text(50) for _ in range(40)]
     requests = [LoglikelihoodRequest(i, j, context, text(6)) for i, context in enumerate(contexts) for j in range(4)]
     # 49 tokens once; then the question's last, which decides the first score, and five of the choice, four times.
-    assert plan(requests).tokens == 40 * (49 + 4 * 6)
+    assert work(plan(requests)).tokens == 40 * (49 + 4 * 6)
     assert naive(requests) == 40 * 4 * 55
 
 
 def test_choices_of_one_token_need_the_question_only():
     requests = letters(20)
     made = plan(requests)
-    assert made.tokens == sum(len(request.context) for request in requests) / 4
-    assert made.calls < 8
+    assert work(made).tokens == sum(len(request.context) for request in requests) / 4
+    assert work(made).calls < 8
 
 
 def test_choices_of_one_token_beside_longer_ones_share_the_question():
@@ -82,7 +83,7 @@ def test_choices_of_one_token_beside_longer_ones_share_the_question():
         LoglikelihoodRequest(0, i, question, choice) for i, choice in enumerate([(1,), (2,), (3, 4), (3, 5), (6, 7, 8)])
     ]
     # The last token of the question, which decides the first score, is read with every choice.
-    assert plan(requests, Limits(4096, 0)).tokens == 59 + 1 + 1 + 2 + 2 + 3
+    assert work(plan(requests, Limits(4096, 0))).tokens == 59 + 1 + 1 + 2 + 2 + 3
 
 
 def test_a_few_shot_prefix_of_many_documents_is_read_once():
@@ -90,9 +91,9 @@ def test_a_few_shot_prefix_of_many_documents_is_read_once():
     examples = text(200)
     requests = [LoglikelihoodRequest(i, 0, (*examples, *text(10)), text(5)) for i in range(50)]
     made = plan(requests)
-    assert made.tokens == 200 + 50 * 14
+    assert work(made).tokens == 200 + 50 * 14
     few_shot = choices(50, shots=200)
-    assert plan(few_shot).tokens < naive(few_shot) / 12
+    assert work(plan(few_shot)).tokens < naive(few_shot) / 12
 
 
 def test_prefixes_of_several_groups_of_documents_are_told_apart():
@@ -108,7 +109,7 @@ def test_prefixes_of_several_groups_of_documents_are_told_apart():
             requests.append(LoglikelihoodRequest(30 * subject + i, 0, (*examples, *question), text(1)))
     made = plan(requests)
     assert len([subtree for subtree in made.subtrees if subtree.root]) == 5
-    assert made.tokens == 5 * 121 + lengths
+    assert work(made).tokens == 5 * 121 + lengths
 
 
 @pytest.mark.parametrize(
@@ -124,8 +125,11 @@ def test_prefixes_of_several_groups_of_documents_are_told_apart():
 )
 def test_tokens_saved(requests, least, record_property):
     made = plan(requests, Limits(4096, 128))
-    saved, padding = naive(requests) / made.tokens, made.slots / made.tokens
-    record_property("tokens", f"{naive(requests)} -> {made.tokens}, padding included {made.slots}, {made.calls} calls")
+    saved, padding = naive(requests) / work(made).tokens, work(made).slots / work(made).tokens
+    record_property(
+        "tokens",
+        f"{naive(requests)} -> {work(made).tokens}, padding included {work(made).slots}, {work(made).calls} calls",
+    )
     assert saved >= least
     assert padding < 1.25
 
@@ -134,18 +138,18 @@ def test_little_is_lost_to_padding_and_no_read_is_too_large():
     requests = texts(500)
     limits = Limits(1024, 64)
     made = plan(requests, limits)
-    for batch in made.batches():
+    for batch in [batch for subtree in made.subtrees for batch in subtree.batches]:
         for suffix_batch in batch.suffix_batches:
             width = max(len(suffix.tokens) for suffix in suffix_batch)
             assert len(suffix_batch) * width <= 1024
             assert sum(width - len(suffix.tokens) for suffix in suffix_batch) <= 64
     everything = plan(requests, share=False)
-    assert everything.tokens == naive(requests)
+    assert work(everything).tokens == naive(requests)
 
 
 def test_caches_stay_within_their_memory():
     limits = Limits(10**6, 10**6, row_bytes=100, token_bytes=10, cache_bytes=5000)
-    for batch in plan([*choices(30), *letters(30)], limits).batches():
+    for batch in [one for subtree in plan([*choices(30), *letters(30)], limits).subtrees for one in subtree.batches]:
         before = max(map(len, batch.prefixes), default=0)
         assert len(batch.prefixes) * (100 + 10 * before) <= 5000
         for suffix_batch in batch.suffix_batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import zstandard
 from llmtrain.config.report import ConfigError
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, LoglikelihoodRequest
-from llmtrain.eval.task import Task, load_task
-from llmtrain.eval.tasks.documents import Choices
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
+from llmtrain.eval.report.process_results import process_results
+from llmtrain.eval.task import NativeTask, load_task
+from llmtrain.eval.tasks.documents import Choices, Text
+from llmtrain.eval.tasks.sections import Source
+from llmtrain.eval.tasks.sources import read_records
 from scripts.generate_reference import generated
 from tests.support.icl import byte_level
 
@@ -35,7 +39,7 @@ def tokenizer() -> TextTokenizer:
 def make(tmp_path):
     """make(records, convention, **settings): a task of a YAML and a JSONL file; records may be lines of text."""
 
-    def made(records: list[Any], convention: str = "lm-eval", **settings: Any) -> Task:
+    def made(records: list[Any], convention: str = "lm-eval", **settings: Any) -> NativeTask:
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
         (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         task = {"name": "mine", "type": "multiple_choice", "source": {"path": "x.jsonl"}} | settings
@@ -54,15 +58,36 @@ def errors(load, *arguments: Any, **settings: Any) -> str:
 @pytest.mark.parametrize("convention", ["foundry", "lm-eval"])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_tasks_load(name: str, convention: str):
+    if convention == "foundry" and name in ("bbh", "bbh_cot", "ifeval"):
+        with pytest.raises(EvalError, match="no prompts of convention foundry; run it with convention: lm-eval"):
+            load_task(name, convention)
+        return
     task = load_task(name, convention)
     assert task.name == name
     assert task.metric in task.config.metrics(task.convention)
     assert task.config.local is not None
 
 
+def test_the_settings_that_results_keep():
+    """Those of its convention, by which a comparison names what was changed in between; neither data nor shots."""
+    made = load_task("gsm8k", "lm-eval").described()
+    assert json.loads(json.dumps(made)) == made and made["lm-eval.max_new_tokens"] > 0 and "type" in made
+    assert not any(key.startswith("foundry") or key.endswith(("shots", "source", "local", "name")) for key in made)
+
+
 def test_all_tasks_of_the_issue_are_shipped():
-    wanted = "arc_challenge arc_easy boolq copa gsm8k hellaswag jeopardy lambada mmlu openbook_qa piqa triviaqa winograd winogrande"
-    assert wanted.split() == SHIPPED
+    wanted = (
+        "arc_challenge arc_easy bbh bbh_cot boolq copa gsm8k hellaswag ifeval jeopardy lambada mmlu openbook_qa piqa"
+    )
+    assert [*wanted.split(), "triviaqa", "wikitext", "winograd", "winogrande"] == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_task_is_in_the_readme_with_its_source(name: str):
+    [row] = [line for line in (EVAL / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    source = load_task(name, "lm-eval").source
+    assert (source.hub or "no copy on the hub") in row
+    assert source.split is None or f"{source.split}" in row
 
 
 @pytest.mark.parametrize("name", ["schema.json", "tasks/schema.json", "gauntlets/schema.json"])
@@ -102,11 +127,11 @@ def test_every_mistake_is_reported_at_once(make):
         "expected letters, digits",
         "unknown key; did you mean query?",
         "not a template",
-        "not of a multiple_choice task, which has query, choices, gold",
+        "not of a task of type multiple_choice, which has query, choices, gold",
         "foundry.metric",
         "expected one of acc_per_byte",
         "foundry.stops",
-        "has no effect on a multiple_choice task",
+        "has no effect on a task of type multiple_choice",
         "lm_eval.example_delimiter",
         "expected a string, found 3",
         "did you mean first_n?",
@@ -133,6 +158,25 @@ def test_every_mistake_is_reported_at_once(make):
         ({"type": "generation", "foundry": {"stops": [""]}}, "would end every answer at once"),
         ({"type": "generation", "labels": ["A"]}, "labels are for types multiple_choice and schema"),
         ({"shots": []}, "shots"),
+        (
+            {"type": "generation", "lm_eval": {"extract": {"a": {"pattern": "a", "categories": ["x"]}}}},
+            "the task has no category",
+        ),
+        (
+            {"type": "generation", "lm_eval": {"extract": {"a": [{"type": "numbr"}]}}},
+            "unknown type; did you mean number?",
+        ),
+        ({"type": "generation", "lm_eval": {"extract": {"a": [{"type": "map"}]}}}, "missing; expected a mapping"),
+        (
+            {"type": "generation", "lm_eval": {"extract": {"a": {"type": "word_order"}}}},
+            "word_order looks for choices, but the task has no choices",
+        ),
+        ({"type": "generation", "lm_eval": {"extract": {"a": "lowercase"}}}, "lm_eval.extract.a"),
+        ({"lm_eval": {"max_new_tokens": 9}}, "has no effect on a task of type multiple_choice"),
+        ({"type": "instructions"}, "LLM Foundry checks no instructions; write conventions: [lm-eval]"),
+        ({"type": "instructions", "shots": [1]}, "a task of instructions has no few-shot examples"),
+        ({"type": "instructions", "lm_eval": {"ignore_case": True}}, "has no effect on a task of type instructions"),
+        ({"conventions": []}, "conventions"),
     ],
 )
 def test_rules_between_settings(make, settings, message):
@@ -340,7 +384,7 @@ def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
 def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, convention, most):
     """LLM Foundry counts the last token, which is predicted but not read, as part of the window; lm-evaluation-harness does not."""
 
-    def check(task: Task, window: int) -> None:
+    def check(task: NativeTask, window: int) -> None:
         documents = task.documents()
         task.check_lengths(documents, task.requests(documents, tokenizer), window)
 
@@ -357,7 +401,7 @@ def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, conv
     longest = request.max_new_tokens
     check(task, longest + 1)
     with pytest.raises(
-        EvalError, match=rf"x.jsonl:1: .* an answer of up to {longest} tokens does not fit .* lower max_new"
+        EvalError, match=rf"task mine: .* an answer of up to {longest} tokens does not fit .* lower max"
     ):
         check(task, longest)
 
@@ -403,3 +447,57 @@ def test_tasks_know_nothing_of_torch():
     modules = "llmtrain.eval.task, llmtrain.eval.report.gauntlet, llmtrain.eval.decontamination.decontaminate"
     program = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_several_configurations_of_a_hub_data_set_are_read_in_order(monkeypatch):
+    import datasets
+
+    rows = {"b": [{"q": 1}, {"q": 2}], "a": [{"q": 3}]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: rows[config])
+    several = Source(hub="x/y", config=["b", "a"], split="test")
+    assert [(record.where, record.data) for record in read_records(several, Path())] == [
+        ("x/y (b) [test]:1", {"q": 1, "config": "b"}),
+        ("x/y (b) [test]:2", {"q": 2, "config": "b"}),
+        ("x/y (a) [test]:1", {"q": 3, "config": "a"}),
+    ]
+    one = Source.model_validate({"hub": "x/y", "config": "a", "split": "test"})
+    assert [record.data for record in read_records(one, Path())] == [{"q": 3}]
+
+
+IFEVAL = {"prompt": "Do it.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"kwargs": []}, "x.jsonl:2: 1 `instructions` have 0 `arguments`; expected one each, at least one"),
+        ({"instruction_id_list": [], "kwargs": []}, "x.jsonl:2: 0 `instructions` have 0 `arguments`"),
+        ({"instruction_id_list": ["no_comma"]}, "x.jsonl:2: unknown instruction 'no_comma'"),
+        ({"prompt": " "}, "x.jsonl:2: `context` is empty"),
+    ],
+)
+def test_bad_records_of_instructions(make, record, message):
+    with pytest.raises(EvalError) as raised:
+        make([IFEVAL, IFEVAL | record], type="instructions", conventions=["lm-eval"]).documents()
+    assert message in str(raised.value)
+
+
+def test_instructions_are_asked_as_they_are_and_need_their_libraries_first(make, tokenizer, monkeypatch):
+    records = [IFEVAL, IFEVAL | {"instruction_id_list": ["change_case:english_capital"]}]
+    task = make(records, type="instructions", conventions=["lm-eval"], lm_eval={"stops": [], "max_new_tokens": 7})
+    documents = task.documents(limit=1)
+    [request] = task.requests(documents, tokenizer)
+    assert isinstance(request, GenerateUntilRequest)
+    assert (tokenizer.decode(request.context), request.stops, request.max_new_tokens) == ("Do it.", (), 7)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    task.check_shots(documents, 0)
+    with pytest.raises(EvalError, match="task mine: change_case:english_capital is checked with langdetect"):
+        task.check_shots(task.documents(), 0)
+
+
+def test_words_and_bytes_of_a_perplexity_are_those_of_the_original(make):
+    task = make([{"text": "a , b"}], type="perplexity", text="{{text | replace(' , ', ', ')}}", original="{{text}}")
+    [document] = task.documents().evaluated
+    assert document.content == Text("a, b", "a , b")
+    made = process_results(document, [Loglikelihood(-6.0, True, 2)], task.settings)
+    assert (made.values["word_perplexity"], made.values["byte_perplexity"]) == ((-6.0, 3.0), (-6.0, 5.0))

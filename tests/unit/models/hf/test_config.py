@@ -2,7 +2,9 @@
 
 import copy
 import json
+import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from llmtrain.schema.load import load_config
 from tests.support import published_configs as published
 from tests.support.hf import names_of
 
-YAMLS = sorted((Path(__file__).parents[4] / "yamls" / "pretrain").glob("*.yaml"))
+ROOT = Path(__file__).parents[4]
+YAMLS = sorted((ROOT / "yamls" / "pretrain").glob("*.yaml"))
 
 # Parameters as the hub counts them, where it was at hand; all are compared with transformers' own model besides.
 PUBLISHED: dict[str, tuple[dict[str, Any], int | float]] = {
@@ -35,6 +38,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int | float]] = {
     "Zyphra/Zamba2-1.2B": (published.ZAMBA2_1_2B, 1_215_064_704),
     "Zyphra/Zamba2-2.7B": (published.ZAMBA2_2_7B, 2.66e9),
     "Zyphra/Zamba2-7B": (published.ZAMBA2_7B, 7.36e9),
+    "mistralai/Mistral-7B-v0.1": (published.MISTRAL_7B, 7_241_732_096),
+    "Qwen/Qwen2.5-7B": (published.QWEN2_5_7B, 7_615_616_512),
+    "Qwen/Qwen3-8B": (published.QWEN3_8B, 8_190_735_360),
+    "allenai/OLMo-2-1124-7B": (published.OLMO2_7B, 7_298_617_344),
+    "microsoft/Phi-3-mini-4k-instruct": (published.PHI3_MINI, 3_821_079_552),
+    "ibm-granite/granite-3.1-8b-base": (published.GRANITE_8B, 8_170_848_256),
+    "EleutherAI/pythia-6.9b": (published.PYTHIA_6_9B, 6_857_302_016),
+    "bigcode/starcoder2-3b": (published.STARCODER2_3B, 3_030_371_328),
+    "google/gemma-2-9b": (published.GEMMA2_9B, 9_241_705_984),
+    "google/gemma-3-1b-pt": (published.GEMMA3_1B, 999_885_952),
+    "nvidia/Nemotron-H-8B-Base-8K": (published.NEMOTRON_H_8B, 8.1e9),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (published.NEMOTRON_NANO_9B_V2, 8.89e9),
+    "ibm-granite/granite-4.0-h-350m": (published.GRANITE_4_H_350M, 340e6),
+    "ibm-granite/granite-4.0-h-1b": (published.GRANITE_4_H_1B, 1.46e9),
+    "ibm-granite/granite-4.0-h-micro": (published.GRANITE_4_H_MICRO, 3_191_396_096),
+    "ibm-ai-platform/Bamba-9B": (published.BAMBA_9B, 9.78e9),
+    "tiiuae/Falcon-H1-0.5B-Base": (published.FALCON_H1_500M, 521_411_104),
+    "tiiuae/Falcon-H1-1.5B-Base": (published.FALCON_H1_1_5B, 1.55e9),
+    "tiiuae/Falcon-H1-7B-Base": (published.FALCON_H1_7B, 7.59e9),
+    "allenai/Olmo-Hybrid-7B": (published.OLMO_HYBRID_7B, 7.43e9),
 }
 
 
@@ -86,6 +109,7 @@ def test_what_is_read():
     assert llama.blocks["attn"].model_dump()["position"] == {
         "type": "rotary",
         "theta": 500000.0,
+        "fraction": 1.0,
         "scaling": {
             "type": "llama3",
             "factor": 8.0,
@@ -147,8 +171,17 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.MPT_7B, _attention(softmax_scale=0.0), "softmax_scale"),
         (published.MPT_7B, {"d_model": "wide"}, "does not accept"),
         (published.LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
-        (published.LLAMA_2_7B, _rope(type="dynamic", factor=2.0), "rope_type = dynamic: there are default, linear and"),
-        (published.LLAMA_2_7B, _rope(rope_type="yarn", factor=2.0), "rope_type = yarn"),
+        (
+            published.LLAMA_2_7B,
+            _rope(type="dynamic", factor=2.0),
+            "rope_type = dynamic: there are default, .* and yarn; the freq",
+        ),
+        (
+            published.LLAMA_2_7B,
+            _rope(rope_type="longrope", short_factor=[1.0], long_factor=[2.0]),
+            "rope_type = longrope",
+        ),
+        (published.LLAMA_2_7B, _rope(rope_type="yarn", factor=2.0, beta_slow=40.0), "beta_slow: must not exceed"),
         (published.LLAMA_2_7B, _rope(rope_type="llama3"), "does not accept .*factor"),
         (published.LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (published.LLAMA_2_7B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -169,7 +202,33 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.ZAMBA2_7B, {"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
         (published.ZAMBA2_7B, {"mamba_headdim": 32}, "n_mamba_heads"),
         (published.ZAMBA2_1_2B, {"num_key_value_heads": 8}, "use_shared_attention_adapter"),
-        (published.LLAMA_2_7B, {"model_type": "gpt2"}, "'gpt2'; there is llama, mamba2, mpt, zamba2"),
+        (published.LLAMA_2_7B, {"model_type": "gpt2"}, "'gpt2'; there is bamba, falcon_h1, gemma2, "),
+        (
+            published.LLAMA_2_7B,
+            {"model_type": "x", "num_local_experts": 8},
+            "routed experts .num_local_experts.; there",
+        ),
+        (published.LLAMA_2_7B, {"model_type": "x", "mamba_dt_rank": 8}, "needs what is not here: Mamba-1 layers"),
+        (
+            published.LLAMA_2_7B,
+            {"model_type": "recurrent_gemma", "lru_width": 2560},
+            "RG-LRU layers .lru_width.; there",
+        ),
+        (published.QWEN3_NEXT_80B, {}, "num_experts = 512 in 48 layers: routed experts are not here; num_experts: 0"),
+        (published.QWEN3_NEXT_80B, {"mlp_only_layers": [0, 47]}, "num_experts = 512 in 46 layers"),
+        (published.QWEN3_NEXT_80B, {"num_experts": 0, "hidden_act": "gelu"}, "hidden_act = gelu: the convolution has"),
+        (published.OLMO_HYBRID_7B, {"layer_types": ["mamba"] * 32}, "does not accept|there are linear_attention and"),
+        (
+            published.GRANITE_4_H_350M,
+            {"layer_types": ["mamba", "moe"] * 16},
+            r"layer_types = \['moe'\]: there are linear",
+        ),
+        (published.BAMBA_9B, {"layers_block_type": ["mamba"] * 32}, "BambaConfig does not accept"),
+        (
+            published.OLMO_HYBRID_7B,
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type = dynamic",
+        ),
     ],
 )
 def test_refusals(config, change, message):
@@ -213,6 +272,13 @@ def test_our_own_models(file):
     assert count(read(written)) == count(config)
 
 
+def test_token_ids_that_a_class_has_by_default_bring_no_warning(caplog, monkeypatch):
+    """GPTNeoXConfig's lie outside StarCoder2's vocabulary; `llmtrain describe` tries the one before the other."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    family_for_model(load_config(ROOT / "yamls" / "pretrain" / "starcoder2-3b.yaml").model)
+    assert caplog.messages == []
+
+
 def test_older_readers_find_the_rotary_settings():
     written = family_for_model(read(published.LLAMA_3_1_8B)).write_config(read(published.LLAMA_3_1_8B))
     assert written["rope_theta"] == 500000.0 and written["rope_scaling"] == published.LLAMA_3_1_8B["rope_scaling"]
@@ -220,7 +286,20 @@ def test_older_readers_find_the_rotary_settings():
 
 
 def test_families():
-    assert [family.model_type for family in families()] == ["mpt", "llama", "mamba2", "zamba2"]
+    assert [family.model_type for family in families()] == [
+        *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
+        *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
+        *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
+    ]
+
+
+def test_the_documentation_has_every_family_in_the_order_in_which_an_export_tries_them():
+    table = (
+        (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("| `model_type` |")[2].partition("\n\n")[0]
+    )
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == [family.model_type for family in families()]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\[(\d+) families\]", readme) == [str(len(families()))]
 
 
 @pytest.mark.parametrize(

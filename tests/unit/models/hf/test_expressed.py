@@ -15,11 +15,13 @@ from pydantic import ValidationError
 from llmtrain.models.config import (
     AttentionBlock,
     Block,
+    GatedDeltaNetBlock,
     Mamba2Block,
     ModelConfig,
+    ParallelMixersBlock,
     SharedAttentionBlock,
 )
-from llmtrain.models.hf.family import Family, UnsupportedModelError
+from llmtrain.models.hf.family import Family, UnsupportedModelError, family_of_hf_config
 from llmtrain.models.hf.llama import FAMILY as LLAMA
 from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
 from llmtrain.models.hf.mpt import FAMILY as MPT
@@ -31,11 +33,123 @@ from llmtrain.models.sections.layers import (
     MLPConfig,
     NormConfig,
     RotaryPosition,
+    YarnScaling,
 )
 
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 4}
 MAMBA: dict[str, Any] = {"type": "mamba2", "d_state": 16, "head_dim": 8}
 COMMON: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "max_seq_len": 48, "dropout": 0.1, "init": {"std": 0.03}}
+ROTARY, SWIGLU = {"type": "rotary"}, {"type": "swiglu", "d_ff": 48}
+AFTER: dict[str, Any] = {"type": "rmsnorm", "place": "after"}
+GEMMA: dict[str, Any] = {
+    "norm": {"type": "rmsnorm", "zero_centered": True, "place": "both"},
+    "embedding_multiplier": 32**0.5,
+    "logit_softcap": 20.0,
+}
+ATTENTION_MLP = ATTENTION | {"position": ROTARY, "mlp": SWIGLU}
+FURTHER, LOCAL = {"type": "rotary", "theta": 500.0}, {"sliding_window": 9}
+GELU = {"type": "gelu_tanh", "d_ff": 48, "bias": True}
+GDN: dict[str, Any] = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "mlp": SWIGLU}
+BIASED = ATTENTION_MLP | {"qkv_bias": True, "out_bias": True, "mlp": GELU}
+GEGLU = ATTENTION_MLP | {"softmax_scale": 0.5, "mlp": {"type": "geglu_tanh", "d_ff": 48}}
+
+
+def one(block: dict[str, Any], **model: Any) -> dict[str, Any]:
+    return {"blocks": {"x": block}, "layers": "x*3", **model}
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "mistral": one(ATTENTION_MLP | {"n_kv_heads": 2, "head_dim": 6} | LOCAL),
+    "qwen2": {
+        "blocks": {"x": ATTENTION_MLP | {"qkv_bias": True}, "y": ATTENTION_MLP | {"qkv_bias": True} | LOCAL},
+        "layers": "x*2 y",
+    },
+    "qwen3": one(ATTENTION_MLP | {"qk_norm": "head"}),
+    "olmo2": one(ATTENTION_MLP | {"qk_norm": "full"}, norm=AFTER),
+    "olmo3": {
+        "blocks": {
+            "x": ATTENTION_MLP | {"qk_norm": "full", "position": FURTHER},
+            "y": ATTENTION_MLP | {"qk_norm": "full"} | LOCAL,
+        },
+        "layers": "y*3 x",
+        "norm": AFTER,
+    },
+    "phi3": one(ATTENTION_MLP | {"position": ROTARY | {"fraction": 0.75}}),
+    "granite": one(
+        ATTENTION_MLP | {"softmax_scale": 0.25, "residual_multiplier": 0.22},
+        embedding_multiplier=12.0,
+        logit_multiplier=1 / 49,
+    ),
+    "gpt_neox": one(BIASED | {"parallel": True}, norm={"type": "layernorm", "bias": True}),
+    "starcoder2": one(BIASED, norm={"type": "layernorm", "bias": True}),
+    "nemotron_h": {
+        "blocks": {
+            "x": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2, "mlp": {"type": "relu2", "d_ff": 48}},
+            "y": ATTENTION | {"n_kv_heads": 2, "mlp": {"type": "relu2", "d_ff": 48}},
+            "z": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2},
+        },
+        "layers": "x z y x",
+        "tie_embeddings": False,
+    },
+    "bamba": {
+        "blocks": {
+            "x": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2, "mlp": SWIGLU},
+            "y": ATTENTION_MLP | {"n_kv_heads": 2, "position": ROTARY | {"fraction": 0.5}},
+        },
+        "layers": "x y x",
+    },
+    "granitemoehybrid": {
+        "blocks": {
+            "x": MAMBA | {"residual_multiplier": 0.22, "mlp": SWIGLU},
+            "y": ATTENTION | {"softmax_scale": 0.25, "residual_multiplier": 0.22, "mlp": SWIGLU},
+        },
+        "layers": "x y x",
+        "embedding_multiplier": 12.0,
+        "logit_multiplier": 1 / 49,
+    },
+    "falcon_h1": one(
+        {
+            "type": "parallel_mixers",
+            "mixers": [
+                MAMBA | {"d_inner": 48, "gated_norm": False, "input_multiplier": 1.25, "residual_multiplier": 0.24},
+                ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "softmax_scale": 0.1, "input_multiplier": 0.5},
+            ],
+            "mlp": SWIGLU | {"activation_multiplier": 0.88, "out_multiplier": 0.59},
+        },
+        embedding_multiplier=5.6,
+        logit_multiplier=0.04,
+    ),
+    "qwen3_next": {
+        "blocks": {
+            "x": GDN | {"n_key_heads": 2},
+            "y": ATTENTION_MLP
+            | {
+                "n_kv_heads": 2,
+                "head_dim": 12,
+                "qk_norm": "head",
+                "output_gate": True,
+                "position": ROTARY | {"fraction": 0.5},
+            },
+        },
+        "layers": "x*2 y",
+        "norm": {"type": "rmsnorm", "zero_centered": True},
+    },
+    "olmo_hybrid": {
+        "blocks": {
+            "x": GDN | {"negative_eigenvalues": True, "gated_norm_eps": 1e-5},
+            "y": ATTENTION_MLP | {"qk_norm": "full", "position": {"type": "none"}, "norm": AFTER | {"eps": 1e-6}},
+        },
+        "layers": "x*2 y",
+        "norm": {"type": "rmsnorm", "eps": 1e-6},
+    },
+    "gemma2": {"blocks": {"x": GEGLU | {"softcap": 9.0}, "y": GEGLU | {"softcap": 9.0} | LOCAL}, "layers": "y x"}
+    | GEMMA,
+    "gemma3_text": {
+        "blocks": {"x": GEGLU | {"qk_norm": "head", "position": FURTHER}, "y": GEGLU | {"qk_norm": "head"} | LOCAL},
+        "layers": "y*5 x",
+        **GEMMA,
+    },
+}
 BASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "mpt": (
         MPT,
@@ -79,6 +193,7 @@ BASES: dict[str, tuple[Family, dict[str, Any]]] = {
             "layers": "x*3",
         },
     ),
+    **{name: (family_of_hf_config({"model_type": name}), COMMON | base) for name, base in DECODERS.items()},
     "mamba2": (MAMBA2, COMMON | {"blocks": {"x": MAMBA | {"dt_limit": (0.01, 2.0)}}, "layers": "x*3"}),
     "zamba2": (
         ZAMBA2,
@@ -103,19 +218,24 @@ BASES: dict[str, tuple[Family, dict[str, Any]]] = {
 
 _MLP = [{"type": "swiglu", "d_ff": 40}, {"type": "gelu", "d_ff": 40}, None]
 _NORM = [{"type": "rmsnorm", "eps": 1e-3}, {"type": "layernorm", "bias": True}, {"type": "layernorm", "eps": 1e-3}]
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 16}
 _POSITION = [{"type": "none"}, {"type": "alibi"}, {"type": "rotary", "theta": 77.0}]
 _ATTENTION: dict[str, list[Any]] = {
     "n_heads": [2, 8],
     "n_kv_heads": [1, 2],
     "head_dim": [4, 10, 16],
     "position": _POSITION,
-    "qk_norm": ["head", "full"],
+    "qk_norm": ["none", "head", "full"],
     "clip_qkv": [3.0, None],
-    "sliding_window": [5],
-    "softcap": [9.0],
-    "softmax_scale": [0.3],
+    "sliding_window": [5, None],
+    "softcap": [8.0, None],
+    "softmax_scale": [0.3, None],
+    "parallel": [True, False],
+    "residual_multiplier": [0.5, 1.0],
+    "input_multiplier": [0.5, 1.0],
     "qkv_bias": [True, False],
     "out_bias": [True, False],
+    "output_gate": [True, False],
     "norm": _NORM,
 }
 # Section -> field -> other values. What is in NO_FUNCTION needs none.
@@ -128,7 +248,9 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "positions": ["learned"],
         "norm": _NORM,
         "tie_embeddings": [False],
-        "logit_softcap": [30.0],
+        "logit_softcap": [30.0, None],
+        "embedding_multiplier": [3.0, 1.0],
+        "logit_multiplier": [0.3, 1.0],
     },
     AttentionBlock: _ATTENTION | {"mlp": _MLP},
     SharedAttentionBlock: _ATTENTION
@@ -137,6 +259,9 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "d_state": [8],
         "head_dim": [16],
         "expand": [3],
+        "d_inner": [40, 96],
+        "projection_multipliers": [(0.5, 1.0, 2.0, 1.0, 1.0)],
+        "gated_norm": [False, True],
         "n_groups": [2],
         "d_conv": [3],
         "dt_limit": [(0.2, 0.5), (0.3, None), (0.0, None), None],
@@ -146,17 +271,66 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "gated_norm_eps": [1e-3, 1e-5],
         "norm": _NORM,
         "mlp": _MLP,
+        "parallel": [False],
+        "residual_multiplier": [0.5],
+        "input_multiplier": [0.5, 1.0],
     },
-    NormConfig: {"type": ["rmsnorm", "layernorm"], "bias": [True], "eps": [1e-3]},
-    MLPConfig: {"type": ["gelu", "swiglu", "geglu"], "d_ff": [44], "bias": [True, False]},
+    ParallelMixersBlock: {
+        "mixers": [[ATTENTION, ATTENTION], [MAMBA, MAMBA], [MAMBA, ATTENTION | {"position": ROTARY}, MAMBA]],
+        "norm": _NORM,
+        "mlp": _MLP,
+        "parallel": [True],
+        "residual_multiplier": [0.5],
+        "input_multiplier": [0.5],
+    },
+    GatedDeltaNetBlock: {
+        "n_heads": [8],
+        "n_key_heads": [1, 4],
+        "key_head_dim": [7],
+        "value_head_dim": [6],
+        "d_conv": [3],
+        "negative_eigenvalues": [True, False],
+        "gated_norm_eps": [1e-3, None],
+        "norm": _NORM,
+        "mlp": _MLP,
+        "parallel": [True],
+        "residual_multiplier": [0.5],
+        "input_multiplier": [0.5],
+    },
+    NormConfig: {
+        "type": ["rmsnorm", "layernorm"],
+        "bias": [True, False],
+        "eps": [1e-3],
+        "zero_centered": [True, False],
+        "place": ["before", "after", "both"],
+    },
+    MLPConfig: {
+        "type": ["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"],
+        "d_ff": [44],
+        "bias": [True, False],
+        "activation_multiplier": [0.5, 1.0],
+        "out_multiplier": [0.5, 1.0],
+    },
     AlibiPosition: {"max_bias": [4.0, 7.5]},
-    RotaryPosition: {"theta": [500.0], "scaling": [None, {"type": "linear", "factor": 3.0}]},
+    RotaryPosition: {
+        "theta": [600.0],
+        "fraction": [0.5, 1.0],
+        "scaling": [None, {"type": "linear", "factor": 3.0}, _YARN],
+    },
     LinearScaling: {"factor": [7.0]},
     Llama3Scaling: {
         "factor": [7.0],
         "low_freq_factor": [2.0],
         "high_freq_factor": [5.0],
         "original_max_seq_len": [100],
+    },
+    YarnScaling: {
+        "factor": [7.0],
+        "original_max_seq_len": [100],
+        "beta_fast": [4.0],
+        "beta_slow": [2.0],
+        "truncate": [False],
+        "attention_factor": [1.5],
     },
 }
 NO_FUNCTION = {
@@ -171,9 +345,9 @@ NO_FUNCTION = {
 }
 
 
-def sections(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
+def sections(config: ModelConfig) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The path and content of every section that computes."""
-    pending: list[tuple[tuple[str, ...], Any]] = [((), config)]
+    pending: list[tuple[tuple[Any, ...], Any]] = [((), config)]
     while pending:
         path, section = pending.pop()
         yield path, section
@@ -181,6 +355,8 @@ def sections(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
             value = getattr(section, name)
             if name == "blocks":
                 pending += [((*path, name, block), content) for block, content in value.items()]
+            elif name == "mixers":
+                pending += [((*path, name, i), content) for i, content in enumerate(value)]
             elif hasattr(type(value), "model_fields") and name not in NO_FUNCTION:
                 pending.append(((*path, name), value))
 
@@ -190,14 +366,16 @@ def changes() -> Iterator[Any]:
         for path, section in sections(ModelConfig.model_validate(base)):
             for key, values in OTHER_VALUES.get(type(section), {}).items():
                 for value in values:
-                    yield pytest.param(name, (*path, key), value, id=f"{name}-{'.'.join((*path, key))}={value}")
+                    yield pytest.param(
+                        name, (*path, key), value, id=f"{name}-{'.'.join(map(str, (*path, key)))}={value}"
+                    )
 
 
-def changed(base: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(base)
-    section = made
+def changed(base: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    made: dict[str, Any] = copy.deepcopy(base)
+    section: Any = made
     for key in path[:-1]:
-        section = section.setdefault(key, {})
+        section = section[key] if isinstance(section, list) else section.setdefault(key, {})
     section[path[-1]] = value
     return made
 
@@ -211,9 +389,16 @@ def function(config: ModelConfig) -> dict[str, Any]:
         norm = block.norm or config.norm
         fields = {key: value for key, value in block.model_dump().items() if key not in NO_FUNCTION}
         fields["norm"] = norm.model_dump()
-        if isinstance(block, Mamba2Block):
-            fields["gated_norm_eps"] = block.gated_norm_eps or norm.eps
+        if isinstance(block, ParallelMixersBlock):
+            fields["mixers"] = sorted((of(part.model_copy(update={"norm": norm})) for part in block.mixers), key=str)
+        elif isinstance(block, Mamba2Block):
+            fields["gated_norm_eps"] = (block.gated_norm_eps or norm.eps) if block.gated_norm else None
+            fields["norm_before_gate"] = block.gated_norm and block.norm_before_gate
             fields["dt_limit"] = None if block.dt_limit == (0.0, None) else block.dt_limit
+            fields["d_inner"] = block.inner_width(config.d_model)
+            del fields["expand"]
+        elif isinstance(block, GatedDeltaNetBlock):
+            fields |= {"gated_norm_eps": block.gated_norm_eps or norm.eps, "n_key_heads": block.key_heads}
         else:
             spec = block.spec(config.d_model)
             fields |= {"n_kv_heads": spec.n_kv_heads, "head_dim": spec.head_dim, "softmax_scale": spec.scale}
@@ -233,8 +418,8 @@ def function(config: ModelConfig) -> dict[str, Any]:
 def test_a_block_whose_norm_differs_in_its_backend_alone_is_expressed(name):
     family, base = BASES[name]
     config = ModelConfig.model_validate(base)
-    norm = config.norm.model_dump() | {"backend": "reference"}
-    for block in config.blocks:
+    for block, section in config.blocks.items():
+        norm = (section.norm or config.norm).model_dump() | {"backend": "reference"}
         assert family.write_config(ModelConfig.model_validate(changed(base, ("blocks", block, "norm"), norm)))
 
 
@@ -246,7 +431,7 @@ def test_the_bases_are_expressed(name):
     assert function(ModelConfig.model_validate(family.read_config(written))) == function(config)
 
 
-def valid(name: str, path: tuple[str, ...], value: Any) -> bool:
+def valid(name: str, path: tuple[Any, ...], value: Any) -> bool:
     try:
         ModelConfig.model_validate(changed(BASES[name][1], path, value))
     except ValidationError:
@@ -278,11 +463,20 @@ def test_fields_of_training_are_kept_where_there_is_a_place():
     for name, (family, base) in BASES.items():
         read = ModelConfig.model_validate(family.read_config(family.write_config(ModelConfig.model_validate(base))))
         assert read.init.std == 0.03
-        assert read.dropout == (0.1 if name == "mpt" else 0.0)
+        assert read.dropout == (0.1 if name in ("mpt", "gpt_neox") else 0.0)
     mixer = {"chunk_size": 32, "dt_min": 0.01, "dt_max": 0.2}
     config = ModelConfig.model_validate(changed(BASES["mamba2"][1], ("blocks", "x"), MAMBA | mixer))
     found = MAMBA2.read_config(MAMBA2.write_config(config))["blocks"]["m"]
     assert {key: found[key] for key in mixer} == mixer
+
+
+def test_a_refusal_names_the_blocks_own_setting():
+    """norm_before_gate is the mixer's, whatever norm the block takes from the model."""
+    family, base = BASES["granitemoehybrid"]
+    name = next(name for name, block in base["blocks"].items() if block["type"] == "mamba2")
+    config = ModelConfig.model_validate(changed(base, ("blocks", name, "norm_before_gate"), True))
+    with pytest.raises(UnsupportedModelError, match=rf"^model\.blocks\.{name}\.norm_before_gate = true"):
+        family.write_config(config)
 
 
 def test_blocks_of_several_names_must_be_alike():

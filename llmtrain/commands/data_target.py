@@ -1,0 +1,105 @@
+"""The data that a command is about: a prepared folder, shards at any place, a run's YAML, or a run. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.config.addresses import is_remote
+from llmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from llmtrain.data.stored_stream import StoredStream
+    from llmtrain.schema.data import DataConfig
+
+SPLITS = ("train", "validation")
+TARGET = "a folder that `llmtrain prepare` wrote, or of other MDS shards (also s3://); a run's YAML; or a run's folder"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. step: that of its newest checkpoint; None for a YAML."""
+
+    data: DataConfig
+    global_batch_size: int
+    step: int | None
+    fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """streams: by split. run: None for a folder of shards. folder: what `prepare` wrote, on this machine."""
+
+    streams: dict[str, list[StoredStream]]
+    run: RunData | None = None
+    folder: Path | None = None
+
+
+def open_target(place: str, overrides: Sequence[str] = ()) -> Target:
+    """The data at a place. overrides: of a YAML. Raises UserError, with what is there instead."""
+    from llmtrain.data.stored_stream import open_place, open_stream
+
+    if not _is_run(place):
+        _refuse_overrides(place, overrides)
+        if whole := open_place(place):
+            return Target({"train": [whole]})
+        found = {split: open_place(f"{place.rstrip('/')}/{split}", split) for split in SPLITS}
+        streams = {split: [stream] for split, stream in found.items() if stream}
+        if not streams:
+            raise UserError(f"{place}: expected {TARGET}; it holds no index.json of shards, and no checkpoints/")
+        return Target(streams, folder=None if is_remote(place) else Path(place).expanduser())
+    run = open_run(place, overrides)
+    named = {"train": run.data.train_streams(), "validation": run.data.validation_streams()}
+    return Target(
+        {split: [open_stream(*pair) for pair in streams.items()] for split, streams in named.items() if streams}, run
+    )
+
+
+def open_run(place: str, overrides: Sequence[str] = ()) -> RunData:
+    """The data of a run's folder, of a checkpoint, or of a YAML. Raises UserError."""
+    if _is_checkpoint(place):
+        _refuse_overrides(place, overrides)
+        return _recorded(place)
+    from llmtrain.schema.load import load_config
+
+    config = load_config(place, overrides)
+    return RunData(config.data, config.train.global_batch_size, None, None)
+
+
+def _refuse_overrides(place: str, overrides: Sequence[str]) -> None:
+    if overrides:
+        raise UserError(f"{overrides[0]}: settings are replaced in a YAML alone, and {place} is none")
+
+
+def _is_run(place: str) -> bool:
+    """True for a run or a YAML; False for a folder of shards."""
+    path = Path(place).expanduser()
+    return _is_checkpoint(place) or not (is_remote(place) or path.is_dir())
+
+
+def _is_checkpoint(place: str) -> bool:
+    path = Path(place).expanduser()
+    return not is_remote(place) and (
+        (path / "checkpoints").is_dir() or (path.name.startswith("step-") and path.is_dir())
+    )
+
+
+def _recorded(place: str) -> RunData:
+    from llmtrain.checkpoint.repository import Repository
+    from llmtrain.config.decode import decode
+    from llmtrain.schema.data import DataConfig
+
+    checkpoint = Repository(place).find()
+    manifest = checkpoint.require()
+    position = manifest.data.get("position")
+    if "train" not in manifest.config or position is None:
+        raise UserError(f"{checkpoint.address} holds weights alone: it is of no run, and has read no data")
+    data, problems = decode(DataConfig, manifest.config["data"])
+    if problems or data is None:
+        unknown = "; ".join(f"data.{problem.path}: {problem.message}" for problem in problems)
+        raise UserError(f"{checkpoint.address} was written by another version of llmtrain ({unknown})")
+    data = data.model_copy(update={"order": position.get("order", "streaming")})
+    batch = manifest.config["train"]["global_batch_size"]
+    return RunData(data, batch, manifest.step, manifest.data.get("fingerprint"))

@@ -1,0 +1,34 @@
+"""The number of processes that `train` and `eval` run on this machine."""
+
+from __future__ import annotations
+
+from llmtrain.errors import UserError
+
+
+def joins_a_launcher(nproc: int | None) -> bool:
+    """True for a rank that a launcher started; it then ends with its launcher.
+
+    nproc: of --nproc. Raises UserError for a number below 1, and in a rank, which starts no processes.
+    """
+    from llmtrain.distributed.processes import end_with_launcher
+    from llmtrain.distributed.world import launched_by_a_launcher
+
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: expected at least 1")
+    if not launched_by_a_launcher():
+        return False
+    end_with_launcher()
+    if nproc is not None:
+        raise UserError(
+            "--nproc starts processes, but a launcher already started this one; drop --nproc or the launcher"
+        )
+    return True
+
+
+def chosen_processes(nproc: int | None) -> int:
+    """--nproc, by default one process per GPU, or one."""
+    if nproc is not None:
+        return nproc
+    import torch
+
+    return torch.cuda.device_count() or 1

@@ -1,0 +1,306 @@
+"""A model in Hugging Face format inside LLM Foundry's YAML (`hf_causal_lm`): its config.json as our `model` section."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.base import Problem
+from llmtrain.convert.foundry.rotary import llama3_scaling
+from llmtrain.convert.foundry.settings import Settings
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 24},
+    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_head": 20, "n_layer": 36},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48},
+    "gpt-neo-125m": {
+        "model_type": "gpt_neo",
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "attention_types": [[["global", "local"], 6]],
+    },
+    "opt-125m": {"model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12},
+    "opt-1.3b": {
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "ffn_dim": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+    },
+    "opt-2.7b": {
+        "model_type": "opt",
+        "hidden_size": 2560,
+        "ffn_dim": 10240,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-2-7b": {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "mpt-7b": {
+        "model_type": "mpt",
+        "d_model": 4096,
+        "n_heads": 32,
+        "n_layers": 32,
+        "vocab_size": 50432,
+        "no_bias": True,
+        "attn_config": {"alibi": True},
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+    },
+}
+"""Model -> its config.json on the Hugging Face hub, as far as it differs from the class's defaults."""
+
+_ALIASES = {"meta-llama-3-8b": "llama-3-8b", "meta-llama-3.1-8b": "llama-3.1-8b", "llama-2-7b-hf": "llama-2-7b"}
+_UNKNOWN = {
+    "vocab_size": "???",
+    "d_model": "???",
+    "max_seq_len": "${data.seq_len}",
+    "blocks": {"attn": {"type": "attention", "n_heads": "???", "mlp": {"d_ff": "???"}}},
+    "layers": "???",
+}
+
+
+def read_config(model: Settings) -> dict[str, Any] | None:
+    """The config.json that the section means, with its overrides; None, with a note, where it is not known here."""
+    name = model.take("pretrained_model_name_or_path", str, "")
+    overrides = model.take("config_overrides", dict, {})
+    if model.take("pretrained", bool, True):
+        text = "write init_from: OUT after `llmtrain import {0} OUT`, which takes MPT, Llama, Mamba-2 and Zamba2"
+        model.left("pretrained", text.format(name or "HF_FOLDER"))
+    config = _config(model, name)
+    if config is not None:
+        return _deep(config, overrides)
+    text = (
+        "is not known here, and no folder with a config.json; download it and give its folder, or write the "
+        "keys with ???; `llmtrain import` writes them to OUT/model.yaml for MPT, Llama, Mamba-2 and Zamba2"
+    )
+    model.left("pretrained_model_name_or_path", text)
+    if overrides:
+        model.left("config_overrides", "the settings that they replace are not known")
+    return None
+
+
+def hf_model(model: Settings, config: dict[str, Any] | None) -> dict[str, Any]:
+    """Our `model` section; with `???` for what the user has to give where the model is not known here."""
+    if config is None:
+        return dict(_UNKNOWN)
+    convert = _CONVERTERS.get(config.get("model_type", ""))
+    if convert is None:
+        have = ", ".join(sorted([*_CONVERTERS, "mpt"]))
+        text = f"config.json is of type {config.get('model_type')!r}; there is {have}"
+        model.left("pretrained_model_name_or_path", text)
+        return dict(_UNKNOWN)
+    return convert(config, model)
+
+
+def _config(model: Settings, name: str) -> dict[str, Any] | None:
+    file = Path(name) / "config.json"
+    if name and file.is_file():
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problem = Problem(model.at("pretrained_model_name_or_path"), name, f"{file} is no JSON: {error}")
+            model.notes.problems.append(problem)
+            return None
+    short = name.rsplit("/", 1)[-1].lower()
+    return PUBLISHED.get(_ALIASES.get(short, short))
+
+
+def _deep(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _deep(merged[key], value) if both else value
+    return merged
+
+
+def _gpt2(config: dict[str, Any], model: Settings) -> dict[str, Any]:
+    """GPT2Config's defaults are GPT-2 small's."""
+    get = config.get
+    d_model, dropout = get("n_embd", 768), get("resid_pdrop", 0.1)
+    _activation(model, get("activation_function", "gelu_new"), ("gelu",))
+    if get("attn_pdrop", 0.1):
+        model.left(
+            "pretrained_model_name_or_path", f"attention weights have no dropout; GPT-2's is {get('attn_pdrop', 0.1):g}"
+        )
+    if get("embd_pdrop", 0.1) != dropout:
+        model.left("config_overrides", f"dropout is one number; {dropout:g}, resid_pdrop, was taken")
+    return _decoder(
+        vocab=get("vocab_size", 50257),
+        d_model=d_model,
+        positions=get("n_positions", 1024),
+        blocks={"attn": _biased_block(get("n_head", 12), get("n_inner") or 4 * d_model)},
+        layers=f"attn*{get('n_layer', 12)}",
+        eps=get("layer_norm_epsilon", 1e-5),
+        tie=get("tie_word_embeddings", True),
+        dropout=dropout,
+        init={"std": get("initializer_range", 0.02), "scale_residual": True},
+    )
+
+
+def _gpt_neo(config: dict[str, Any], model: Settings) -> dict[str, Any]:
+    """GPTNeoConfig's defaults; scores are not scaled, and every second layer may look at a window."""
+    get = config.get
+    d_model = get("hidden_size", 2048)
+    _activation(model, get("activation_function", "gelu_new"), ("gelu",))
+    if get("attention_dropout", 0.0):
+        model.left("config_overrides", "attention weights have no dropout")
+    block = _biased_block(get("num_heads", 16), get("intermediate_size") or 4 * d_model)
+    del block["qkv_bias"]
+    block["softmax_scale"] = 1.0
+    blocks = {"attn": block, "local": {**block, "sliding_window": get("window_size", 256)}}
+    names = {"global": "attn", "local": "local"}
+    kinds = get("attention_types") or [[["global", "local"], get("num_layers", 24) // 2]]
+    layers = " ".join(f"({' '.join(names[kind] for kind in group)})*{times}" for group, times in kinds)
+    used = {names[kind] for group, _ in kinds for kind in group}
+    return _decoder(
+        vocab=get("vocab_size", 50257),
+        d_model=d_model,
+        positions=get("max_position_embeddings", 2048),
+        blocks={name: value for name, value in blocks.items() if name in used},
+        layers=layers,
+        eps=get("layer_norm_epsilon", 1e-5),
+        tie=get("tie_word_embeddings", True),
+        dropout=get("resid_dropout", 0.0),
+        init={"std": get("initializer_range", 0.02), "scale_residual": False},
+    )
+
+
+def _opt(config: dict[str, Any], model: Settings) -> dict[str, Any]:
+    """OPTConfig's defaults."""
+    get = config.get
+    dropout = get("dropout", 0.1)
+    _activation(model, get("activation_function", "relu"), ("gelu",))
+    if not get("do_layer_norm_before", True) or get("word_embed_proj_dim", get("hidden_size", 768)) != get(
+        "hidden_size", 768
+    ):
+        model.left("config_overrides", "norms stand before each branch, and embeddings are d_model wide")
+    if get("attention_dropout", 0.0):
+        model.left("config_overrides", "attention weights have no dropout")
+    if dropout:
+        model.left(
+            "pretrained_model_name_or_path", f"OPT's dropout of {dropout:g} leaves the embedding out; ours does not"
+        )
+    return _decoder(
+        vocab=get("vocab_size", 50272),
+        d_model=get("hidden_size", 768),
+        positions=get("max_position_embeddings", 2048),
+        blocks={"attn": _biased_block(get("num_attention_heads", 12), get("ffn_dim", 3072))},
+        layers=f"attn*{get('num_hidden_layers', 12)}",
+        eps=1e-5,
+        tie=get("tie_word_embeddings", True),
+        dropout=dropout,
+        init={"std": get("init_std", 0.02), "scale_residual": False},
+    )
+
+
+def _llama(config: dict[str, Any], model: Settings) -> dict[str, Any]:
+    """LlamaConfig's defaults are Llama 7B's."""
+    get = config.get
+    heads = get("num_attention_heads", 32)
+    _activation(model, get("hidden_act", "silu"), ("silu",))
+    rope = {"rope_theta": get("rope_theta", 10000.0)} | (get("rope_scaling") or {}) | (get("rope_parameters") or {})
+    position: dict[str, Any] = {"type": "rotary", "theta": float(rope["rope_theta"])}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        position["scaling"] = llama3_scaling(rope)
+    elif kind == "linear":
+        position["scaling"] = {"type": "linear", "factor": float(rope.get("factor", 1.0))}
+    elif kind != "default":
+        model.left("config_overrides", f"rotary scaling is linear or llama3, not {kind}; none is written")
+    block: dict[str, Any] = {"type": "attention", "n_heads": heads}
+    if (kv := get("num_key_value_heads", heads)) != heads:
+        block["n_kv_heads"] = kv
+    if get("head_dim"):
+        block["head_dim"] = get("head_dim")
+    block["position"] = position
+    if get("attention_bias", False):
+        block |= {"qkv_bias": True, "out_bias": True}
+    block["mlp"] = {"type": "swiglu", "d_ff": get("intermediate_size", 11008)}
+    if get("mlp_bias", False):
+        block["mlp"]["bias"] = True
+    return {
+        "vocab_size": get("vocab_size", 32000),
+        "d_model": get("hidden_size", 4096),
+        "max_seq_len": get("max_position_embeddings", 2048),
+        "norm": {"type": "rmsnorm", "eps": get("rms_norm_eps", 1e-6)},
+        "blocks": {"attn": block},
+        "layers": f"attn*{get('num_hidden_layers', 32)}",
+        "tie_embeddings": get("tie_word_embeddings", False),
+        "init": {"std": get("initializer_range", 0.02), "scale_residual": False},
+    }
+
+
+def _decoder(
+    *,
+    vocab: int,
+    d_model: int,
+    positions: int,
+    blocks: Any,
+    layers: str,
+    eps: float,
+    tie: bool,
+    dropout: float,
+    init: Any,
+) -> dict[str, Any]:
+    """A decoder with learned positions, LayerNorm and GELU."""
+    section = {
+        "vocab_size": vocab,
+        "d_model": d_model,
+        "max_seq_len": positions,
+        "positions": "learned",
+        "norm": {"type": "layernorm", "bias": True, "eps": eps},
+        "blocks": blocks,
+        "layers": layers,
+        "tie_embeddings": tie,
+    }
+    return section | ({"dropout": dropout} if dropout else {}) | {"init": init}
+
+
+def _biased_block(n_heads: int, d_ff: int) -> dict[str, Any]:
+    mlp = {"type": "gelu", "d_ff": d_ff, "bias": True}
+    return {"type": "attention", "n_heads": n_heads, "qkv_bias": True, "out_bias": True, "mlp": mlp}
+
+
+def _activation(model: Settings, found: str, exact: tuple[str, ...]) -> None:
+    if found not in exact:
+        model.left("pretrained_model_name_or_path", f"its activation is {found}; {exact[0]}, exact, is written")
+
+
+_CONVERTERS: dict[str, Callable[[dict[str, Any], Settings], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "opt": _opt,
+    "llama": _llama,
+}
+"""model_type of config.json -> its converter."""

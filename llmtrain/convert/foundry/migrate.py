@@ -1,0 +1,75 @@
+"""A whole pretraining YAML of LLM Foundry as one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.report import ConfigError
+from llmtrain.convert.foundry import data, run
+from llmtrain.convert.foundry.model import read_model
+from llmtrain.convert.foundry.optimization import read_optimization
+from llmtrain.convert.foundry.settings import Notes, Settings, note_unread
+from llmtrain.convert.foundry.source import read_foundry
+from llmtrain.convert.foundry.tasks import eval_yaml, read_tasks
+from llmtrain.convert.foundry.write import write
+
+
+@dataclass(frozen=True)
+class Migration:
+    """text: our YAML. notes: what it says at its top. tasks: the eval YAML that eval.icl needs, if the file has tasks."""
+
+    text: str
+    sections: dict[str, Any]
+    notes: Notes
+    tasks: str | None
+
+
+def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str | None = None) -> Migration:
+    """Translate a file. known_tasks: names of our tasks. tasks_file: where the eval YAML will be, for eval.icl.
+
+    Raises ConfigError for a file that is not LLM Foundry's, or that LLM Foundry itself could not read.
+    """
+    file = Path(path)
+    source, variables = read_foundry(path)
+    notes = Notes()
+    root = Settings(source.data, notes)
+    root.skip("variables", "tokenizer", *variables)
+    seq_len = data.read_seq_len(root)
+    length = run.read_length(root, seq_len)
+    interval = run.eval_interval(root, length)
+
+    sections: dict[str, Any] = {"name": run.read_name(root, file.stem), "run_dir": None}
+    comments: dict[str, str] = {}
+    if (seed := root.take("seed", int)) is not None:
+        sections["seed"] = seed
+    sections["model"] = read_model(root.section("model"), seq_len)
+    sections["data"], remarks = data.read_data(root, seq_len, interval is not None)
+    comments |= {f"data.{key}": text for key, text in remarks.items()}
+    sections["train"], remarks = run.read_train(root, length)
+    comments |= {f"train.{key}": text for key, text in remarks.items()}
+    sections["optimizer"], sections["schedule"], remarks = read_optimization(root, length)
+    comments |= {f"optimizer.{key}": text for key, text in remarks.items()}
+    tasks = read_tasks(root, file, known_tasks)
+    sections["eval"] = run.read_eval(root, interval, "validation" in sections["data"], bool(tasks))
+    icl_seq_len = root.take("icl_seq_len", int)
+    if icl_seq_len and not tasks:
+        root.harmless("icl_seq_len", "there are no tasks")
+    if tasks and tasks_file:
+        sections["eval"]["icl"] = {"file": tasks_file} | ({"interval": interval} if interval else {})
+    elif tasks:
+        names = ", ".join(task["task"] for task in tasks)
+        root.left(
+            "icl_tasks", f"--icl FILE writes an eval YAML of those that ours has too ({names}) and names it in eval.icl"
+        )
+    top, sections["checkpoint"] = run.read_checkpoint(root, length)
+    sections |= top
+    sections["logging"] = run.read_logging(root)
+    note_unread(root)
+    if notes.problems:
+        raise ConfigError(source.title, notes.problems, source.origins)
+    sections = {key: value for key, value in sections.items() if value is not None and value != {}}
+    text = write(file.name, sections, comments, notes)
+    return Migration(text, sections, notes, eval_yaml(file.name, tasks, icl_seq_len) if tasks else None)

@@ -1,0 +1,86 @@
+"""Compressed files, told by their first bytes: gzip, zstandard, bzip2, xz; of any number of members or frames."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from typing import Any, BinaryIO, Literal, cast
+
+import zstandard
+
+Compression = Literal["gz", "zst", "bz2", "xz"]
+
+EXTENSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
+_MAGIC: dict[bytes, Compression] = {
+    b"\x1f\x8b": "gz",
+    b"\x28\xb5\x2f\xfd": "zst",
+    b"BZh": "bz2",
+    b"\xfd7zXZ\x00": "xz",
+}
+DAMAGES = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)
+"""Errors of reading a damaged file."""
+_READ_BYTES = 1 << 17
+_BUFFER_BYTES = 1 << 20
+
+
+def compression_of(head: bytes) -> Compression | None:
+    """The compression of a file that begins with `head`; None for none that is known."""
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def decompress(stream: BinaryIO, compression: Compression | None) -> BinaryIO:
+    """The uncompressed bytes. Reading them raises one of DAMAGES for a file that is damaged or cut short."""
+    if compression is None:
+        return stream
+    raw: Any
+    if compression == "gz":
+        raw = gzip.GzipFile(fileobj=stream)
+    elif compression == "bz2":
+        raw = bz2.BZ2File(stream)
+    elif compression == "xz":
+        raw = lzma.LZMAFile(stream)  # noqa: SIM115 - closed by its reader
+    else:
+        raw = _ZstReader(stream)
+    return io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES)
+
+
+class _ZstReader(io.RawIOBase):
+    """Uncompressed bytes of a .zst file of one or more frames.
+
+    zstandard's own stream_reader treats a truncated file as complete; here it is an EOFError, as in gzip.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._stream.read(_READ_BYTES)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._ready = memoryview(self._decompress(data))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, data: bytes) -> bytes:
+        parts = []
+        while data:
+            # `zstd --long` writes windows of up to 2 GiB.
+            self._frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            parts.append(self._frame.decompress(data))
+            data = b""
+            if self._frame.eof:
+                data, self._frame = self._frame.unused_data, None
+        return b"".join(parts)

@@ -1,0 +1,90 @@
+"""Writing token samples as MDS shards, byte for byte as StreamingDataset's MDSWriter does, which imports torch in each process
+that writes and encodes one sample at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+from llmtrain.config.output_folder import replace_file
+
+SIZE_LIMIT = 1 << 26
+"""Bytes of a shard, uncompressed."""
+
+
+class ShardWriter:
+    """Shards of samples of one size. entries: what the index says of the shards written so far.
+
+    columns: name -> (encoding of MDS, bytes per sample), in the order of their names.
+    """
+
+    def __init__(self, folder: Path, name: str, columns: dict[str, tuple[str, int]]) -> None:
+        assert list(columns) == sorted(columns)
+        self._folder, self._name = folder, name
+        self._config = {
+            "version": 2,
+            "format": "mds",
+            "compression": "zstd",
+            "hashes": ["xxh64"],
+            "size_limit": SIZE_LIMIT,
+            "column_names": list(columns),
+            "column_encodings": [encoding for encoding, _ in columns.values()],
+            "column_sizes": [size for _, size in columns.values()],
+        }
+        self._header = json.dumps(self._config, sort_keys=True).encode()
+        self._sample_bytes = sum(size for _, size in columns.values())
+        self._most = max(1, (SIZE_LIMIT - 8 - len(self._header)) // (self._sample_bytes + 4))
+        self._waiting: list[NDArray[np.uint8]] = []
+        self._count = 0
+        self.entries: list[dict[str, Any]] = []
+
+    def write(self, samples: NDArray[np.uint8]) -> None:
+        """samples: [n, bytes per sample], the columns one after the other."""
+        assert samples.shape[1] == self._sample_bytes
+        while len(samples):
+            taken = samples[: self._most - self._count]
+            self._waiting.append(taken)
+            self._count += len(taken)
+            samples = samples[len(taken) :]
+            if self._count == self._most:
+                self._flush()
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Write what is left. Returns the index's entries of all shards."""
+        if self._count:
+            self._flush()
+        return self.entries
+
+    def _flush(self) -> None:
+        offsets = np.arange(self._count + 1, dtype=np.uint32) * np.uint32(self._sample_bytes)
+        offsets += np.uint32(4 + offsets.nbytes + len(self._header))
+        raw = b"".join(
+            [np.uint32(self._count).tobytes(), offsets.tobytes(), self._header, *(part.data for part in self._waiting)]
+        )
+        compressed = zstandard.ZstdCompressor(level=3).compress(raw)
+        basename = f"{self._name}.{len(self.entries):05}.mds"
+        replace_file(self._folder / f"{basename}.zstd", compressed)
+        self.entries.append(
+            self._config
+            | {
+                "samples": self._count,
+                "raw_data": _described(basename, raw),
+                "zip_data": _described(f"{basename}.zstd", compressed),
+            }
+        )
+        self._waiting, self._count = [], 0
+
+
+def _described(basename: str, content: bytes) -> dict[str, Any]:
+    return {"basename": basename, "bytes": len(content), "hashes": {"xxh64": xxhash.xxh64_hexdigest(content)}}
+
+
+def write_index(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """Write the index of a folder of shards."""
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}, sort_keys=True), encoding="utf-8")

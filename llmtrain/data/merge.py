@@ -1,0 +1,153 @@
+"""Merging partitions: the indexes of both splits, the counts for the manifest, and the baselines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
+from llmtrain.data.mds_writer import write_index
+from llmtrain.data.partition_maker import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
+from llmtrain.data.partitions import Partition
+from llmtrain.data.provenance import SOURCES, MergedDocuments, documents_path, read_documents
+from llmtrain.data.source_files import PassedOver, PrepareError
+from llmtrain.data.split_writer import SplitWriter
+from llmtrain.schema.data import PrepareConfig
+
+TEXT_KEEPERS = 16
+"""Number of partitions, the first, of which the held-out text is kept for the baseline of xz."""
+RESTS = "rests"
+"""Name of the shards of what is left over in the partitions."""
+
+
+def merge(
+    folder: Path,
+    config: PrepareConfig,
+    vocab_size: int,
+    eod_id: int,
+    partitions: Sequence[Partition],
+    reports: Sequence[PartitionReport],
+    passed_over: PassedOver,
+) -> dict[str, Any]:
+    """Write the indexes into `folder`, which holds the partitions' shards, and remove what is of no partition.
+
+    reports: of the first of the partitions.
+    Tokens that filled no sample in their partition are packed here, in the partitions' order; fewer than `seq_len` of each split
+    are left out. Returns the manifest's counts. Raises PrepareError for a split without a single sample.
+    """
+    names = SPLITS if config.validation_fraction > 0 else SPLITS[:1]
+    splits: dict[str, dict[str, int]] = {}
+    counts = {}
+    left: list[dict[str, tuple[int, int]]] = [{} for _ in reports]  # tokens, and those that end a document behind them
+    for name in names:
+        writer = SplitWriter(folder / name, RESTS, config.seq_len, vocab_size, held_out=name == "validation")
+        total = np.zeros(vocab_size, np.int64)
+        for number, report in enumerate(reports, 1):
+            arrays = report.arrays(folder)
+            total += arrays[f"counts_{name}"]
+            writer.pack(arrays[f"rest_{name}"], arrays[f"rest_bytes_{name}"])
+            last = number == len(reports)
+            cut = report.open_document[name] and (last or len(arrays[f"rest_{name}"]) > 0)
+            left[number - 1][name] = len(arrays[f"rest_{name}"]), int(cut)
+            if cut:
+                # Its document goes on in the next partition's shards, or was cut by max_bytes: what follows is another.
+                writer.add(
+                    np.array([eod_id], writer.dtype), np.zeros(int(writer.held_out), np.int64), np.array([last]), 0
+                )
+        rest, shards = writer.finish()
+        splits[name] = {key: value + sum(report.splits[name][key] for report in reports) for key, value in rest.items()}
+        counts[name] = total + writer.counts
+        if not splits[name]["samples"]:
+            raise PrepareError(_too_small(name, splits[name], config.seq_len))
+        _keep_only(folder / name, entries := [e for report in reports for e in report.shards[name]] + shards)
+        write_index(folder / name, entries)
+    for name in SPLITS[len(names) :]:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    merged = MergedDocuments(config.sources)
+    for partition, report, rests in zip(partitions, reports, left, strict=False):
+        documents = read_documents(folder / REPORTS, report.id)
+        assert documents is not None  # or the report would not count as finished
+        merged.begin(report.id, partition, documents)
+        for name, (tokens, closing) in rests.items():
+            merged.add_rest(name, tokens, closing)
+    merged.write(folder / REPORTS, RESTS, names)
+    kept = {f"{report.id}{extension}" for report in reports for extension in (".json", ".npz", ".documents.npz")}
+    kept |= {SOURCES, documents_path(folder / REPORTS, RESTS).name}
+    for path in (folder / REPORTS).iterdir():
+        if path.name not in kept:
+            path.unlink()
+    bad = [record for report in reports for record in report.bad]
+    return {
+        "splits": splits,
+        "skipped": {
+            "count": sum(report.bad_count + report.passed_over_count for report in reports),
+            "first": bad[:NAMED_BAD_RECORDS],
+        },
+        "passed_over": passed_over.reasons,
+        **({"duplicates": _duplicates(reports)} if config.dedup else {}),
+        "partitions": [report.id for report in reports],
+        "baselines": _baselines(folder, reports, counts, splits),
+    }
+
+
+def _duplicates(reports: Sequence[PartitionReport]) -> dict[str, Any]:
+    names = [name for report in reports for name in report.duplicates]
+    return {"count": sum(report.duplicate_count for report in reports), "first": names[:NAMED_BAD_RECORDS]}
+
+
+def _keep_only(folder: Path, entries: list[dict[str, Any]]) -> None:
+    names = {entry["zip_data"]["basename"] for entry in entries}
+    with os.scandir(folder) as found:
+        for file in found:
+            if file.name not in names:
+                os.unlink(file.path)
+
+
+def refuse_bad(reports: Sequence[PartitionReport], done: int, total: int, max_bad: float) -> None:
+    """Raise PrepareError if more than `max_bad` of the text could not be read. done: stored bytes of the reports' partitions;
+    total: those of all sources.
+
+    What is set aside whole counts by its stored bytes, as text and compressed text have no measure in common; a record, by its
+    share of the text that was read.
+    """
+    aside = sum(report.aside_bytes for report in reports)
+    records, read = (sum(getattr(report, name) for report in reports) for name in ("bad_bytes", "read_bytes"))
+    lost = (aside + (done - aside) * records / max(records + read, 1)) / max(total, 1)
+    if lost <= max_bad:
+        return
+    count = sum(report.bad_count for report in reports)
+    named = [record for report in reports for record in report.bad][:NAMED_BAD_RECORDS]
+    raise PrepareError(
+        f"{count:,} unreadable files or records are {lost:.3%} of the text; max_bad allows {max_bad:.3%}:\n  "
+        + "\n  ".join(named)
+        + "\nmend them, or raise max_bad (--max-bad); what is finished is kept"
+    )
+
+
+def _too_small(name: str, split: dict[str, int], seq_len: int) -> str:
+    text = (
+        f"the {name} part has {split['documents']} documents of {split['tokens']} tokens in all, "
+        f"less than one sample of seq_len {seq_len}; give more text or a smaller seq_len"
+    )
+    if name == "validation":
+        text += ", raise validation_fraction, or set it to 0 for no validation (whole files and records are held out)"
+    return text
+
+
+def _baselines(
+    folder: Path, reports: Sequence[PartitionReport], counts: dict[str, np.ndarray], splits: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    if "validation" not in splits:
+        return {"xz": None, "xz_bytes": 0, "unigram": None}
+    text = b"".join(report.arrays(folder)["held_text"].tobytes() for report in reports[:TEXT_KEEPERS])[:XZ_BYTES]
+    scored = splits["validation"]["bytes_scored"]
+    return {
+        "xz": xz_bits_per_byte(text) if text else None,
+        "xz_bytes": len(text),
+        "unigram": unigram_bits_per_byte(counts["train"], counts["validation"], scored) if scored else None,
+    }

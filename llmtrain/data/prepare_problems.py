@@ -1,0 +1,123 @@
+"""Faults of `data.prepare` that show without reading a text: its sources, its tokenizer and the folder it writes. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.config.base import Problem
+from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.data.prepared_folder import MANIFEST, SETTINGS, read_manifest
+from llmtrain.data.source_files import PrepareError, stored_bytes
+from llmtrain.schema.config import Config
+from llmtrain.schema.data import PrepareConfig
+
+_BYTE_LEVEL = 257
+"""Entries of a byte-level BPE before its first merge: the bytes and end of document."""
+
+
+def prepare_problems(config: Config) -> Iterator[Problem]:
+    """Problems of data.prepare, with paths from the top; none without it."""
+    prepare = config.data.prepare
+    if prepare is None:
+        return
+    for rule in (_source_problems(config, prepare), _tokenizer_problems(config, prepare), _out_problems(prepare)):
+        for problem in rule:
+            yield Problem(f"data.prepare.{problem.path}", problem.found, problem.message)
+
+
+def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
+    samples = math.lcm(config.train.global_batch_size, config.data.num_canonical_nodes)
+    tokens = samples * prepare.seq_len
+    enough, found, broken = max(tokens, prepare.vocab_size or 0), 0.0, False
+    for number, source in enumerate(prepare.sources):
+        try:
+            size = stored_bytes(source, enough)
+        except OSError as error:
+            size, broken = 1, True
+            yield Problem(f"sources.{number}", source, f"cannot be read: {error.strerror or error}")
+        if not size:
+            yield Problem(f"sources.{number}", source, "holds no text (known extensions: .txt, .md, .py, .jsonl, ...)")
+        found += size
+    if broken or not found:
+        return
+    most = min(found, prepare.max_bytes or math.inf)
+    limit = "max_bytes" if most < found else "sources"
+    if 2 * most < tokens:  # a token is a byte or more, or the end of a document of one byte or more
+        yield Problem(
+            limit,
+            None,
+            f"{most} bytes of text are too few for {samples} samples of {prepare.seq_len} tokens, which one epoch needs "
+            "(train.global_batch_size, data.num_canonical_nodes)",
+        )
+    if prepare.vocab_size and prepare.vocab_size - _BYTE_LEVEL > most:
+        yield Problem("vocab_size", prepare.vocab_size, f"{most} bytes of text cannot fill so many entries")
+
+
+def may_be_hub_name(text: str) -> bool:
+    """True for a tokenizer's name that is no local path by its form."""
+    return not (text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1)
+
+
+def _tokenizer_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
+    if prepare.tokenizer is None:
+        return
+    path = Path(prepare.tokenizer).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            size = _vocabulary(file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            yield Problem("tokenizer", prepare.tokenizer, f"{file} is not a tokenizer of the `tokenizers` library")
+            return
+        if size > config.model.vocab_size:
+            text = f"has {size} tokens, more than model.vocab_size ({config.model.vocab_size})"
+            yield Problem("tokenizer", prepare.tokenizer, text)
+    elif path.is_dir():
+        if not any(path.glob("*token*")) and not any(path.glob("*.model")):
+            yield Problem("tokenizer", prepare.tokenizer, "is a folder without a tokenizer.json")
+    elif not may_be_hub_name(prepare.tokenizer):
+        yield Problem("tokenizer", prepare.tokenizer, "there is no such file or folder")
+    elif not re.fullmatch(
+        r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]{0,95}(?<![.-])", prepare.tokenizer, re.ASCII
+    ):
+        yield Problem("tokenizer", prepare.tokenizer, "is no file, no folder, and no name on the Hugging Face hub")
+
+
+def _vocabulary(file: Path) -> int:
+    """One more than the largest token id."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    entries = content["model"]["vocab"]
+    ids = [len(entries) - 1] if isinstance(entries, list) else list(entries.values())
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))]) + 1
+
+
+def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
+    out = Path(prepare.out).expanduser().absolute()
+    if reason := unwritable_reason(out):
+        yield Problem("out", prepare.out, reason)
+        return
+    for source in prepare.sources:
+        folder = Path(source).expanduser().absolute()
+        if source != "stdlib" and folder.is_dir() and out.is_relative_to(folder):
+            yield Problem("out", prepare.out, f"lies inside the source {source}, of which it would become a part")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    try:
+        manifest = read_manifest(out)
+        if manifest is None:
+            text = f"exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
+            yield Problem("out", prepare.out, text)
+            return
+        made = {"dedup": False} | dict(manifest["inputs"])
+    except (PrepareError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, PrepareError) else f"{out / MANIFEST} is damaged"
+        yield Problem("out", prepare.out, reason)
+        return
+    for name in SETTINGS:
+        if name in made and made[name] != (value := getattr(prepare, name)):
+            text = f"{prepare.out} was made with {json.dumps(made[name])}; name another `out`, or remove that folder"
+            yield Problem(name, value, text)

@@ -1,0 +1,77 @@
+"""Processes of this machine: whether one still runs, and children that end with the process that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+LAUNCHER = "LLMTRAIN_LAUNCHER"
+"""Environment variable: the process id of our launcher, in its ranks."""
+_PR_SET_PDEATHSIG = 1
+
+
+def boot_id() -> str:
+    """An id of this start of the machine's kernel; empty where there is none."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def pid_namespace() -> str:
+    """The namespace (of a container, say) in which process ids of this process have a meaning; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> int | None:
+    """Time at which a process began, in ticks since the machine's start; 0 where this is not known, None if it has ended.
+
+    With it, an id that another process has by now is told from the process that had it. A zombie has ended.
+    """
+    if Path("/proc/self/stat").exists():
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and parentheses
+        return int(fields[19]) if fields and fields[0] not in "ZX" else None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0
+
+
+def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
+    """Have this process killed when the one that started it ends, however that ends. parent: its id, if that is known, for
+    one that has ended already. worker: ignored; DataLoader passes a number."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_launcher() -> None:
+    """`end_with_parent` for a rank of our launcher, torchrun or Composer's. A rank that a shell started may outlive it."""
+    if LAUNCHER in os.environ:
+        end_with_parent(parent=int(os.environ[LAUNCHER]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ or "composer" in _read(f"/proc/{os.getppid()}/cmdline"):
+        end_with_parent()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:  # also ProcessLookupError: it ended between open and read
+        return ""

@@ -1,0 +1,230 @@
+"""Prompts as turns of a conversation, in plain text or in a model's chat template, as lm-evaluation-harness 0.4.13 writes them.
+
+    style = PromptStyle(chat_template(tokenizer, True), "Answer briefly.")
+    turns = [*style.system_turns(preamble), *question_turns("1 + 1 =", "2"), *question_turns("2 + 2 =")]
+    text = style.prompt(turns)          # ends where the model's answer begins
+
+transformers renders the templates, in its sandbox and with all that it offers them (`raise_exception`, `strftime_now`, ...).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from llmtrain.data.tokenizer import CHAT_TEMPLATE, TextTokenizer
+from llmtrain.eval.errors import EvalError
+from llmtrain.logs import log
+
+_QUESTION = "1 + 1 = ?"
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. delimiter: text behind it where several become one plain text."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+    delimiter: str = ""
+
+
+def question_turns(
+    question: str,
+    answer: str | None = None,
+    *,
+    prefix: str | None = None,
+    delimiter: str = " ",
+    example_delimiter: str = "",
+) -> list[Turn]:
+    """Turns of a question and its answer, which may be empty, or of a question alone (None).
+
+    prefix: beginning of every answer (gen_prefix), which a question alone has as its last turn. delimiter: between question and
+    answer (target_delimiter). example_delimiter: behind the answer (fewshot_delimiter).
+    """
+    if prefix:
+        between = delimiter if _touch(question, prefix) else ""
+    else:
+        between = "" if answer is None else delimiter
+    turns = [Turn("user", question, between)]
+    if answer is not None:
+        turns.append(Turn("assistant", joined(prefix or "", answer, " "), example_delimiter))
+    elif prefix:
+        turns.append(Turn("assistant", prefix))
+    return turns
+
+
+def joined(first: str, second: str, delimiter: str) -> str:
+    """Two texts, with a delimiter if both have content and no white space is between them."""
+    return first + (delimiter if first and second and _touch(first, second) else "") + second
+
+
+def _touch(first: str, second: str) -> bool:
+    return bool(first) and not (first[-1:].isspace() or second[:1].isspace())
+
+
+class ChatTemplate:
+    """Chat template in Jinja. digest: of its text. takes_system: False once it has refused a system turn.
+
+    Raises EvalError, which names `source`, for one that does not render a user's turn.
+    """
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], source: str):
+        self.text, self.special_tokens, self.source = text, dict(special_tokens), source
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.takes_system = True
+        if _QUESTION not in self.render([{"role": "user", "content": _QUESTION}]):
+            raise EvalError(f"chat template {source}: what it makes of a question does not contain the question")
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, continue_final_message: bool = False) -> str:
+        """Text of a conversation (role and content of each turn), up to where the model's answer begins.
+
+        continue_final_message: the last turn is the beginning of the answer. A template that refuses the conversation is given
+        it without its system turn, as lm-evaluation-harness does; a warning says so once. Raises EvalError with the reason.
+        """
+        try:
+            return self._render(messages, continue_final_message)
+        except TemplateError as error:
+            others = [message for message in messages if message["role"] != "system"]
+            if len(others) == len(messages):
+                raise EvalError(f"chat template {self.source}: {_reason(error)}") from None
+            rendered = self.render(others, continue_final_message=continue_final_message)
+            if self.takes_system:
+                self.takes_system = False
+                log.warning(f"chat template {self.source}: {_reason(error)}; prompts go without their system turn")
+            return rendered
+
+    def _render(self, messages: Sequence[Mapping[str, str]], continue_final_message: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options: dict[str, Any] = dict(self.special_tokens)
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.text,
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                **options,
+            )
+        except TemplateError:
+            raise
+        except Exception as error:  # a template may fail like any program
+            raise EvalError(f"chat template {self.source}: {_reason(error)}") from None
+        return rendered[0]
+
+
+def _reason(error: Exception) -> str:
+    line = getattr(error, "lineno", None)
+    return f"{str(error) or type(error).__name__}" + (f" (line {line})" if line else "")
+
+
+def chat_template(tokenizer: TextTokenizer, setting: bool | str) -> ChatTemplate | None:
+    """Chat template of a setting `chat_template`: true, the tokenizer's own; a text, the file of that path; false, none.
+
+    Raises EvalError when there is none, or the file cannot be read.
+    """
+    if setting is False:
+        return None
+    if setting is not True:
+        path = Path(setting).expanduser()
+        try:
+            text, source = path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise EvalError(f"chat_template: {path} cannot be read: {error}") from None
+    else:
+        text, source = _own_template(tokenizer)
+    return ChatTemplate(text, _special_tokens(tokenizer), source)
+
+
+def _own_template(tokenizer: TextTokenizer) -> tuple[str, str]:
+    """(template, its file) of the tokenizer."""
+    folder = tokenizer.folder or Path(".")
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template, str(folder / CHAT_TEMPLATE)
+    file = folder / "tokenizer_config.json"
+    found = tokenizer.config.get("chat_template")
+    if isinstance(found, list):  # several, each with a name
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            names = ", ".join(sorted(map(str, found)))
+            raise EvalError(
+                f"chat_template: {file} has several ({names}), none of them named default; write one to a file and give its path"
+            )
+        found = found["default"]
+    if not isinstance(found, str):
+        raise EvalError(
+            f"chat_template: the tokenizer has none: {file} has no `chat_template`, and {CHAT_TEMPLATE} is not beside it; "
+            "give the path of a Jinja file"
+        )
+    return found, f"of {file}"
+
+
+def _special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
+    """Special tokens by the names under which templates find them."""
+    found = {name: tokenizer.config.get(name) for name in _SPECIAL_TOKENS}
+    extra = tokenizer.config.get("extra_special_tokens")
+    found |= extra if isinstance(extra, dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {"eos_token": tokenizer.eod_token} | {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """Way in which turns become a prompt.
+
+    template: None writes plain text. system: text before a task's own preamble. multiturn: few-shot examples are turns of their
+    own; otherwise they stand in one user turn with the question.
+    """
+
+    template: ChatTemplate | None = None
+    system: str = ""
+    multiturn: bool = True
+
+    def system_turns(self, preamble: str, example_delimiter: str = "\n\n") -> list[Turn]:
+        """The system turn, if it has any text."""
+        text = joined(self.system, preamble, example_delimiter)
+        return [Turn("system", text)] if text else []
+
+    def prompt(self, turns: Sequence[Turn]) -> str:
+        """Text up to where the answer begins; a last turn of the assistant is the beginning of it. Raises EvalError."""
+        if self.template is None:
+            return "".join(turn.content + turn.delimiter for turn in turns)
+        if not self.multiturn:
+            turns = _one_user_turn(turns)
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return self.template.render(messages, continue_final_message=turns[-1].role == "assistant")
+
+    def delimiter(self, delimiter: str, prefix: str | None = None) -> str:
+        """Text between the prompt and a choice: in a template none, unless the answer has a beginning that ends in no space."""
+        if self.template is None or (prefix and not prefix[-1].isspace()):
+            return delimiter
+        return ""
+
+    def as_json(self) -> dict[str, Any] | None:
+        """Description for files of results; None for plain text without system text."""
+        if self.template is None:
+            return {"system_instruction": self.system} if self.system else None
+        return {
+            "chat_template": self.template.source,
+            "chat_template_digest": self.template.digest,
+            "system_instruction": self.system,
+            "system_turn_refused": not self.template.takes_system,
+            "fewshot_as_multiturn": self.multiturn,
+        }
+
+
+PLAIN = PromptStyle()
+
+
+def _one_user_turn(turns: Sequence[Turn]) -> list[Turn]:
+    """Conversation with one user turn, which holds the text of all turns but the system's and the answer's beginning."""
+    first = 1 if turns[0].role == "system" else 0
+    last = len(turns) - (turns[-1].role == "assistant")
+    text = "".join(turn.content + turn.delimiter for turn in turns[first : last - 1]) + turns[last - 1].content
+    return [*turns[:first], Turn("user", text), *turns[last:]]

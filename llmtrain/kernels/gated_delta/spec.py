@@ -1,0 +1,52 @@
+"""Specification of the gated delta rule (Gated DeltaNet), and the backends that can serve it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_package
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """The recurrence of one Gated DeltaNet layer (Yang et al., arXiv:2412.06464).
+
+    S_t = alpha_t S_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,  y_t = S_t q_t, per head, with alpha_t = exp(log_decay_t).
+    A key head serves n_heads / n_key_heads heads that follow each other.
+    """
+
+    n_heads: int
+    n_key_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    dtype: str = "bfloat16"
+    """Dtype of q, k and v. Decays, beta and states are always fp32 or wider."""
+    chunk_size: int = 64
+    """Tokens that the reference takes at once. Results depend on it only by rounding."""
+
+    def chunks(self, seq_len: int) -> tuple[int, int]:
+        """(number of chunks, tokens per chunk) that cover seq_len."""
+        size = min(self.chunk_size, seq_len)
+        return -(-seq_len // size), size
+
+    def flops(self, seq_len: int) -> int:
+        """Forward FLOP of one sequence, by the recurrence: per token and element of the state, one multiply-add each for S k,
+        for the outer product into S, and for S q. Decays and gates are elementwise and free.
+        """
+        return 6 * seq_len * self.n_heads * self.key_head_dim * self.value_head_dim
+
+
+def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
+    if spec.key_head_dim > 256:
+        return f"fla's gated delta rule takes a key_head_dim up to 256, not {spec.key_head_dim}; use reference"
+    return refuse_package(("fla",), "fla-core", platform)
+
+
+def preference(spec: GatedDeltaSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`. fla's where it is installed: the reference takes the states of chunks one
+    after another in fp32, and keeps every square of a chunk in memory. Neither is measured here yet.
+    """
+    return ("reference",) if platform.vendor == "cpu" else ("fla", "reference")

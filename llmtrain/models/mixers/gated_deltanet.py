@@ -1,0 +1,181 @@
+"""The Gated DeltaNet mixer (Yang et al., arXiv:2412.06464): project, convolve, normalise q and k, apply the gated delta rule,
+norm each head by a gate, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.kernels import registry
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta.step import gated_delta_step
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.costs import Flops
+from llmtrain.models.init import InitScale, Rule, inverse_softplus_of_log_uniform, log_of_uniform
+from llmtrain.models.layers import GatedRMSNorm, Linear
+from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.mamba2 import CausalConv1d
+from llmtrain.models.mixers.span import Span
+from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
+
+_QK_EPS = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class DecayParameters(nn.Module):
+    """Parameters of the decay, one per head: log alpha = -exp(A_log) softplus(a + dt_bias). Apart, so that they can stay fp32
+    when all else is bf16 (see Mamba-2's SSMParameters). Read as attributes; there is no forward.
+    """
+
+    def __init__(self, block: GatedDeltaNetBlock):
+        super().__init__()
+        self.block = block
+        self.A_log = nn.Parameter(torch.empty(block.n_heads))
+        self.dt_bias = nn.Parameter(torch.empty(block.n_heads))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {
+            "A_log": log_of_uniform(*self.block.a_init_range),
+            "dt_bias": inverse_softplus_of_log_uniform(self.block.dt_min, self.block.dt_max),
+        }
+
+
+class HeadGatedRMSNorm(GatedRMSNorm):
+    """rms(x) * silu(z) of each head, with one weight for all heads. x, z: [..., heads * head_dim] -> like x."""
+
+    def __init__(self, spec: GatedNormSpec, platform: Platform):
+        super().__init__(spec, platform)
+        self.n_heads = spec.n_groups
+        self.weight = nn.Parameter(torch.empty(spec.group_size))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.kernel(x, z, self.weight.repeat(self.n_heads))
+
+
+class GatedDeltaNet(Mixer):
+    """x: [batch, T, d_model] -> [batch, T, d_model]."""
+
+    # As Mamba-2's: weight decay would pull them towards a value that means something else than "small".
+    fp32_parameters = no_decay_parameters = ("decay.A_log", "decay.dt_bias")
+
+    def __init__(
+        self,
+        block: GatedDeltaNetBlock,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        documents: bool = False,
+    ):
+        super().__init__(block, config, platform, dtype, documents)
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.platform, self.beta_scale = platform, 2 if block.negative_eigenvalues else 1
+        self.spec = block.spec(config.d_model, dtype_name)
+        self.backend = registry.resolve("gated_delta", block.backend, self.spec, platform)
+        self.kernel = self.backend.build(self.spec, platform)
+
+        keys, values = block.widths()
+        self.conv_widths = [keys, keys, values]
+        conv = Conv1dSpec(2 * keys + values, block.d_conv, dtype_name, documents)
+        self.widths = [conv.channels, values, block.n_heads, block.n_heads]
+        eps = block.gated_norm_eps or (block.norm or config.norm).eps
+        parts = [*self.conv_widths, values, block.n_heads, block.n_heads]  # q, k, v, z, b, a
+        self.in_proj = Linear(config.d_model, sum(parts), parts=parts)
+        self.conv = CausalConv1d(conv, bias=False, platform=platform)
+        self.decay = DecayParameters(block)
+        self.norm = HeadGatedRMSNorm(GatedNormSpec(values, block.n_heads, eps, True, dtype_name), platform)
+        self.out_proj = Linear(values, config.d_model, residual=True)
+
+    def empty_cache(self, batch: int, capacity: int, device: torch.device) -> GatedDeltaNetCache:
+        spec, conv = self.spec, self.conv.spec
+        dtype = getattr(torch, spec.dtype)
+        state = (batch, spec.n_heads, spec.key_head_dim, spec.value_head_dim)
+        return GatedDeltaNetCache(
+            self,
+            # Channels side by side in memory, as the step kernel likes them.
+            torch.zeros(batch, conv.width - 1, conv.channels, dtype=dtype, device=device).transpose(1, 2),
+            torch.zeros(state, dtype=torch.promote_types(dtype, torch.float32), device=device),
+            registry.resolve("conv1d_step", "auto", conv, self.platform).build(conv, self.platform),
+        )
+
+    def forward(self, x: Tensor, context: CachedGatedDeltaNet | Tensor | None = None) -> Tensor:
+        """context: a cache to read on from, or the document ids of a packed batch, [batch, T]."""
+        cached, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+        qkv, z, b, a = self.in_proj(x).split(self.widths, dim=-1)
+        qkv = self.conv(qkv, ids) if cached is None else cached.convolve(qkv)
+        q, k, v = qkv.split(self.conv_widths, dim=-1)
+        q, k = (t.unflatten(-1, (-1, self.spec.key_head_dim)) for t in (q, k))
+        v = v.unflatten(-1, (-1, self.spec.value_head_dim))
+        q, k = _unit_length(q, self.spec.key_head_dim**-0.5), _unit_length(k)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        beta = self.beta_scale * b.to(wide).sigmoid()
+        A_log, dt_bias = self.decay.A_log.to(wide), self.decay.dt_bias.to(wide)
+        log_decay = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
+        if cached is None:
+            y = self.kernel(q, k, v, log_decay, beta, document_ids=ids)[0]
+        else:
+            y = cached.apply_rule(q, k, v, log_decay, beta)
+        return self.out_proj(self.norm(y.flatten(-2), z))
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        rule = Flops(scan=self.spec.flops(seq_len))
+        return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + rule + self.out_proj.flops(seq_len)
+
+    def saved_ops(self) -> set[str]:
+        return set(self.backend.saved_ops)
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return Flops(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)
+
+
+def _unit_length(t: Tensor, scale: float = 1.0) -> Tensor:
+    """t / |t| * scale over the last dimension, computed in fp32 or wider; zeros stay zeros."""
+    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    return (wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + _QK_EPS) * scale)).to(t.dtype)
+
+
+@dataclass
+class GatedDeltaNetCache(MixerCache):
+    """The convolution's last inputs [batch, channels, d_conv - 1] and the state [batch, heads, key_head_dim,
+    value_head_dim]."""
+
+    mixer: GatedDeltaNet
+    window: Tensor
+    state: Tensor
+    conv_step: Any
+
+    def rows(self, rows: slice) -> GatedDeltaNetCache:
+        return replace(self, window=self.window[rows], state=self.state[rows])
+
+    def take(self, rows: Tensor, capacity: int) -> GatedDeltaNetCache:
+        return replace(self, window=self.window[rows], state=self.state[rows])
+
+    def context(self, span: Span) -> CachedGatedDeltaNet:
+        return CachedGatedDeltaNet(self, span)
+
+
+@dataclass
+class CachedGatedDeltaNet:
+    """A Gated DeltaNet layer's context when it reads on from a cache, into it."""
+
+    cache: GatedDeltaNetCache
+    span: Span
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """x: [batch, T, channels] -> like x."""
+        return self.cache.mixer.conv.read_on(x, self.cache.window, self.cache.conv_step, self.span)
+
+    def apply_rule(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """The arguments of the gated_delta kernel -> y, [batch, T, heads, value_head_dim]."""
+        state = self.cache.state
+        if v.shape[1] == 1:
+            return gated_delta_step(*(t[:, 0] for t in (q, k, v, log_decay, beta)), state=state)[:, None]
+        # Values of zero leave a state of zeros as it is: padding leaves no trace.
+        y, final = self.cache.mixer.kernel(q, k, self.span.without_padding(v), log_decay, beta, state)
+        state.copy_(final)
+        return y

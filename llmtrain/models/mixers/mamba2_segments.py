@@ -1,0 +1,123 @@
+"""A Mamba-2 layer's convolution and scan over segments of sequences that the ranks of a context-parallel group share.
+
+The scan is linear in its state: y_t = (scan of the segment from a state of zero)_t + exp(log decay up to t) C_t . h, with h the
+state before the segment. Every rank scans its segments from zero; one all-gather in fp32 gives it, of every segment, the state
+that it adds and its total decay, from which h follows. Autograd runs this backwards: the gradients of h and of the decays are
+reduced to the ranks that own the segments, and there enter the scan's backward pass as those of its last state.
+Nothing depends on how heads and groups divide, and any backend of the scan will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.segments import Segments
+
+_RUNNING_SUM = 128  # numbers summed at a time
+
+
+@dataclass(frozen=True)
+class SegmentScan:
+    """A Mamba-2 layer's context for this rank's segments; the same for all layers with a convolution of this width.
+
+    reads: bool [batch or 1, 2, count], True where an own segment sees what a segment adds to the state.
+    between: bool [2, count, count], the segments (last) that lie between a segment (second) and an own one (first).
+    Of packed batches, else None: ids: [batch * 2, n], own tokens' documents; conv_ids: the same with those before a segment
+    that the convolution sees; begun_before: bool [batch * 2, n], tokens whose document began before their segment.
+    """
+
+    segments: Segments
+    reads: Tensor
+    between: Tensor
+    ids: Tensor | None = None
+    conv_ids: Tensor | None = None
+    begun_before: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None, conv_width: int
+    ) -> SegmentScan:
+        """document_ids: [batch, seq_len] of whole sequences, integers that never fall; None: one document per sequence."""
+        own = torch.tensor(segments.own, device=device)
+        places = torch.arange(segments.count, device=device)
+        earlier = places < own[:, None]
+        between = (places[:, None] < places) & earlier[:, None, :]
+        if document_ids is None:
+            return cls(segments, earlier[None], between)
+        length = seq_len // segments.count
+        last = document_ids[:, length - 1 :: length]  # documents at the segments' ends
+        before = F.pad(last, (1, 0), value=-1)[:, own]  # and just before the own ones
+        reads = earlier & (before[:, :, None] == last[:, None, :])
+        ids = segments.fold(segments.take(document_ids))
+        reach = conv_width - 1
+        # Before the sequence's start there are zeros, whose document does not matter.
+        seen = (own[:, None] * length + torch.arange(-reach, length, device=device)).clamp(min=0)
+        conv_ids = document_ids[:, seen].flatten(0, 1)
+        return cls(segments, reads, between, ids, conv_ids, ids == before.flatten()[:, None])
+
+    def convolve(self, conv: Callable[[Tensor, Tensor | None], Tensor], width: int, x: Tensor) -> Tensor:
+        """Causal convolution, which sees the width - 1 tokens before each segment. x: [batch, 2 * n, channels] -> like x."""
+        reach, length = width - 1, x.shape[1] // 2
+        rows = self.segments.with_before(x, reach)
+        padded = [F.pad(row, (0, 0, reach + length - row.shape[1], 0)) for row in rows]
+        y = conv(torch.stack(padded, dim=1).flatten(0, 1), self.conv_ids)
+        return self.segments.unfold(y[:, reach:])
+
+    def scan(
+        self, kernel: Callable[..., tuple[Tensor, Tensor]], spec: SSDSpec,
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Scan with the arguments of the ssd kernel, of 2 * n local tokens; x: [batch, 2 * n, heads, head_dim] -> like x."""
+        x, dt, B, C = (self.segments.fold(t) for t in (x, dt, B, C))
+        y, added = kernel(x, dt, A, B, C, D, dt_bias, document_ids=self.ids)
+        log_decay = _log_decay(spec, dt, A, dt_bias, x.dtype)
+        before = self._states_before(added, log_decay[:, -1])
+        # y_t += exp(log_decay_t) C_t . before, where the document of t began before the segment.
+        grouped = before.to(x.dtype).unflatten(1, (spec.n_groups, -1)).flatten(2, 3)
+        carried = (C.transpose(1, 2) @ grouped.transpose(-1, -2)).transpose(1, 2)  # [rows, n, groups, heads * head_dim]
+        decay = log_decay.exp()
+        if self.begun_before is not None:
+            decay = decay.masked_fill(~self.begun_before[..., None], 0.0)
+        return self.segments.unfold((y + carried.reshape(y.shape) * decay[..., None]).to(x.dtype))
+
+    def _states_before(self, added: Tensor, log_decay: Tensor) -> Tensor:
+        """States before the own segments.
+
+        added: [batch * 2, heads, head_dim, d_state], what each adds to the state; log_decay: [batch * 2, heads], of whole
+        segments -> like added.
+        """
+        own = torch.cat((added.flatten(2), log_decay[..., None].to(added.dtype)), dim=-1)
+        gathered = self.segments.gather(own.unflatten(0, (-1, 2)))  # [batch, count, heads, head_dim * d_state + 1]
+        log_between = torch.einsum("ijk,bkh->bhij", self.between.to(added.dtype), gathered[..., -1])
+        weights = log_between.masked_fill(~self.reads[:, None], float("-inf")).exp()
+        before = weights @ gathered[..., :-1].transpose(1, 2)  # [batch, heads, 2, head_dim * d_state]
+        return before.transpose(1, 2).reshape(added.shape)
+
+
+def _log_decay(spec: SSDSpec, dt: Tensor, A: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log of the decay from each row's start up to and including each token, [rows, n, heads] in fp32 or wider.
+
+    dt, A, dt_bias: as the kernel's. dtype: of its activations.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    dt = F.softplus(dt.to(wide) + dt_bias.to(wide))
+    if spec.dt_limit is not None:
+        dt = dt.clamp(*spec.dt_limit)
+    return running_sum(dt * A.to(wide))
+
+
+def running_sum(t: Tensor) -> Tensor:
+    """Cumulative sum over dim 1 of [rows, n, columns], as products with triangles of ones: see kernels/ssd/reference.py."""
+    n = t.shape[1]
+    size = min(_RUNNING_SUM, n)
+    parts = F.pad(t, (0, 0, 0, -n % size)).unflatten(1, (-1, size))
+    within = t.new_ones(size, size).tril() @ parts
+    count = parts.shape[1]
+    before = t.new_ones(count, count).tril(-1) @ within[:, :, -1]
+    return (within + before[:, :, None]).flatten(1, 2)[:, :n]

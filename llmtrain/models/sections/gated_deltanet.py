@@ -1,0 +1,100 @@
+"""The section of a Gated DeltaNet block. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from llmtrain.config.base import PositiveFloat, Problem, Width, free
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.models.costs import SavedBytes
+from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.layers import NormConfig
+
+GatedDeltaBackend = Literal["auto", "reference", "fla"]
+
+
+class GatedDeltaNetBlock(BlockSection):
+    """Pre-norm Gated DeltaNet block (Yang et al., arXiv:2412.06464): x + gated_deltanet(norm(x)), then an optional MLP."""
+
+    implementation: ClassVar[str] = "llmtrain.models.mixers.gated_deltanet:GatedDeltaNet"
+
+    without_function: ClassVar[tuple[str, ...]] = (
+        *("type", "backend"),
+        *("dt_min", "dt_max", "a_init_range"),  # of fresh weights
+    )
+
+    type: Literal["gated_deltanet"]
+    n_heads: Width
+    """Heads of values, each with a state of key_head_dim x value_head_dim."""
+    n_key_heads: Width | None = None
+    """Heads of queries and keys: n_heads (the default), or a divisor of it."""
+    key_head_dim: Width = 128
+    """Channels of a head of queries and of keys."""
+    value_head_dim: Width = 128
+    """Channels of a head of values."""
+    d_conv: Width = 4
+    """Kernel width of the causal depthwise convolution of queries, keys and values."""
+    negative_eigenvalues: bool = False
+    """beta is 2 sigmoid(b) rather than sigmoid(b): a token's update may turn the sign of what the state holds along its key
+    (Grazzi et al., arXiv:2411.12537)."""
+    dt_min: PositiveFloat = 1e-3
+    dt_max: PositiveFloat = 1e-1
+    """Initial time steps, softplus(dt_bias), are log-uniform between dt_min and dt_max."""
+    a_init_range: tuple[PositiveFloat, PositiveFloat] = (0.01, 16.0)
+    """-A is drawn uniformly from this range."""
+    gated_norm_eps: PositiveFloat | None = None
+    """Of the norm of each head's output. Default: the norm's eps."""
+    backend: GatedDeltaBackend = free("auto")
+
+    @property
+    def key_heads(self) -> int:
+        return self.n_key_heads or self.n_heads
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.n_heads % self.key_heads:
+            yield Problem("n_key_heads", self.n_key_heads, f"must divide n_heads ({self.n_heads})")
+        if self.dt_min > self.dt_max:
+            yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
+        if self.a_init_range[0] > self.a_init_range[1]:
+            yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with low <= high")
+
+    def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
+        eps = self.gated_norm_eps or (self.norm or norm).eps
+        return super().function(d_model, norm) | {"n_key_heads": self.key_heads, "gated_norm_eps": eps}
+
+    def spec(self, d_model: int, dtype: str = "bfloat16") -> GatedDeltaSpec:
+        """The kernel's view of the block."""
+        return GatedDeltaSpec(self.n_heads, self.key_heads, self.key_head_dim, self.value_head_dim, dtype)
+
+    def widths(self) -> tuple[int, int]:
+        """Channels of all heads of keys, and of values."""
+        return self.key_heads * self.key_head_dim, self.n_heads * self.value_head_dim
+
+    def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
+        return Kernel("gated_delta", self.spec(d_model, dtype), self.backend)
+
+    def describe(self, d_model: int) -> str:
+        groups = "" if self.key_heads == self.n_heads else f" ({self.key_heads} key heads)"
+        sign = ", negative eigenvalues" if self.negative_eigenvalues else ""
+        return f"gated_deltanet: {self.n_heads} heads x {self.key_head_dim} x {self.value_head_dim}{groups}{sign}"
+
+    def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
+        """Input and output of the norm, in_proj's output, the convolution's, normalised q and k, y, and the gated norm's
+        output; in fp32 decays and beta.
+
+        The reference keeps in fp32 per head three squares of a chunk, w and five tensors like k, three like v, and per chunk
+        two states and a transition; fla's kernels keep one square of a chunk in the activations' format. Selective
+        checkpointing keeps in_proj's output, not out_proj's, and what fla's forward returns.
+        """
+        keys, values = self.widths()
+        spec, heads, k, v = self.spec(d_model), self.n_heads, self.key_head_dim, self.value_head_dim
+        chunk = spec.chunk_size
+        in_proj = 2 * keys + 2 * values + 2 * heads
+        everything = width * (2 * d_model + in_proj + (2 * keys + values) + 2 * keys + 2 * values) + 4 * 3 * heads
+        if self.backend == "fla":
+            rule = heads * (width * (v + chunk) + 4 * (1 + k * v / chunk))
+            return SavedBytes(everything + heads * (width * chunk + 4), width * in_proj + rule)
+        rule = 4 * heads * (3 * chunk + 5 * k + 3 * v + (k + 2 * v) * k / chunk)
+        return SavedBytes(everything + rule, width * in_proj)

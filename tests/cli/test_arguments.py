@@ -1,0 +1,29 @@
+"""Arguments that every command refuses alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cli import main
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", ""],
+        ["checkpoint", "ls", ""],
+        ["export", "", "out"],
+        ["generate", "", "--prompt", "a"],
+        ["prepare", "stdlib", "--vocab-size", "300", "--seq-len", "8", "--out", ""],
+    ],
+)
+def test_an_empty_argument_is_not_this_folder(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "one of the arguments is empty" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_one(capsys):
+    assert main(["generate", "/nowhere", "--prompt", ""]) == 2
+    assert "/nowhere" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""The chunked gated delta rule against the recurrence it stands for, one token at a time in float64."""
+
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.gated_delta.step import gated_delta_step
+
+SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261123"))
+BATCH, H, K, V = 2, 4, 5, 6
+NAMES = ("q", "k", "v", "log_decay", "beta", "initial_state")
+
+
+def kernel_of(spec: GatedDeltaSpec):
+    return registry.resolve("gated_delta", "auto", spec, platform.cpu()).build(spec, platform.cpu())
+
+
+def recurrence(q, k, v, log_decay, beta, state=None) -> tuple[Tensor, Tensor]:
+    """The paper's equation 10 with the matrices written out: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T;
+    y_t = S_t q_t. The state is S^T here."""
+    (batch, seq_len, heads, d_value), d_key = v.shape, k.shape[3]
+    q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k))
+    S = torch.zeros(batch, heads, d_value, d_key, dtype=v.dtype) if state is None else state.mT
+    ys = []
+    for t in range(seq_len):
+        key, scale = k[:, t, :, :, None], beta[:, t, :, None, None]
+        keep = torch.eye(d_key, dtype=v.dtype) - scale * key @ key.mT
+        S = S @ (log_decay[:, t, :, None, None].exp() * keep) + scale * v[:, t, :, :, None] @ key.mT
+        ys.append((S @ q[:, t, :, :, None])[..., 0])
+    return torch.stack(ys, 1), S.mT
+
+
+def inputs(
+    spec: GatedDeltaSpec, seq_len: int, with_state: bool, seed: int = 0, most: float = 1.0, batch: int = BATCH
+) -> list[Tensor]:
+    """Keys of length 1, beta in (0, most), in float64."""
+    g = torch.Generator().manual_seed(1000 * seed + seq_len)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=g, dtype=torch.float64)
+
+    keys = (seq_len, spec.n_key_heads, spec.key_head_dim)
+    tensors = [
+        draw(*keys),
+        F.normalize(draw(*keys), dim=-1),
+        draw(seq_len, spec.n_heads, spec.value_head_dim),
+        -F.softplus(draw(seq_len, spec.n_heads) - 2),
+        most * draw(seq_len, spec.n_heads).sigmoid(),
+    ]
+    if with_state:
+        tensors.append(draw(spec.n_heads, spec.key_head_dim, spec.value_head_dim))
+    return [t.requires_grad_() for t in tensors]
+
+
+def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
+    """y, the final state, and every gradient of a random projection of both."""
+    y, state = function(*tensors)
+    g = torch.Generator().manual_seed(3)
+    parts = [(t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state)]
+    return [y.detach(), state.detach(), *torch.autograd.grad(torch.stack(parts).sum(), tensors)]
+
+
+def assert_equal(ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    for name, a, b in zip(("y", "state", *NAMES), ours, expected, strict=False):
+        torch.testing.assert_close(
+            a.double(), b, atol=tolerance, rtol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    assert len(ours) == len(expected)
+
+
+CASES = {
+    "one chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=16), 16, False),
+    "shorter than a chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=16), 5, True),
+    "one token": (GatedDeltaSpec(H, H, K, V), 1, True),
+    "whole chunks": (GatedDeltaSpec(H, H, K, V, chunk_size=8), 32, False),
+    "a ragged last chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=8), 27, True),
+    "chunks of one token": (GatedDeltaSpec(H, H, K, V, chunk_size=1), 7, True),
+    "grouped keys": (GatedDeltaSpec(H, 2, K, V, chunk_size=8), 27, True),
+    "one key head": (GatedDeltaSpec(H, 1, K, V, chunk_size=8), 20, False),
+    "chunks of the default size": (GatedDeltaSpec(H, 2, K, V), 150, True),
+}
+
+
+@pytest.mark.parametrize("spec, seq_len, with_state", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("most", [1.0, 2.0], ids=["", "negative eigenvalues"])
+def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, most):
+    tensors = inputs(spec, seq_len, with_state, most=most)
+    assert_equal(outcome(kernel_of(spec), tensors), outcome(recurrence, tensors))
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_random_shapes(case):
+    rng = random.Random(f"{SEED} {case}")
+    key_heads = rng.randint(1, 3)
+    spec = GatedDeltaSpec(
+        key_heads * rng.randint(1, 3), key_heads, rng.randint(1, 9), rng.randint(1, 9), chunk_size=rng.randint(1, 20)
+    )
+    tensors = inputs(spec, rng.randint(1, 50), rng.random() < 0.5, case, rng.choice([1.0, 2.0]), rng.randint(1, 3))
+    assert_equal(outcome(kernel_of(spec), tensors), outcome(recurrence, tensors))
+
+
+def test_fp32_is_as_close_as_it_can_be():
+    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+    exact = inputs(spec, 150, True)
+    ours = outcome(kernel_of(spec), [t.detach().float().requires_grad_() for t in exact])
+    assert_equal(ours, outcome(recurrence, exact), 5e-5)
+
+
+@pytest.mark.parametrize("cut", [1, 8, 13, 29])
+def test_the_state_continues_a_sequence(cut):
+    """Also backwards: gradients pass through the state where a sequence is cut."""
+    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+    kernel, tensors = kernel_of(spec), inputs(spec, 30, True)
+
+    def in_two(*given):
+        *tokens, state = given
+        first, state = kernel(*(t[:, :cut] for t in tokens), state)
+        second, state = kernel(*(t[:, cut:] for t in tokens), state)
+        return torch.cat([first, second], 1), state
+
+    assert_equal(outcome(in_two, tensors), outcome(kernel, tensors))
+
+
+@pytest.mark.parametrize("lengths", [(30,), (8, 8, 14), (5, 1, 17, 7), (1,) * 30], ids=str)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state):
+    """Chunks of 8. The initial state goes to the first document; what is final is the last one's."""
+    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+    tensors = inputs(spec, 30, with_state)
+    ids = torch.cat([torch.full((BATCH, n), i) for i, n in enumerate(lengths)], 1)
+
+    def apart(q, k, v, log_decay, beta, state=None):
+        ys, final = [], state
+        pieces = zip(*(t.split(lengths, 1) for t in (q, k, v, log_decay, beta)), strict=True)
+        for i, piece in enumerate(pieces):
+            y, final = recurrence(*piece, state=state if i == 0 else None)
+            ys.append(y)
+        return torch.cat(ys, 1), final
+
+    kernel = kernel_of(spec)
+    assert_equal(outcome(lambda *t: kernel(*t, document_ids=ids), tensors), outcome(apart, tensors))
+
+
+def test_rows_have_their_own_documents():
+    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+    kernel, tensors = kernel_of(spec), [t.detach() for t in inputs(spec, 30, True)]
+    ids = torch.tensor([[0] * 11 + [1] * 19, [3] * 24 + [4] * 6])
+    y, final = kernel(*tensors, document_ids=ids)
+    for row in range(2):
+        alone = kernel(*(t[row : row + 1] for t in tensors), document_ids=ids[row : row + 1])
+        assert_equal([y[row : row + 1], final[row : row + 1]], list(alone))
+
+
+def test_strong_decay_gives_finite_gradients():
+    """Above the diagonal the decay between two tokens would overflow: it must be masked before exp."""
+    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+    tensors = [t.detach().float() for t in inputs(spec, 100, True)]
+    tensors[3] = torch.full_like(tensors[3], -50.0)
+    results = outcome(kernel_of(spec), [t.requires_grad_() for t in tensors])
+    assert all(torch.isfinite(t).all() for t in results)
+    assert all(t.abs().max() < 1e3 for t in results)
+
+
+@pytest.mark.parametrize("most", [1.0, 2.0])
+def test_equal_keys_without_decay_stay_stable_in_fp32(most):
+    """The worst system: every token rewrites what the one before wrote."""
+    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+    exact = [t.detach() for t in inputs(spec, 512, False)]
+    exact[1][:] = exact[1][:, :1].clone()
+    exact[3].zero_()
+    exact[4].fill_(0.999 * most)
+    expected, state = recurrence(*exact)
+    y, final = kernel_of(spec)(*(t.float() for t in exact))
+    assert (y.double() - expected).norm() < 1e-4 * expected.norm()
+    assert (final.double() - state).norm() < 1e-4 * state.norm()
+
+
+def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
+    spec = GatedDeltaSpec(H, 2, K, V)
+    exact = [t.detach() for t in inputs(spec, 300, False)]
+    narrow = [t.to(torch.bfloat16) for t in exact[:3]] + [t.float() for t in exact[3:]]
+    expected, expected_state = recurrence(*(t.double() for t in narrow))
+    y, state = kernel_of(spec)(*narrow)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert (y.double() - expected).norm() < 3e-3 * expected.norm(), "rounded once, at the end"
+    assert (state.double() - expected_state).norm() < 1e-5 * expected_state.norm()
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_a_step_is_one_token_of_the_recurrence(key_heads):
+    spec = GatedDeltaSpec(H, key_heads, K, V)
+    *tokens, state = (t.detach() for t in inputs(spec, 9, True, most=2.0))
+    expected, final = recurrence(*tokens, state=state)
+    kept = state.clone()
+    ys = [gated_delta_step(*(t[:, i] for t in tokens), state=kept) for i in range(9)]
+    assert_equal([torch.stack(ys, 1), kept], [expected, final])
+
+
+def test_flops_are_those_of_the_recurrence():
+    """Per token and head S k, the outer product and S q: 2 FLOP each for every element of the state."""
+    assert GatedDeltaSpec(H, 2, K, V).flops(7) == 7 * H * 3 * 2 * K * V
+    assert GatedDeltaSpec(H, 2, K, V, chunk_size=3).flops(7) == GatedDeltaSpec(H, 2, K, V).flops(7)

@@ -1,0 +1,230 @@
+"""Families of attention, some with Gated DeltaNet, against their classes in transformers: logits, every gradient, decoding, and
+back to the same bits."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig
+
+from llmtrain.generate.decoding import decode
+from llmtrain.generate.sampling import Sampling
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.hf.family import family_of_hf_config
+from tests.support import hf, ropes
+from tests.support.hf import VOCAB
+
+Options = dict[str, Any]
+# Keys of config.json that need not come back equal: of training, older spellings, and the default of what a class may have.
+OTHER = frozenset(
+    {
+        *("attention_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop"),
+        *(
+            "rope_theta",
+            "rope_scaling",
+            "partial_rotary_factor",
+            "max_window_layers",
+            "head_dim",
+            "rope_local_base_freq",
+        ),
+        # Where there are no experts; A's initial range, which here begins above 0.
+        *("num_experts", "decoder_sparse_step", "mlp_only_layers", "linear_a_log_min"),
+    }
+)
+
+
+def llama_keys(rng: random.Random, **further: Any) -> Options:
+    """Keys that all these classes have, with odd sizes and grouped heads."""
+    heads = rng.choice([1, 2, 3, 4, 6])
+    return {
+        "hidden_size": heads * rng.choice([4, 6, 8]),
+        "intermediate_size": rng.choice([24, 40, 52]),
+        "num_hidden_layers": rng.randint(2, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "rope_parameters": ropes.draw(rng),
+        "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-3]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "max_position_embeddings": 128,
+        "initializer_range": rng.choice([0.02, 0.05]),
+        "pad_token_id": None,  # the class learns nothing about that token
+        **further,
+    }
+
+
+def layer_types(rng: random.Random, layers: int) -> Options:
+    """Windows shorter than the texts in some layers, and both kinds at least once."""
+    types = ["full_attention", "sliding_attention", *rng.choices(["full_attention", "sliding_attention"], k=layers - 2)]
+    return {"layer_types": rng.sample(types, layers), "sliding_window": rng.randint(1, 9)}
+
+
+def mistral(rng: random.Random) -> Options:
+    act = rng.choice(["silu", "gelu", "gelu_pytorch_tanh"])
+    window = rng.choice([None, 1, 5])
+    return llama_keys(rng, head_dim=rng.choice([None, 4, 10]), sliding_window=window, hidden_act=act)
+
+
+def qwen2(rng: random.Random) -> Options:
+    keys = llama_keys(rng)
+    windows = layer_types(rng, keys["num_hidden_layers"]) | {"use_sliding_window": True}
+    return keys | rng.choice([{}, windows])
+
+
+def qwen3(rng: random.Random) -> Options:
+    return qwen2(rng) | {"head_dim": rng.choice([4, 10]), "attention_bias": rng.random() < 0.5}
+
+
+def olmo2(rng: random.Random) -> Options:
+    # Weights so large that the gradients of norms of small numbers do not drown in rounding.
+    return llama_keys(rng, attention_bias=rng.random() < 0.5, initializer_range=0.3)
+
+
+def olmo3(rng: random.Random) -> Options:
+    keys = olmo2(rng)
+    by_type = ropes.draw_by_type(rng)
+    return keys | layer_types(rng, keys["num_hidden_layers"]) | {"rope_parameters": by_type}
+
+
+def phi3(rng: random.Random) -> Options:
+    heads, partial = rng.choice([2, 4]), rng.choice([1.0, 0.75, 0.5])
+    turned = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": partial}
+    window = rng.choice([None, 4])
+    keys = llama_keys(rng, num_attention_heads=heads, num_key_value_heads=rng.choice([1, heads]), hidden_size=8 * heads)
+    return keys | {"rope_parameters": turned, "sliding_window": window}
+
+
+def granite(rng: random.Random) -> Options:
+    factors = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    multipliers = {name: rng.choice([0.22, 1.5, 6.0]) for name in factors}
+    return llama_keys(rng, attention_bias=rng.random() < 0.5, mlp_bias=rng.random() < 0.5, **multipliers)
+
+
+def gpt_neox(rng: random.Random) -> Options:
+    heads = rng.choice([1, 2, 3, 4])
+    return {
+        "hidden_size": heads * rng.choice([8, 16]),
+        "intermediate_size": rng.choice([24, 40]),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": heads,
+        "hidden_act": rng.choice(["gelu", "gelu_pytorch_tanh"]),
+        "layer_norm_eps": rng.choice([1e-5, 1e-3]),
+        "use_parallel_residual": rng.random() < 0.7,
+        "attention_bias": rng.random() < 0.5,
+        "rope_parameters": ropes.draw(rng, partial_rotary_factor=rng.choice([0.25, 0.5, 1.0])),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "hidden_dropout": rng.choice([0.0, 0.1]),
+    }
+
+
+def starcoder2(rng: random.Random) -> Options:
+    keys = llama_keys(rng, use_bias=rng.random() < 0.5, sliding_window=rng.choice([None, 5]))
+    return keys | {"norm_epsilon": keys.pop("rms_norm_eps"), "hidden_act": rng.choice(["gelu_pytorch_tanh", "gelu"])}
+
+
+def gemma2(rng: random.Random) -> Options:
+    keys = llama_keys(rng, head_dim=rng.choice([4, 10]), query_pre_attn_scalar=rng.choice([4, 7, 10]))
+    caps = {"final_logit_softcapping": rng.choice([None, 3.0]), "attn_logit_softcapping": rng.choice([None, 2.0])}
+    act = {"hidden_activation": rng.choice(["gelu_pytorch_tanh", "gelu"]), "attention_bias": rng.random() < 0.5}
+    return keys | caps | act | layer_types(rng, keys["num_hidden_layers"])
+
+
+def gemma3(rng: random.Random) -> Options:
+    by_type = ropes.draw_by_type(rng)
+    return gemma2(rng) | {"rope_parameters": by_type, "attn_logit_softcapping": None}
+
+
+def gdn_keys(rng: random.Random) -> Options:
+    """Keys of Gated DeltaNet layers among those of attention, at least one of each."""
+    heads, layers = rng.choice([1, 2, 4]), rng.randint(2, 4)
+    types = ["linear_attention", "full_attention", *rng.choices(["linear_attention", "full_attention"], k=layers - 2)]
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": rng.sample(types, layers),
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": rng.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        "linear_key_head_dim": rng.choice([4, 7]),
+        "linear_value_head_dim": rng.choice([4, 10]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        "attention_bias": rng.random() < 0.5,
+    }
+
+
+def qwen3_next(rng: random.Random) -> Options:
+    keys = llama_keys(rng, head_dim=rng.choice([4, 12])) | gdn_keys(rng)
+    layers = keys["num_hidden_layers"]
+    dense: list[Options] = [
+        {"num_experts": 0},
+        {"decoder_sparse_step": layers + 1},
+        {"mlp_only_layers": list(range(layers))},
+    ]
+    keys["rope_parameters"] |= {"partial_rotary_factor": rng.choice([0.5, 1.0])}
+    return keys | rng.choice(dense)
+
+
+def olmo_hybrid(rng: random.Random) -> Options:
+    keys = llama_keys(rng, initializer_range=0.1) | gdn_keys(rng)
+    without: Options = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    low, high = rng.choice([(0.5, 9.0), (0.0, 16.0)])
+    of_fresh = {"linear_a_log_min": low, "linear_a_log_max": high, "linear_dt_max": rng.choice([0.1, 0.2])}
+    return keys | rng.choice([{}, without]) | of_fresh | {"linear_allow_neg_eigval": rng.random() < 0.5}
+
+
+@dataclass(frozen=True)
+class Peer:
+    draw: Callable[[random.Random], Options]
+    config: type[PreTrainedConfig]
+    model: Any
+
+
+PEERS = {
+    "mistral": Peer(mistral, transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": Peer(qwen2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": Peer(qwen3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "olmo2": Peer(olmo2, transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": Peer(olmo3, transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "phi3": Peer(phi3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "granite": Peer(granite, transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "gpt_neox": Peer(gpt_neox, transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "starcoder2": Peer(starcoder2, transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "gemma2": Peer(gemma2, transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": Peer(gemma3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen3_next": Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "olmo_hybrid": Peer(olmo_hybrid, transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
+}
+
+
+def cases(name: str) -> list[Any]:
+    return hf.cases(name, lambda rng, i: PEERS[name].draw(rng), PEERS[name].config)
+
+
+def every_case() -> Iterator[Any]:
+    """Two thirds of those of the slower classes are slow tests."""
+    for name in PEERS:
+        for i, case in enumerate(cases(name)):
+            slow = name in ("qwen3_next", "olmo_hybrid") and i % 3
+            yield pytest.param(name, *case.values, id=case.id, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("name", "case"), [*every_case()])
+def test_same_function_and_back(name, case):
+    peer = hf.random_peer(case, PEERS[name].model)
+    ours, family = hf.ours_in_memory(peer), family_of_hf_config({"model_type": name})
+    hf.assert_same_function(family, ours, peer, case)
+    hf.assert_back_is_equal(family, ours, peer, case, OTHER)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_through_folders_and_token_for_token(name, tmp_path):
+    """save_pretrained -> ours -> a folder -> from_pretrained; greedy decoding from either cache says the same."""
+    (case,) = cases(name)[7].values
+    peer = hf.random_peer(case, PEERS[name].model)
+    ours, family = hf.ours_from_folder(peer, tmp_path / "theirs"), family_of_hf_config({"model_type": name})
+    hf.assert_export_loads(family, ours, peer, case, tmp_path / "ours", OTHER)
+    prompts = hf.tokens_of(case, 7, 3)
+    theirs = peer.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=VOCAB, pad_token_id=0)[:, 7:]
+    steps = decode(CausalLM(ours), prompts.tolist(), Sampling(temperature=0), max_new_tokens=16)
+    assert [list(row) for row in zip(*steps, strict=True)] == theirs.tolist()
+    assert theirs.unique().numel() > 1

@@ -1,0 +1,39 @@
+"""What `llmtrain prepare` has written, read by StreamingDataset's own reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from streaming.base.compression import decompress
+from streaming.base.format import reader_from_json
+
+from llmtrain.data.tokenizer import load_tokenizer
+
+
+def digests(out: Path) -> dict[str, str]:
+    """Contents of every shard, index, tokenizer file and the manifest."""
+    files = [file for file in out.rglob("*") if file.is_file()]
+    return {str(file.relative_to(out)): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
+
+
+def stored_samples(out: Path, split: str) -> list[dict]:
+    """All samples of a split, read by streaming's own reader."""
+    samples = []
+    for shard in json.loads((out / split / "index.json").read_text())["shards"]:
+        raw = out.parent / "raw" / split / shard["raw_data"]["basename"]
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        raw.write_bytes(decompress("zstd", (out / split / shard["zip_data"]["basename"]).read_bytes()))
+        reader = reader_from_json(str(out.parent / "raw"), split, shard)
+        samples += [reader[i] for i in range(len(reader))]
+    return samples
+
+
+def documents(out: Path, split: str) -> list[str]:
+    """The documents that a split's samples hold; the last one may be cut."""
+    tokenizer = load_tokenizer(out / "tokenizer")
+    ids = np.concatenate([sample["tokens"] for sample in stored_samples(out, split)])
+    ends = np.flatnonzero(ids == tokenizer.eod_id)
+    return [tokenizer.decode(part[part != tokenizer.eod_id].tolist()) for part in np.split(ids, ends + 1)]

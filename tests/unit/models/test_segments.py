@@ -1,0 +1,75 @@
+"""The geometry of sequences that ranks share, without ranks."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.ssd.reference import ReferenceSSD
+from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models import segments as module
+from llmtrain.models.mixers.mamba2_segments import running_sum
+from llmtrain.models.segments import Segments
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_ranks_hold_every_token_once_and_equal_shares_of_causal_attention(size):
+    ranks = [Segments(rank, size) for rank in range(size)]
+    length = 4 * ranks[0].count
+    held = [segments.positions(length, torch.device("cpu")) for segments in ranks]
+    assert torch.cat(held).sort().values.tolist() == list(range(length))
+    keys_seen = [int((positions + 1).sum()) for positions in held]
+    assert len(set(keys_seen)) == 1
+
+
+@pytest.mark.parametrize(("seq_len", "padding"), [(8, 0), (9, 3), (11, 1), (1, 3)])
+def test_sequences_are_filled_up_at_their_end(seq_len, padding):
+    segments = Segments(1, 2)
+    assert segments.padding(seq_len) == padding
+    whole = torch.arange(seq_len)[None]
+    parts = [Segments(rank, 2).pad_and_take(whole, -7) for rank in range(2)]
+    assert sorted(torch.cat(parts, 1)[0].tolist()) == [-7] * padding + list(range(seq_len))
+
+
+def test_folded_segments_are_rows_of_a_batch():
+    segments, local = Segments(0, 2), torch.arange(24).reshape(2, 6, 2)
+    folded = segments.fold(local)
+    assert folded.shape == (4, 3, 2) and folded.data_ptr() == local.data_ptr()  # a view
+    assert torch.equal(folded[1], local[0, 3:]) and torch.equal(segments.unfold(folded), local)
+
+
+@pytest.mark.parametrize("reach", [0, 1, 2, 3, 5, 100])
+def test_what_comes_before_a_segment_is_the_sequence(reach):
+    """A group of three ranks in one process: the all-gather is given what each of them would send."""
+    whole = torch.arange(2 * 12).reshape(2, 12).double()
+    ranks = [Segments(rank, 3) for rank in range(3)]
+
+    def ends(segments: Segments, n: int) -> Tensor:
+        return segments.take(whole).unflatten(1, (2, -1))[:, :, -n:]
+
+    for segments in ranks:
+        with patch.object(module, "all_gather_tensor_autograd") as gather:
+            gather.side_effect = lambda own, dim, group: torch.cat([ends(one, own.shape[2]) for one in ranks])
+            found = segments.with_before(segments.take(whole), reach)
+        assert gather.called == (reach > 0)
+        for at, part in zip(segments.own, found, strict=True):
+            assert torch.equal(part, whole[:, max(2 * at - reach, 0) : 2 * at + 2])
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 400])
+def test_running_sums_are_cumulative(n):
+    t = torch.randn(2, n, 3, dtype=torch.float64)
+    torch.testing.assert_close(running_sum(t), t.cumsum(1))
+
+
+def test_the_last_state_of_a_scan_has_a_gradient_in_the_reference():
+    """What the scan over segments needs of a backend."""
+    spec = SSDSpec(n_heads=2, head_dim=4, d_state=3, n_groups=1, chunk_size=4)
+    x, dt = torch.randn(1, 6, 2, 4, requires_grad=True), torch.randn(1, 6, 2)
+    B, C = (torch.randn(1, 6, 1, 3) for _ in "BC")
+    _, last = ReferenceSSD(spec)(x, dt, -torch.ones(2), B, C, torch.ones(2), torch.zeros(2))
+    last.sum().backward()
+    assert x.grad is not None and float(x.grad.abs().min()) > 0
