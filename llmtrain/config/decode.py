@@ -132,7 +132,7 @@ class _Failures:
         self.sections.add(".".join(keys[:-1]))
         near = nearest(name, parent.model_fields)
         self.paths |= {".".join([*keys[:-1], field]) for field in near}
-        elsewhere = [] if near else list(paths_of_key(name, self.schema))
+        elsewhere = [] if near else list(dict.fromkeys(paths_of_key(name, self.schema)))  # alternatives may share it
         if elsewhere:
             return Problem(path, name, f"unknown key here; did you mean {' or '.join(elsewhere[:2])}?")
         return Problem(path, name, f"unknown key; {suggest(name, parent.model_fields)}")

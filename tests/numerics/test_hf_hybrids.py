@@ -154,7 +154,7 @@ def test_through_folders_and_token_for_token(name, tmp_path):
     ("change", "message"),
     [
         ({"model_type": "granitemoehybrid", "num_local_experts": 64}, "num_local_experts = 64: an MLP here has no routed"),
-        ({"model_type": "granitemoehybrid", "hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 0, "hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
         ({"model_type": "bamba", "hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
         ({"model_type": "bamba", "mamba_n_heads": 100}, "does not accept .*mamba_n_heads"),
         ({"model_type": "falcon_h1", "projectors_bias": True}, r"projectors_bias = true: must be mamba_proj_bias .false"),

@@ -30,6 +30,8 @@ CASES = 24
 VOCAB = 61
 TOLERANCE = 1e-4
 """Norm of the difference over norm, fp32 on both sides."""
+GRADIENT_TOLERANCE = 5e-4
+"""As TOLERANCE. Norms of a branch only 4 channels wide divide by small numbers, and enlarge fp32's rounding most in gradients."""
 SMALL = 1e-3
 """A gradient of less than this share of all is held against this share: it is what is left of larger terms that cancel
 (queries and keys of a single token; D where a norm follows), and fp32 leaves 1e-7 of those on either side."""
@@ -172,7 +174,7 @@ def assert_same_function(family: Family, ours: HybridLM, peer: Any, case: Case) 
     tokens = tokens_of(case, case.seq_len + 1)
     assert logits_apart(ours, peer, tokens[:, :-1]) < TOLERANCE
     apart = gradients_apart(family, ours, peer, tokens)
-    off = {name: d for name, d in apart.items() if not d < TOLERANCE}
+    off = {name: d for name, d in apart.items() if not d < GRADIENT_TOLERANCE}
     assert not off, off
 
 
