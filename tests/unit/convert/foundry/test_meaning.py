@@ -13,6 +13,7 @@ from composer.optim import (
     LinearWithWarmupScheduler,
 )
 
+from llmtrain.schema.optimizers import AdamWConfig
 from llmtrain.schema.schedule import resolve
 from llmtrain.train.optimizers.adamw import build
 from tests.support.foundry import left, migrated, our_config
@@ -94,6 +95,7 @@ def test_weight_decay_of_every_step(scheduler, tmp_path):
     """Composer's decay of a step is weight_decay * lr / (lr in the file); AdamW's is weight_decay * lr."""
     config = our_config(tmp_path, {"scheduler": scheduler, "optimizer.weight_decay": 3e-2})
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4)) for _ in range(2))
+    assert isinstance(config.optimizer, AdamWConfig)
     groups = [{"params": [ours], "weight_decay": config.optimizer.weight_decay}]
     adamw = build(config.optimizer, groups, matrices={})
     composer = DecoupledAdamW([theirs], lr=LR, betas=(0.9, 0.97), eps=1e-9, weight_decay=3e-2)
