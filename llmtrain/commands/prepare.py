@@ -27,6 +27,12 @@ def add_prepare(commands) -> None:
     tokenizer = sub.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", metavar="NAME", help="a tokenizer's folder, tokenizer.json or hub name")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of this size")
+    sub.add_argument(
+        "--tokenizer-engine",
+        choices=["auto", "gigatoken", "tiktoken", "tokenizers"],
+        default="auto",
+        help="library that encodes (default auto: the fastest that is installed and proved equal on this input)",
+    )
     sub.add_argument("--seq-len", type=int, default=2048, metavar="N", help="tokens per sample (default 2048)")
     sub.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
     sub.add_argument("--text-key", default="text", metavar="KEY", help="field or column of a record (default text)")

@@ -25,6 +25,7 @@ from llmtrain.config.output_folder import replace_file
 from llmtrain.data.baselines import XZ_BYTES
 from llmtrain.data.dedup import position
 from llmtrain.data.encode import EncodedBatch, Encoder
+from llmtrain.data.engine_choice import EngineChoice
 from llmtrain.data.partitions import Partition
 from llmtrain.data.provenance import DocumentRecorder, documents_path, write_documents
 from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice
@@ -50,6 +51,7 @@ class MakeSettings:
 
     folder: Path
     tokenizer: str
+    engine: EngineChoice
     eod_id: int
     vocab_size: int
     seq_len: int
@@ -149,7 +151,9 @@ class PartitionMaker:
 
     def __init__(self, settings: MakeSettings, advance: Callable[[int], None]) -> None:
         self.settings, self.advance = settings, advance
-        self.encoder = Encoder(settings.tokenizer, settings.eod_id, settings.seed, settings.validation_fraction)
+        self.encoder = Encoder(
+            settings.tokenizer, settings.eod_id, settings.seed, settings.validation_fraction, settings.engine
+        )
 
     @functools.cached_property
     def token_files(self) -> TokenFileReader:

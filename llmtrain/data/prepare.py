@@ -21,8 +21,10 @@ from typing import Any
 from llmtrain import __version__
 from llmtrain.config.output_folder import OutputError, partial_folder, publish_folder, replace_file
 from llmtrain.data.dedup import find_duplicates, has_hashes, without
+from llmtrain.data.engine_choice import EngineChoice, choose_engine
+from llmtrain.data.engines import EngineError
 from llmtrain.data.merge import TEXT_KEEPERS, merge, refuse_bad
-from llmtrain.data.packing import is_held_out, token_dtype
+from llmtrain.data.packing import token_dtype
 from llmtrain.data.partition_maker import (
     REPORTS,
     SPLITS,
@@ -30,9 +32,8 @@ from llmtrain.data.partition_maker import (
     PartitionReport,
     copy_partition,
     read_report,
-    unreadable,
 )
-from llmtrain.data.partitions import Partition, cut, identify, splits
+from llmtrain.data.partitions import Partition, cut, identify
 from llmtrain.data.prepared_folder import (
     FORMAT,
     MANIFEST,
@@ -43,18 +44,14 @@ from llmtrain.data.prepared_folder import (
     fingerprint,
     lock_folder,
 )
-from llmtrain.data.records import DocumentPiece, SetAside, Slice, read_slice, whole
 from llmtrain.data.source_files import PassedOver, PrepareError, SourceFile, list_files
+from llmtrain.data.source_sample import proof_texts, stops_at_bad, training_texts
 from llmtrain.data.token_kinds import token_kind
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from llmtrain.data.workers import Task, available_cores, make_partitions
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
-
-BPE_SAMPLE_BYTES = 64 << 20
-"""About the most text that a tokenizer is trained on, taken evenly from the sources' training split."""
-SAMPLE_SLICE_BYTES = 1 << 20
 
 __all__ = ["Part", "PrepareError", "PreparedFolder", "prepare", "prepare_part"]
 
@@ -260,7 +257,7 @@ class _Work:
         if merge_only and todo:
             raise PrepareError(_missing(self.folder, todo, len(tasks)))
         bar.advance(sum(task.partition.stored_bytes for task in tasks) - sum(t.partition.stored_bytes for t in todo))
-        for _ in make_partitions(todo, self._settings(tokenizer), self._workers(), bar.advance):
+        for _ in make_partitions(todo, self._settings(tokenizer, EngineChoice()), self._workers(), bar.advance):
             pass
 
     def _without_duplicates(self, tasks: list[Task]) -> list[Task]:
@@ -282,7 +279,7 @@ class _Work:
         todo = [number for number in range(len(tasks)) if number not in made]
         if merge_only and todo:
             raise PrepareError(_missing(self.folder, [tasks[number] for number in todo], len(tasks)))
-        settings = self._settings(tokenizer)
+        settings = self._settings(tokenizer, self._engine(tokenizer) if todo else EngineChoice())
         results = make_partitions([tasks[number] for number in todo], settings, self._workers(), bar.advance)
         with closing(results):
             while (last := self._last(made, len(tasks))) is None:
@@ -334,11 +331,24 @@ class _Work:
     def _workers(self) -> int:
         return self.config.workers or available_cores()
 
-    def _settings(self, tokenizer: TextTokenizer) -> MakeSettings:
+    def _engine(self, tokenizer: TextTokenizer) -> EngineChoice:
+        wanted, settings = self.config.tokenizer_engine, tokenizer.backend.to_str()
+        sample = proof_texts(self.files, self.config.text_key) if wanted != "tokenizers" else []
+        try:
+            choice = choose_engine(wanted, settings, sample)
+        except EngineError as error:
+            raise PrepareError(
+                f"tokenizer_engine: {error}; leave it at auto, which takes the fastest engine that is equal to tokenizers"
+            ) from error
+        log.info(f"tokenizer engine: {choice.note}")
+        return choice
+
+    def _settings(self, tokenizer: TextTokenizer, engine: EngineChoice) -> MakeSettings:
         config = self.config
         return MakeSettings(
             folder=self.folder,
             tokenizer=tokenizer.backend.to_str(),
+            engine=engine,
             eod_id=tokenizer.eod_id,
             vocab_size=tokenizer.vocab_size,
             seq_len=config.seq_len,
@@ -355,56 +365,3 @@ def _missing(folder: Path, tasks: list[Task], count: int) -> str:
         f"{len(tasks)} of {count} partitions are not in {folder} yet, the first of them from byte {first.begin:,} of "
         f"{first.file.path}; run the parts that are missing with --part, or the same command without --merge, which makes them"
     )
-
-
-def stops_at_bad(config: PrepareConfig) -> bool:
-    """True if the first record that cannot be read is an error."""
-    return not config.skip_bad_records and config.max_bad == 0
-
-
-def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
-    """Texts of the training split to train a tokenizer on. Bad records are skipped here and reported when the shards are made.
-
-    Raises PrepareError for a file that cannot be read.
-    """
-    for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, config.text_key):
-        read = 0
-        try:
-            for piece in read_slice(part, config.text_key):
-                if isinstance(piece, DocumentPiece):
-                    read += len(piece.text)
-                    if not is_held_out(piece.name, config.seed, config.validation_fraction):
-                        yield piece.text
-                if most is not None and read >= most:
-                    break
-        except SetAside as error:
-            if error.bad.fatal and stops_at_bad(config):
-                raise unreadable(error.bad) from error
-
-
-def sample_slices(
-    files: list[SourceFile], sample_bytes: int, max_bytes: int | None, text_key: str
-) -> Iterator[tuple[Slice, int | None]]:
-    """Slices of about `sample_bytes` in all, spread evenly over the first `max_bytes` of the files, with the most to read of each.
-
-    Of a file that is read from its beginning only, the beginning is taken.
-    """
-    total = sum(file.size for file in files)
-    total = min(total, max_bytes or total)
-    share = min(1.0, sample_bytes / max(total, 1))
-    credit, seen = 0.0, 0
-    for file in files:
-        if seen >= total:
-            return
-        seen += file.size
-        if share == 1.0:
-            yield whole(file), None
-        elif file.size > SAMPLE_SLICE_BYTES and not splits(file, text_key):
-            yield whole(file), int(file.size * share)
-        else:
-            for begin in range(0, file.size, SAMPLE_SLICE_BYTES):
-                part = Slice(file, begin, min(begin + SAMPLE_SLICE_BYTES, file.size))
-                credit += (part.end - part.begin) * share
-                if credit >= part.end - part.begin:
-                    yield part, None
-                    credit -= part.end - part.begin

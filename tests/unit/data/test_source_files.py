@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data import prepare as prepare_module
 from llmtrain.data import records as records_module
-from llmtrain.data.prepare import sample_slices
+from llmtrain.data import source_sample
 from llmtrain.data.records import BadRecord, SetAside, Slice, read_slice, whole
 from llmtrain.data.source_files import PassedOver, PrepareError, list_files
+from llmtrain.data.source_sample import sample_slices
 
 
 def pieces_of(files, slice_bytes: int = 1 << 40) -> list[Any]:  # of DocumentPiece and BadRecord
@@ -145,7 +145,7 @@ def test_a_glob_names_files_from_its_last_fixed_folder(tmp_path):
 
 
 def test_a_sample_is_spread_over_the_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SAMPLE_SLICE_BYTES", 1000)
+    monkeypatch.setattr(source_sample, "SAMPLE_SLICE_BYTES", 1000)
     for index in range(10):
         (tmp_path / f"{index}.txt").write_text("x" * 999 + "\n" + "y" * 999 + "\n")
     files = list_files([str(tmp_path)])
@@ -157,7 +157,7 @@ def test_a_sample_is_spread_over_the_files(tmp_path, monkeypatch):
 
 
 def test_a_table_in_a_sample_is_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SAMPLE_SLICE_BYTES", 1000)
+    monkeypatch.setattr(source_sample, "SAMPLE_SLICE_BYTES", 1000)
     (tmp_path / "a.csv").write_text("body\n" + "x\n" * 5000)
     [file] = list_files([str(tmp_path)])
     assert [part for part, _ in sample_slices([file], 5000, None, "body")] == [whole(file)]
