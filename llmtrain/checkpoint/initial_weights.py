@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from llmtrain.checkpoint.base import Checkpoint
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import ABSENT, changes, text
+from llmtrain.schema.init_from import InitialWeights
 
 # Settings of training, or of weights drawn at random: another value of these still takes the same weights.
 _MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")
@@ -39,11 +42,29 @@ def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
         yield Problem("init_from", path, "is the folder of this run; choose another name or run_dir")
         return
     try:
-        manifest = Repository(path).find().require()
+        checkpoint = Repository(path).find()
+        manifest = checkpoint.require()
+        unmatched = [] if is_remote(path) else _unmatched(config.init_from, checkpoint)
     except CheckpointError as error:
         yield Problem("init_from", path, str(error))
         return
+    for number, pattern in unmatched:
+        yield Problem(f"init_from.parameters.{number}", pattern, f"matches no parameter of {checkpoint.address}")
     yield from _mismatches(config, manifest)
+
+
+def _unmatched(wanted: InitialWeights, checkpoint: Checkpoint) -> list[tuple[int, str]]:
+    """Patterns, with their numbers, that match nothing in the checkpoint, and so take nothing: all of them where one has to
+    match (`strict`), or where none does. Which of them match a parameter of the model shows when they are loaded."""
+    if wanted.parameters == ["*"]:
+        return []
+    names = [name.removeprefix("model.") for name in checkpoint.read_index().tensors if name.startswith("model.")]
+    found = [
+        (number, pattern)
+        for number, pattern in enumerate(wanted.parameters)
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    return found if wanted.strict or len(found) == len(wanted.parameters) else []
 
 
 def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 
 from llmtrain.config.shipped import CONFIG_HELP
@@ -79,8 +80,8 @@ def run_mfu(args: argparse.Namespace) -> int:
         raise UserError("--layers and --d-model go together: they make the attention term")
     for name in ("params", "batch", "seq_len", "step_time", "gpus", "peak", "layers", "d_model"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} must be positive and finite, not {value:g}")
     peak, source = _peak(args)
     attention = {"n_layers": args.layers or 0, "d_attn": args.d_model or 0, "seq_len": args.seq_len}
     flops = arithmetic.transformer_token_flops(args.params, frozen=args.frozen, **attention)

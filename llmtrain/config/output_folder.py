@@ -21,7 +21,9 @@ class OutputError(UserError):
 def unwritable_reason(folder: str | Path) -> str | None:
     """The reason why nothing can be written into `folder`, which need not exist yet; None if it can be written to."""
     path = Path(folder).expanduser().absolute()
-    existing = next(path for path in (path, *path.parents) if os.path.exists(path))
+    existing = next(path for path in (path, *path.parents) if os.path.lexists(path))
+    if existing.is_symlink() and not existing.exists():
+        return f"{existing} is a link to {os.readlink(existing)}, which does not exist; choose another"
     if not existing.is_dir():
         return f"{existing} is a file, not a folder; choose another"
     if not os.access(existing, os.W_OK | os.X_OK):

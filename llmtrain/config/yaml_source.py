@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from llmtrain.config.base import Problem
+from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import ConfigError, nearest
 from llmtrain.config.yaml_text import MAX_KEY, MAX_TEXT, Loader, is_merge, make_text, scalar_problem, syntax
 
@@ -39,17 +41,20 @@ def read_file(path: str | Path) -> YamlSource:
 
 
 def _read_text(path: str | Path) -> str:
+    if os.path.isdir(path):
+        raise ConfigError(str(path), [Problem("", None, f"is a folder; {_yamls_in(Path(path))}")])
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_TEXT + 1)  # no more: it may be a device that never ends
+        with io.TextIOWrapper(open_regular(Path(path)), encoding="utf-8") as file:
+            text = file.read(MAX_TEXT + 1)
     except FileNotFoundError:
+        if os.path.islink(path):
+            what = f"is a link to {os.readlink(path)}, which does not exist"
+            raise ConfigError(str(path), [Problem("", None, what)]) from None
         raise ConfigError(str(path), [Problem("", None, f"no such file; {_files_near(Path(path))}")]) from None
-    except IsADirectoryError:
-        raise ConfigError(str(path), [Problem("", None, f"is a folder; {_yamls_in(Path(path))}")]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), [Problem("", None, f"is not text (byte {error.start} is not UTF-8)")]) from None
     except (OSError, ValueError) as error:
-        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), [Problem("", None, f"cannot be read: {reason}")]) from None
     if len(text) > MAX_TEXT:
         raise ConfigError(str(path), [Problem("", None, f"has more than {MAX_TEXT} characters, which no config needs")])

@@ -126,6 +126,7 @@ def stored_bytes(source: str, enough: int) -> float:
     Raises OSError for a source that cannot be read.
     """
     if is_remote(source):
+        _require_scheme(source)
         return math.inf
     total = 0
     for file in _walk_source(source, PassedOver()):
@@ -181,11 +182,19 @@ def _matching(pattern: str, passed_over: PassedOver) -> Iterator[SourceFile]:
                 yield SourceFile(file.path, f"{relative}/{file.name}", file.size, file.mtime_ns, True)
 
 
-def _remote(address: str, passed_over: PassedOver) -> Iterator[SourceFile]:
-    if address.partition("://")[0] not in SCHEMES:
+def _require_scheme(address: str) -> None:
+    """Check that an address is of a store that is read here. Raises OSError."""
+    scheme, _, place = address.partition("://")
+    if scheme not in SCHEMES:
         raise OSError(
             f"is no address that is read here; give {' or '.join(f'{name}://' for name in SCHEMES)}, or a path"
         )
+    if not place.strip("/"):
+        raise OSError(f"names no place; give {scheme}://BUCKET/FOLDER")
+
+
+def _remote(address: str, passed_over: PassedOver) -> Iterator[SourceFile]:
+    _require_scheme(address)
     root = address.rstrip("/")
     if has_pattern(address):
         root = fixed_folder(address).rstrip("/")

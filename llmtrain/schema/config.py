@@ -64,8 +64,24 @@ class Config(Section):
                 remote,
                 f"is in run_dir ({self.run_dir}), whose checkpoints are to be copied; choose a place apart from it",
             )
+        yield from self._folder_problems()
         yield from self._context_problems()
         yield from schedule_problems(self)
+
+    def _folder_problems(self) -> Iterator[Problem]:
+        """A run among its shards: `prepare` takes a folder that holds other files for somebody else's."""
+        folders = {"data.prepare.out": self.data.prepare.out} if self.data.prepare else {}
+        for split in ("train", "validation"):
+            for name, stream in getattr(self.data, split).streams.items() if getattr(self.data, split) else ():
+                folders[f"data.{split}.streams.{name}.local"] = os.path.normpath(
+                    f"{stream.local}/{stream.split or '.'}"
+                )
+        for path, folder in folders.items():
+            if _within(self.run_dir, folder):
+                yield Problem(
+                    "run_dir", self.run_dir, f"is in a folder of shards ({path}: {folder}); choose a place apart"
+                )
+                return
 
     def _context_problems(self) -> Iterator[Problem]:
         """Settings under which ranks cannot share sequences."""

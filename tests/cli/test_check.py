@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -358,6 +359,19 @@ REFUSED = {
     "no folder": ("run_dir=''", "run_dir", "names no file or folder"),
     "half a character": ('eval.prompt="\\ud800"', "eval.prompt", "which is not text"),
     "as good as zero": ("optimizer.eps=1e-300", "optimizer.eps", "is as good as 0 in fp32"),
+    "run among the shards": ("run_dir=shards/run", "run_dir", "is in a folder of shards (data.prepare.out: shards)"),
+    "run among a stream's shards": (
+        "data.train={streams: {a: {local: data, split: train, remote: 's3://b/c'}, b: {local: runs, remote: 's3://b/d'}}}",
+        "run_dir",
+        "is in a folder of shards (data.train.streams.b.local: runs)",
+    ),
+    "run in a link to nothing": ("run_dir=gone", "run_dir", "is a link to nowhere, which does not exist"),
+    "source of an unknown kind": (
+        "data.prepare.sources=['ftp://x/y']",
+        "data.prepare.sources.0",
+        "give s3:// or hf://",
+    ),
+    "source without a place": ("data.prepare.sources=['s3://']", "data.prepare.sources.0", "names no place"),
     "sources that are not there": ("data.prepare.sources=[nowhere]", "data.prepare.sources.0", "No such file"),
     "source without text": ("data.prepare.sources=[empty]", "data.prepare.sources.0", "holds no text"),
     "too little text": ("data.prepare.max_bytes=1000", "data.prepare.max_bytes", "1000 bytes of text are too few"),
@@ -401,6 +415,7 @@ REFUSED = {
 def test_what_would_fail_later_is_refused_by_name(check, case):
     for folder in ("empty", "texts", "made"):
         Path(folder).mkdir()
+    Path("gone").symlink_to("nowhere")
     Path("texts/a.txt").write_text("word " * 20_000)
     Path("made/manifest.json").write_text('{"inputs": {"vocab_size": 300, "seq_len": 256}}')
     Path("big.json").write_text(json.dumps({"model": {"vocab": {f"t{i}": i for i in range(900)}}}))
@@ -488,7 +503,20 @@ def test_missing_file_names_the_nearest_one(check, tmp_path, capsys):
     assert main(["check", "no/run.yaml"]) == 2
     assert capsys.readouterr().err == "no/run.yaml: no such file; there is no folder no\n"
     assert main(["check", str(tmp_path)]) == 2
-    assert "is a folder" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{tmp_path}: is a folder; {tmp_path} has {tmp_path / 'run.yaml'}\n"
+    Path("gone.yaml").symlink_to("nowhere.yaml")
+    assert main(["check", "gone.yaml"]) == 2
+    assert capsys.readouterr().err == "gone.yaml: is a link to nowhere.yaml, which does not exist\n"
+
+
+@pytest.mark.parametrize("verb", ["check", "train", "describe", "eval", "migrate"])
+def test_a_pipe_or_device_is_no_config(tmp_path, monkeypatch, capsys, verb):
+    """Neither waited for nor read: the pipe has no writer, and the file is read more than once."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("run.yaml")
+    for name in ("run.yaml", "/dev/zero"):
+        assert main([verb, name]) == 2
+        assert capsys.readouterr().err == f"{name}: cannot be read: not a regular file\n"
 
 
 def run_cli(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess, float]:

@@ -254,7 +254,8 @@ def test_recomputation_adds_hfu(capsys):
         (["--peak", "1e15", "--dtype", "bf16"], "--dtype has no effect with --peak"),
         (["--peak", "1e15", "--layers", "24"], "--layers and --d-model go together"),
         (["--peak", "1e15", "--recompute", "2"], "between 0 and 1"),
-        (["--peak", "1e15", "--step-time", "-3"], "--step-time must be positive"),
+        (["--peak", "1e15", "--step-time", "-3"], "--step-time must be positive and finite, not -3"),
+        (["--peak", "1e15", "--step-time", "inf"], "--step-time must be positive and finite, not inf"),
     ],
 )
 def test_bad_figures_exit_2_with_a_reason(capsys, extra, message):

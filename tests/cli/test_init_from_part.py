@@ -146,6 +146,14 @@ def test_it_is_checked_as_a_setting(finished, project, capsys, monkeypatch):
     # A part of another model is compared when it is loaded.
     project.write({"init_from": {"path": source, "parameters": ["blocks.*"]}, "model.vocab_size": 320})
     assert check(project, capsys, monkeypatch)[0] == 0
+    for strict, wrong in ((True, "nope.*"), (False, "nope.*")):
+        project.write({"init_from": {"path": source, "parameters": [wrong, "block*"], "strict": strict}})
+        status, text = check(project, capsys, monkeypatch)
+        assert status == (2 if strict else 0), text
+        project.write({"init_from": {"path": source, "parameters": [wrong, "model.*"], "strict": strict}})
+        status, text = check(project, capsys, monkeypatch)
+        assert status == 2 and "init_from.parameters.1" in text
+        assert f"'{wrong}': matches no parameter of {source}/checkpoints/step-00000006" in text
     for written in (source, {"path": source}):
         project.write({"init_from": written})
         assert check(project, capsys, monkeypatch)[0] == 0

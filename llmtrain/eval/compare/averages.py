@@ -45,9 +45,11 @@ def gauntlet_differences(
 
 def group_differences(
     a: Side, b: Side, tasks: Mapping[Key, Metrics]
-) -> tuple[dict[str, dict[str, Difference]], list[str]]:
-    """(group -> metric -> difference, notes on what is not compared), for groups of both."""
+) -> tuple[dict[str, dict[str, Difference]], dict[str, frozenset[str]], list[str]]:
+    """(group -> metric -> difference, group -> metrics of which lower values are better, notes on what is not compared), for
+    groups of both."""
     found: dict[str, dict[str, Difference]] = {}
+    falling: dict[str, frozenset[str]] = {}
     notes: list[str] = []
     theirs = {_identity(one): one for one in b.groups}
     for group in a.groups:
@@ -66,7 +68,13 @@ def group_differences(
                 notes.append(f"Group {title}: {metric} is not compared, because not all of its tasks are.")
             else:
                 found.setdefault(title, {})[metric] = difference
-    return found, notes
+        rows = [a.rows[key] for key in keys[0]]
+        falling[title] = frozenset(
+            metric
+            for metric in found.get(title, ())
+            if all(metric in row.get("lower_is_better", ()) for row in rows if metric in row["metrics"])
+        )
+    return found, falling, notes
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[str, tuple[str, ...], int | None]:

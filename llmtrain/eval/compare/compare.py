@@ -51,7 +51,8 @@ class Answered:
 class TaskComparison:
     """Differences of a task. metric: the one to quote. left_out: metrics that cannot be compared, with reasons.
 
-    a_better, b_better: documents on which the models differ most.
+    a_better, b_better: documents on which the models differ most. lower_is_better: metrics of which lower values are better,
+    perplexities aside.
     """
 
     task: str
@@ -62,6 +63,7 @@ class TaskComparison:
     left_out: dict[str, str]
     a_better: list[Answered]
     b_better: list[Answered]
+    lower_is_better: frozenset[str] = frozenset()
 
     @property
     def title(self) -> str:
@@ -76,8 +78,8 @@ class TaskComparison:
 class Comparison:
     """Comparison of b with a, by their labels.
 
-    groups: metrics of lm-evaluation-harness's groups. gauntlet: averages and categories. notes: what else differs between the
-    results. lower_is_better: metrics of which lower values are better, perplexities aside.
+    groups: metrics of lm-evaluation-harness's groups; falling: of a group those of which lower values are better in all of its
+    tasks, perplexities aside. gauntlet: averages and categories. notes: what else differs between the results.
     """
 
     a: str
@@ -88,7 +90,7 @@ class Comparison:
     gauntlet_name: str | None = None
     gauntlet: dict[str, Difference] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    lower_is_better: frozenset[str] = frozenset()
+    falling: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 def title_of(key: Key) -> str:
@@ -119,7 +121,7 @@ def compare(a: Side, b: Side, *, tasks: Sequence[str] | None = None, examples: i
         raise EvalError("\n".join(problems) + remedy)
     metrics = {(one.task, one.shots): one.metrics for one in compared}
     name, gauntlet, note = gauntlet_differences(a, b, metrics)
-    groups, group_notes = group_differences(a, b, metrics)
+    groups, falling, group_notes = group_differences(a, b, metrics)
     notes = [
         *_differing_prompts(a, b, keys),
         *_differing_tasks(a, b, keys),
@@ -134,8 +136,7 @@ def compare(a: Side, b: Side, *, tasks: Sequence[str] | None = None, examples: i
         for one in compared
         for metric, reason in one.left_out.items()
     ]
-    lower = frozenset(metric for key in keys for metric in a.rows[key].get("lower_is_better", ()))
-    return Comparison(*labels(a, b), a.convention, compared, groups, name, gauntlet, notes, lower)
+    return Comparison(*labels(a, b), a.convention, compared, groups, name, gauntlet, notes, falling)
 
 
 def _common(a: Side, b: Side, tasks: Sequence[str] | None) -> list[Key]:
@@ -258,9 +259,9 @@ def _compare_task(a: Side, b: Side, key: Key, examples: int) -> TaskComparison:
         raise EvalError(f"{title_of(key)}: no metric can be compared: {reasons}")
     shown = next(iter(metrics))
     gained, lost = _most_different(pairs, shown, examples)
-    lower = shown in rows[0].get("lower_is_better", ())
-    a_better, b_better = (gained, lost) if lower else (lost, gained)
-    return TaskComparison(*key, shown, metrics, categories, left_out, a_better, b_better)
+    lower = frozenset(rows[0].get("lower_is_better", ()))
+    a_better, b_better = (gained, lost) if shown in lower else (lost, gained)
+    return TaskComparison(*key, shown, metrics, categories, left_out, a_better, b_better, lower)
 
 
 def _pairs(a: Side, b: Side, key: Key) -> list[Pair]:

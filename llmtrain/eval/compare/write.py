@@ -37,6 +37,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
     tasks = [
         {
             **{key: getattr(one, key) for key in ("task", "shots", "metric", "left_out")},
+            "lower_is_better": sorted(one.lower_is_better),
             "metrics": numbers(one.metrics),
             "categories": {name: numbers(differences) for name, differences in one.categories.items()},
             "a_better": [asdict(document) for document in one.a_better],
@@ -47,7 +48,6 @@ def as_json(found: Comparison) -> dict[str, Any]:
     gauntlet = {"name": found.gauntlet_name, "scores": numbers(found.gauntlet)} if found.gauntlet_name else None
     groups = {name: numbers(differences) for name, differences in found.groups.items()}
     about: dict[str, Any] = {"a": found.a, "b": found.b, "convention": found.convention}
-    about["lower_is_better"] = sorted(found.lower_is_better)
     return {**about, "tasks": tasks, "groups": groups, "gauntlet": gauntlet, "notes": found.notes}
 
 
@@ -170,16 +170,19 @@ def draw(found: Comparison, path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [(f"{one.title}\n{one.metric}", one.metric, one.headline) for one in found.tasks]
-    rows += [(f"{group}\n{metric}", metric, one) for group, metric, one in _of_groups(found)]
-    falling = {metric for _, metric, _ in rows if is_perplexity(metric)} | found.lower_is_better
+    rows = [(f"{one.title}\n{one.metric}", one.metric, one.headline, one.lower_is_better) for one in found.tasks]
+    rows += [(f"{group}\n{metric}", metric, one, found.falling[group]) for group, metric, one in _of_groups(found)]
+
+    def falls(metric: str, lower: frozenset[str]) -> bool:
+        return is_perplexity(metric) or metric in lower
+
     accuracies = [
         (name, one, 100.0 if is_share(metric, one.a, one.b) else 1.0)
-        for name, metric, one in rows
-        if metric not in falling
+        for name, metric, one, lower in rows
+        if not falls(metric, lower)
     ]
     accuracies += [(f"{found.gauntlet_name}\n{name}", one, 100.0) for name, one in found.gauntlet.items()]
-    others = [(name, one, 100.0 / (abs(one.a) or 1.0)) for name, metric, one in rows if metric in falling]
+    others = [(name, one, 100.0 / (abs(one.a) or 1.0)) for name, metric, one, lower in rows if falls(metric, lower)]
     panels = [
         (label, some)
         for label, some in (

@@ -208,7 +208,7 @@ def _settings(data: dict[str, Any], file: Path) -> Settings:
     for key, least in (("num_fewshot", 0), ("repeats", 1)):
         if data.get(key, least) < least:
             raise EvalError(f"{key}: {data[key]}; expected at least {least}")
-    filters = read_filters(data.get("filter_list"), output_type)
+    filters = read_filters(data.get("filter_list"), output_type, data.get("repeats", 1))
     metrics = read_metrics(data.get("metric_list"), output_type, "process_results" in data)
     plain = {"dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "training_split", "validation_split"}
     plain |= {"test_split", "process_docs", "process_results", "description", "target_delimiter", "fewshot_delimiter"}

@@ -64,8 +64,9 @@ class FilterChain:
 DEFAULT = (FilterChain("none", (Filter("take_first"),)),)
 
 
-def read_filters(given: Any, output_type: str) -> tuple[FilterChain, ...]:
-    """Chains of a task's `filter_list`. Raises EvalError with the key and the name of what there is not."""
+def read_filters(given: Any, output_type: str, repeats: int = 1) -> tuple[FilterChain, ...]:
+    """Chains of a task's `filter_list`. repeats: answers to a request. Raises EvalError with the key and the name of what there
+    is not."""
     if given is None:
         return DEFAULT
     if not given:
@@ -77,6 +78,7 @@ def read_filters(given: Any, output_type: str) -> tuple[FilterChain, ...]:
             raise EvalError(f"{key}: expected name and filter, a list of functions")
         chains.append(FilterChain(str(chain["name"]), tuple(_read(f"{key}.filter", one) for one in chain["filter"])))
     for chain in chains:
+        _check_counts(chain, repeats)
         if [one.name for one in chains].count(chain.name) > 1:
             raise EvalError(f"filter_list: two chains are called '{chain.name}'; their scores would have one name")
         if output_type != "generate_until" and chain.filters != DEFAULT[0].filters:
@@ -84,6 +86,20 @@ def read_filters(given: Any, output_type: str) -> tuple[FilterChain, ...]:
                 f"filter_list: {chain.name}: log-likelihoods can pass take_first alone; filters are for texts"
             )
     return tuple(chains)
+
+
+def _check_counts(chain: FilterChain, repeats: int) -> None:
+    """Check that each take_first_k gets as many answers as it takes, up to a filter whose answers only running it tells."""
+    for one in chain.filters:
+        if isinstance(one.function, Function) or one.function in ("custom", "take_first"):
+            return
+        if one.function == "take_first_k":
+            k = one.arguments["k"]
+            if k > repeats:
+                raise EvalError(f"filter_list: {chain.name}: take_first_k: {k} of {repeats} answers; raise `repeats`")
+            repeats = k
+        elif one.function == "majority_vote":
+            repeats = 1
 
 
 def _read(key: str, given: Any) -> Filter:
@@ -103,14 +119,36 @@ def _read(key: str, given: Any) -> Filter:
     for name in arguments:
         if name not in known:
             raise EvalError(f"{key}: {function} has no setting '{name}'; {suggest(name, known)}")
-    if function == "take_first_k" and not isinstance(arguments.get("k"), int):
+    if function == "take_first_k" and (type(arguments.get("k")) is not int or arguments["k"] < 1):
         raise EvalError(f"{key}: take_first_k needs k, a number of answers")
-    for pattern in (arguments.get("regex_pattern", ""), *_list(arguments.get("regexes_to_ignore") or [])):
-        check_pattern(f"{key}: {function}", pattern)
+    if function == "map":
+        _check_mapping(key, arguments.get("mapping_dict"))
+    _check_pattern(f"{key}: {function}", arguments.get("regex_pattern", ""))
+    check_patterns(f"{key}: {function}: regexes_to_ignore", arguments.get("regexes_to_ignore"))
     return Filter(function, arguments)
 
 
-def check_pattern(key: str, pattern: Any) -> None:
+def _check_mapping(key: str, mapping: Any) -> None:
+    """Check that an answer, which is a text, can equal each key: YAML 1.1 reads `yes` as true and `1` as a number."""
+    if not isinstance(mapping, dict):
+        raise EvalError(f"{key}: map needs mapping_dict, a mapping of answers, found {mapping!r}")
+    wrong = [one for one in mapping if not isinstance(one, str)]
+    if wrong:
+        advice = "put yes, no and the like in quotes" if isinstance(wrong[0], bool) else "put it in quotes"
+        raise EvalError(f"{key}: mapping_dict: the key {wrong[0]!r} is no text, and no answer can equal it; {advice}")
+
+
+def check_patterns(key: str, patterns: Any) -> None:
+    """Check a list of regular expressions, or None. Raises EvalError, also for a text, whose every letter would be a pattern."""
+    if patterns is None:
+        return
+    if not isinstance(patterns, list):
+        raise EvalError(f"{key}: expected a list of regular expressions, found {patterns!r}")
+    for pattern in patterns:
+        _check_pattern(key, pattern)
+
+
+def _check_pattern(key: str, pattern: Any) -> None:
     """Check a regular expression; raises EvalError."""
     if not isinstance(pattern, str):
         raise EvalError(f"{key}: expected a regular expression, found {pattern!r}")
@@ -118,10 +156,6 @@ def check_pattern(key: str, pattern: Any) -> None:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise EvalError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _each(change: Callable[[Any], Any], answers: Answers) -> Answers:

@@ -24,7 +24,7 @@ from llmtrain.eval.lm_eval_tasks.aggregation import (
     takes,
 )
 from llmtrain.eval.lm_eval_tasks.code import load_function
-from llmtrain.eval.lm_eval_tasks.filters import check_pattern
+from llmtrain.eval.lm_eval_tasks.filters import check_patterns
 from llmtrain.eval.lm_eval_tasks.yaml_file import Function
 
 
@@ -143,8 +143,7 @@ def _check(key: str, metric: MetricSettings, output_type: str, hf_evaluate: bool
         for setting in metric.arguments:
             if setting not in _EXACT_MATCH:
                 raise EvalError(f"{key}: exact_match has no setting '{setting}'; {suggest(setting, _EXACT_MATCH)}")
-        for pattern in metric.arguments.get("regexes_to_ignore") or ():
-            check_pattern(f"{key}: regexes_to_ignore", pattern)
+        check_patterns(f"{key}: regexes_to_ignore", metric.arguments.get("regexes_to_ignore"))
     kind = METRICS[name].kinds[output_type]
     if isinstance(metric.aggregation, str) and not takes(metric.aggregation, kind):
         raise EvalError(
@@ -167,16 +166,7 @@ def choice_values(
     likelihoods = np.array([likelihood for likelihood, _ in results], float)
     alone, likelihoods = likelihoods[len(choices) :], likelihoods[: len(choices)]
     greedy = [greedy for _, greedy in results]
-    if isinstance(gold, list):
-        gold = [one if one < len(choices) else _NO_CHOICE for one in gold]
-    elif isinstance(gold, str):
-        gold = choices.index(gold) if gold in choices else _NO_CHOICE
-    elif isinstance(gold, int):
-        gold = gold if gold < len(choices) else _NO_CHOICE
-    else:
-        raise EvalError(f"`doc_to_target` gives {gold!r}; expected the number or the text of a choice")
-    if isinstance(gold, list) != several_right:
-        raise EvalError(f"`doc_to_target` gives {gold!r}, but that of the first document is of another kind")
+    gold = right_choice(gold, choices, several_right)
 
     def right(scores: Any) -> float:
         chosen = int(np.argmax(scores))
@@ -203,6 +193,21 @@ def choice_values(
 
 
 _NO_CHOICE = -100
+
+
+def right_choice(gold: Any, choices: Sequence[str], several_right: bool) -> Any:
+    """Index of the right choice of a multiple_choice document, a list of them if several_right; _NO_CHOICE for one that is not
+    among the choices. gold: as of `choice_values`. Raises EvalError for a value of another kind."""
+    if isinstance(gold, list) != several_right:
+        raise EvalError(f"`doc_to_target` gives {gold!r}, but that of the first document is of another kind")
+    if isinstance(gold, str):
+        return choices.index(gold) if gold in choices else _NO_CHOICE
+    numbers = gold if isinstance(gold, list) else [gold]
+    if not all(isinstance(one, int) for one in numbers):
+        wanted = "the numbers of choices" if several_right else "the number or the text of a choice"
+        raise EvalError(f"`doc_to_target` gives {gold!r}; expected {wanted}")
+    found = [one if one < len(choices) else _NO_CHOICE for one in numbers]
+    return found if several_right else found[0]
 
 
 def likelihood_values(result: Any, text: str, names: Sequence[str]) -> dict[str, Any]:

@@ -27,7 +27,13 @@ from llmtrain.eval.lm_eval_tasks.documents import (
     example_documents,
 )
 from llmtrain.eval.lm_eval_tasks.few_shot import PromptWriter, check_examples
-from llmtrain.eval.lm_eval_tasks.metrics import MetricSettings, choice_values, likelihood_values, text_values
+from llmtrain.eval.lm_eval_tasks.metrics import (
+    MetricSettings,
+    choice_values,
+    likelihood_values,
+    right_choice,
+    text_values,
+)
 from llmtrain.eval.prompts.chat import PromptStyle
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.lm_eval import ENCODING
@@ -159,6 +165,7 @@ class LmEvalTask(Task):
     def _written(self, writer: PromptWriter, document: LmEvalDocument, style: PromptStyle) -> Iterator[Prompt]:
         settings, fields, record = self.settings, document.fields, document.record
         contexts = writer.contexts(document)
+        self._check_answer(document)
         if settings.output_type == "generate_until":
             yield Prompt(document, 0, contexts[0], None)
         elif settings.output_type == "loglikelihood":
@@ -172,6 +179,22 @@ class LmEvalTask(Task):
             if any(metric.name == "acc_mutual_info" for metric in settings.metrics):
                 for option, choice in enumerate(choices, len(pairs)):
                     yield Prompt(document, option, "", f"{delimiter}{choice}", premise=True)
+
+    def _check_answer(self, document: LmEvalDocument) -> None:
+        """Check what is compared with the model's answer, before it is asked. Raises EvalError."""
+        settings, fields, record = self.settings, document.fields, document.record
+        functions = [one.function for chain in settings.filters for one in chain.filters]
+        if "multi_choice_regex" in functions and not _are_texts(record.get("choices")):
+            raise EvalError(
+                f"the filter multi_choice_regex needs a column `choices` of texts; there are {', '.join(record)}"
+            )
+        if settings.process_results is not None:
+            return
+        if settings.output_type == "multiple_choice":
+            gold = fields.text(record) if fields.several_contexts else fields.target(record)
+            right_choice(gold, fields.choices(record), fields.several_right)
+        elif settings.output_type == "generate_until":
+            self._right_answer(document, "")
 
     def metrics(
         self, documents: Documents[LmEvalDocument], requests: Sequence[Request], results: Sequence[Response]
@@ -278,7 +301,10 @@ class LmEvalTask(Task):
         if settings.doc_to_choice is not None:
             if not isinstance(gold, int):
                 raise EvalError(f"`doc_to_target` gives {gold!r}; with doc_to_choice, expected the number of a choice")
-            return fields.choices(record)[gold]
+            choices = fields.choices(record)
+            if not -len(choices) <= gold < len(choices):
+                raise EvalError(f"`doc_to_target` gives {gold}, but there are {len(choices)} choices")
+            return choices[gold]
         if fields.several_right:
             return list(gold) if isinstance(gold, list | tuple) else [gold]
         if isinstance(answer, list) or any(one.name == "bypass" for one in settings.metrics):
@@ -293,6 +319,10 @@ def _failures_of(document: LmEvalDocument) -> Iterator[None]:
         yield
     except Exception as error:
         raise EvalError(f"{document.where}: {_reason(error)}") from None
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str) for one in value)
 
 
 def _reason(error: Exception) -> str:

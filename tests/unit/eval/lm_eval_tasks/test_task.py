@@ -272,12 +272,10 @@ def test_code_that_makes_no_records_is_an_error_of_the_task(tmp_path, code, expe
 
 def test_a_text_where_the_number_of_a_choice_is_needed(tmp_path, tokenizer):
     made = task(tmp_path, TEXT, doc_to_choice=["no", "yes"], doc_to_target="{{question}}")
-    documents = made.documents()
-    requests = made.requests(documents, tokenizer, 0)
     with pytest.raises(
         EvalError, match=r"\[test\]:1: `doc_to_target` gives 'is 0 odd\?'; with doc_to_choice, expected"
     ):
-        made.metrics(documents, requests, [GeneratedText("no")] * len(requests))
+        made.requests(made.documents(), tokenizer, 0)
 
 
 def test_a_record_that_does_not_fit(tmp_path, tokenizer):
@@ -286,10 +284,8 @@ def test_a_record_that_does_not_fit(tmp_path, tokenizer):
     with pytest.raises(EvalError, match=re.escape("task it: `doc_to_text`: 'other' is undefined")):
         made.documents()
     made = task(tmp_path)
-    documents = made.documents()
-    requests = made.requests(documents, tokenizer, 0)
     with pytest.raises(EvalError, match=r"task it: some/data \(small\) \[test\]:7: .*`doc_to_target` gives None"):
-        made.metrics(documents, requests, [Loglikelihood(-1.0, False, 1)] * len(requests))
+        made.requests(made.documents(), tokenizer, 0)
 
 
 def test_a_document_may_be_its_own_example(tmp_path, tokenizer):
