@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmtrain.bench.attention_shape import AttentionShape
 from llmtrain.bench.kernels.backends import backends
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, device, leaf
 from llmtrain.bench.tune.attention import Case
@@ -51,19 +52,37 @@ def _cell(case: Case, bars: tuple[Bar, ...]) -> Cell:
     )  # fmt: skip
 
 
+def shape_cell(shape: AttentionShape, names: Sequence[str]) -> Cell:
+    """Backends by name at any shape, without bars."""
+    spec, size = shape.spec, 2 if shape.spec.dtype != "float32" else 4
+
+    def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
+        qkv, dout = shape.tensors(device(), seed)
+        return [leaf(t) for t in qkv], dout
+
+    tokens = shape.batch * shape.seq_len
+    q, kv = (tokens * heads * spec.head_dim * size for heads in (spec.n_heads, spec.n_kv_heads))
+    return Cell(
+        "attention", shape.label, shape.seq_len, ("out", "dq", "dk", "dv"), inputs,
+        lambda: [Contender(name, lambda name=name: _function(shape, name), name != "triton") for name in names],
+        shape.exact, Work(shape.flops(), 2 * q + 2 * kv), Work(2.5 * shape.flops(), 4 * q + 4 * kv), (),
+        lambda found: [shape.first_group(t) for t in found],
+    )  # fmt: skip
+
+
 def _contenders(case: Case) -> list[Contender]:
     names = backends("attention", case.spec)
     if device() == "cuda":
         names.remove("reference")  # stores T x T scores in fp32
     if case.variant == "documents":
-        names = ["triton", "flex"]  # the others do not take documents
+        names = ["triton", "flex", "varlen"]  # the others do not take documents
     return [
         Contender(name, lambda name=name: _function(case, name), name not in ("triton", "reference", "sdpa:cpu"))
         for name in names
     ]
 
 
-def _function(case: Case, name: str) -> Callable[..., Tensor]:
+def _function(case: Case | AttentionShape, name: str) -> Callable[..., Tensor]:
     here = platform.detect()
     kernel: Any = registry.resolve("attention", name, case.spec, here).build(case.spec, here)
     context = kernel.prepare(case.seq_len, torch.device(device()), case.ids(device()))

@@ -66,11 +66,11 @@ TINY = Sizes(2, 16, 16, 256, "float32")
 def conv_cells(tiny: bool) -> Iterator[Cell]:
     sizes = TINY if tiny else Sizes()
     for seq_len in (128,) if tiny else scan.LENGTHS:
-        yield _conv(sizes, seq_len)
+        yield conv_cell(sizes, seq_len)
 
 
 def norm_cells(tiny: bool) -> Iterator[Cell]:
-    yield _norm(TINY if tiny else Sizes(), 128 if tiny else 4096)  # tokens are all that counts
+    yield norm_cell(TINY if tiny else Sizes(), 128 if tiny else 4096)  # tokens are all that counts
 
 
 def mixer_cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
@@ -82,7 +82,7 @@ def mixer_cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
             yield _mixer(Sizes(heads, head_dim, d_state), seq_len, chunks)
 
 
-def _conv(sizes: Sizes, seq_len: int) -> Cell:
+def conv_cell(sizes: Sizes, seq_len: int) -> Cell:
     channels = sizes.channels
 
     def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
@@ -103,7 +103,7 @@ def _conv(sizes: Sizes, seq_len: int) -> Cell:
     )  # fmt: skip
 
 
-def _norm(sizes: Sizes, seq_len: int) -> Cell:
+def norm_cell(sizes: Sizes, seq_len: int) -> Cell:
     def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
         g = generator(seed)
         z = sizes.projection(seq_len, g)[..., : sizes.d_inner]

@@ -17,12 +17,15 @@ from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Output, Work, dev
 from llmtrain.bench.tune.operations import relative_error
 
 REP_MS = 100
+"""Of the device's time that one median is taken from."""
 _CYCLES_MS = 2_000_000  # of a GPU, at most
 
 
 @dataclass
 class Result:
-    """ms: medians. memory_mib: peak of forward and backward above the inputs, None where it is not measured.
+    """ms: medians of the device's own time. wall_ms: median of forward and backward by the host's clock, called eagerly,
+    the device idle before and after; 0: not measured.
+    memory_mib: peak of forward and backward above the inputs, None where it is not measured.
     share_*: the time that the copy and the matmul of this run say it needs at least, over the time it took.
     errors: relative, of the output and of every gradient, against float64; of several draws the root mean square.
     """
@@ -34,6 +37,7 @@ class Result:
     public: bool
     forward_ms: float = 0.0
     backward_ms: float = 0.0
+    wall_ms: float = 0.0
     memory_mib: float | None = None
     share_forward: float = 0.0
     share_backward: float = 0.0
@@ -75,14 +79,14 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * size / copy * 1e3, 2 * n**3 / product * 1e3)
 
 
-def milliseconds(run: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
+def milliseconds(run: Callable[[Any], Any], before: Callable[[], Any] = lambda: None, rep_ms: float = REP_MS) -> float:
     """The median of run(before()), of which only run is timed. On a GPU: the device's own time, with nothing in its L2.
 
     The device sleeps until everything is queued, so that no kernel waits for Python: a training step, too, is queued
     ahead of the device.
     """
     if device() == "cuda":
-        return _device_milliseconds(run, before)
+        return _device_milliseconds(run, before, rep_ms)
     run(before())
     times = []
     for _ in range(5):
@@ -93,7 +97,7 @@ def milliseconds(run: Callable[[Any], Any], before: Callable[[], Any] = lambda: 
     return statistics.median(times)
 
 
-def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -> float:
+def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any], rep_ms: float) -> float:
     flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     cycles = 0
 
@@ -115,11 +119,30 @@ def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any]) -
     once()
     first = [once() for _ in range(3)]
     cycles = int(2 * max(queueing for _, queueing in first) * _CYCLES_MS)
-    count = min(100, max(10, int(REP_MS / min(ms for ms, _ in first))))
+    count = min(100, max(5, int(rep_ms / 10), int(rep_ms / min(ms for ms, _ in first))))
     return statistics.median(once()[0] for _ in range(count))
 
 
-def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int = 1) -> list[Result]:
+def wall_milliseconds(run: Callable[[], Any]) -> float:
+    """The median of run() by the host's clock, from an idle device with nothing in its L2 to an idle device."""
+    on_gpu = device() == "cuda"
+    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda") if on_gpu else None
+    times = []
+    for _ in range(5):
+        if flushed is not None:
+            flushed.zero_()
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def measure(
+    cell: Cell, contenders: list[Contender], most: Ceilings, draws: int = 1, rep_ms: float = REP_MS
+) -> list[Result]:
     """Results of a cell's contenders, one after the other. The result of one that fails has the reason, and the others go on.
 
     draws: of inputs, on which ours and the public ones are compared with float64, as many times as the cell says; the first
@@ -132,7 +155,7 @@ def measure(cell: Cell, contenders: list[Contender], most: Ceilings, draws: int 
     for contender in contenders:
         result = Result(cell.operation, cell.name, cell.seq_len, contender.name, contender.public)
         with _failing(result):
-            _measure(cell, contender, leaves, up, exact, most, result)
+            _measure(cell, contender, leaves, up, exact, most, result, rep_ms)
         results.append(result)
     del leaves, up, exact
     compared = [
@@ -173,8 +196,9 @@ def _errors(
 
 
 def _measure(
-    cell: Cell, one: Contender, leaves: list[Tensor], up: Output, exact: list[Tensor], most: Ceilings, result: Result
-) -> None:
+    cell: Cell, one: Contender, leaves: list[Tensor], up: Output, exact: list[Tensor], most: Ceilings, result: Result,
+    rep_ms: float,
+) -> None:  # fmt: skip
     torch.compiler.reset()  # else Dynamo gives up compiling a peer after eight shapes
     function = one.make()
     result.errors = _errors(cell, function, leaves, up, exact)
@@ -185,7 +209,8 @@ def _measure(
         run_both(function, leaves, up)
         torch.cuda.synchronize()
         result.memory_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    result.forward_ms = milliseconds(lambda _: function(*leaves))
-    result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, leaves, up), lambda: function(*leaves))
+    result.forward_ms = milliseconds(lambda _: function(*leaves), rep_ms=rep_ms)
+    result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, leaves, up), lambda: function(*leaves), rep_ms)
+    result.wall_ms = wall_milliseconds(lambda: run_both(function, leaves, up))
     result.share_forward = most.least_ms(cell.forward) / result.forward_ms
     result.share_backward = most.least_ms(cell.backward) / result.backward_ms

@@ -17,11 +17,11 @@ from llmtrain.kernels.norm.spec import NormSpec
 def cells(tiny: bool) -> Iterator[Cell]:
     """2560: no power of two, as Zamba2-2.7B's and Mamba-2 2.7B's."""
     for dim in (16,) if tiny else (2048, 2560, 4096):
-        yield _cell(dim, "rmsnorm", False, 256 if tiny else 16384)
-        yield _cell(dim, "layernorm", True, 256 if tiny else 16384)
+        yield cell(dim, "rmsnorm", False, 256 if tiny else 16384)
+        yield cell(dim, "layernorm", True, 256 if tiny else 16384)
 
 
-def _cell(dim: int, kind: Literal["rmsnorm", "layernorm"], biased: bool, tokens: int) -> Cell:
+def cell(dim: int, kind: Literal["rmsnorm", "layernorm"], biased: bool, tokens: int) -> Cell:
     dtype = torch.bfloat16 if device() == "cuda" else torch.float32
     spec = NormSpec(dim, kind, biased, dtype=str(dtype).removeprefix("torch."))
     names = ("sum", "y", "dx", "ddelta", "dweight", *["dbias"] * biased)

@@ -16,10 +16,10 @@ from llmtrain.kernels.rotary.spec import RotarySpec
 
 def cells(tiny: bool) -> Iterator[Cell]:
     for head_dim in (16,) if tiny else (64, 128):
-        yield _cell(head_dim, 128 if tiny else scan.LENGTHS[1], 2 if tiny else 2048 // head_dim, 256 if tiny else 16384)
+        yield cell(head_dim, 128 if tiny else scan.LENGTHS[1], 2 if tiny else 2048 // head_dim, 256 if tiny else 16384)
 
 
-def _cell(head_dim: int, seq_len: int, heads: int, tokens: int) -> Cell:
+def cell(head_dim: int, seq_len: int, heads: int, tokens: int) -> Cell:
     dtype = torch.bfloat16 if device() == "cuda" else torch.float32
     angle = torch.arange(seq_len, device=device())[:, None, None] / 10000 ** torch.linspace(
         0, 1, head_dim // 2, device=device()

@@ -1,4 +1,4 @@
-"""The cells of the scan, beside state-spaces/mamba's kernels."""
+"""The cells of the scan, beside the kernels of state-spaces/mamba and of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BARS = (
 def cells(tiny: bool, chunks: tuple[int, ...]) -> Iterator[Cell]:
     """chunks: of the public kernels."""
     if tiny:
-        yield _cell(Case(2, 16, 16, 1, 128, "float32", 256), (), ())
+        yield cell(Case(2, 16, 16, 1, 128, "float32", 256), (), ())
         return
     for shape in SHAPES:
         for seq_len in LENGTHS:
-            yield _cell(Case(*shape, seq_len=seq_len), BARS, chunks)
+            yield cell(Case(*shape, seq_len=seq_len), BARS, chunks)
 
 
-def _cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
+def cell(case: Case, bars: tuple[Bar, ...], chunks: tuple[int, ...]) -> Cell:
     def inputs(seed: int) -> tuple[list[Tensor], Tensor]:
         *tensors, dy = case.tensors(device(), seed)
         return [leaf(t) for t in tensors], dy
@@ -69,6 +69,8 @@ def _contenders(case: Case, chunks: tuple[int, ...]) -> list[Contender]:
                     run_both(public(chunk), [leaf(t) for t in tensors], dy)
 
             found.append(Contender(f"mamba_ssm {chunk}", lambda chunk=chunk: public(chunk), True, warm))
+    if device() == "cuda" and importlib.util.find_spec("fla") is not None:
+        found.append(Contender("fla", fla, True))
     return found
 
 
@@ -85,6 +87,30 @@ def public(chunk: int) -> Callable[..., Tensor]:
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
         return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+
+    return run
+
+
+def fla() -> Callable[..., Tensor]:
+    """flash-linear-attention's gated linear attention with a scalar gate per head, of which Mamba-2's scan is a case: q, k, v
+    and the logarithm of the gate are C, B, dt x and dt A. It has no groups: B and C are repeated for each head.
+    """
+    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
+
+    @torch.compile(dynamic=False)
+    def before(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
+        dt = torch.nn.functional.softplus(dt.float() + dt_bias)
+        repeats = x.shape[2] // B.shape[2]
+        B, C = (t.repeat_interleave(repeats, dim=2) for t in (B, C))
+        return C, B, (x * dt[..., None]).to(x.dtype), dt * A
+
+    @torch.compile(dynamic=False)
+    def behind(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+        return (y + D[:, None] * x).to(x.dtype)
+
+    def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
+        q, k, v, gate = before(x, dt, A, B, C, dt_bias)
+        return behind(chunk_simple_gla(q, k, v, gate, scale=1.0)[0], x, D)
 
     return run
 

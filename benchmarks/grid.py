@@ -1,0 +1,223 @@
+"""Every operation over the grid of grid_cells.py, by every backend that can serve, as CSV.
+
+    python -m benchmarks.grid [--only attention ssd …] [--backends triton flex …] [--match TEXT] [--seconds 400] --out grid.csv
+
+`llmtrain bench kernels` holds our kernels to bars at a few shapes. This shows all the others. Milliseconds are medians of the
+device's own time with a cold L2 cache, wall_ms is forward and backward by the host's clock, error is the largest relative one of
+output and gradients against float64. What is to be compiled is compiled first, side by side, for at most half of --seconds. A row
+is written as soon as it is measured, in order of value; the same command again measures what the file lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks import grid_cells
+from llmtrain.bench.attention_shape import AttentionShape
+from llmtrain.bench.kernels.attention import shape_cell
+from llmtrain.bench.kernels.cell import Cell, run_both
+from llmtrain.bench.kernels.command import add_peers
+from llmtrain.bench.kernels.measure import Ceilings, measure
+from llmtrain.bench.tune.search import commit
+from llmtrain.errors import exit_with
+from llmtrain.kernels import platform
+from llmtrain.kernels.attention import spec
+
+COLUMNS = (
+    *("operation", "cell", "seq_len", "backend"),
+    *("forward_ms", "backward_ms", "wall_ms", "error"),
+    *("device", "date", "commit", "failed"),
+)
+OPERATIONS = ("attention", "ssd", "others")
+CHUNKS = (256, 128)
+"""Of mamba_ssm's scan."""
+REP_MS = 15.0
+SHARES = 8
+
+
+Makers = list[Callable[[], Cell]]
+
+
+def makers() -> dict[str, Makers]:
+    """What builds each cell, by operation; a cell is built when it is its turn."""
+    return {
+        "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in grid_cells.attention()],
+        "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
+        "others": list(grid_cells.others()),
+    }
+
+
+def contenders(shape: AttentionShape) -> list[str]:
+    """Backends that may be the fastest. Flex loses to cuDNN wherever both can serve (by a third, in the rows of 2026-11-23), and
+    varlen is sdpa:flash where there are neither documents nor a window."""
+    public = {
+        "sdpa:cudnn": spec.refuse_sdpa_cudnn,
+        "sdpa:flash": spec.refuse_sdpa_flash,
+        "varlen": spec.refuse_varlen,
+    }
+    able = [name for name, refuse in public.items() if refuse(shape.spec, None) is None]
+    if shape.spec.plain:
+        able.remove("varlen")
+    return ["triton", *able, *["flex"] * ("sdpa:cudnn" not in able)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One contender of one cell. operation, at: the cell's place in `makers`."""
+
+    operation: str
+    at: int
+    label: str
+    name: str
+
+    @property
+    def compiles(self) -> bool:
+        return not self.name.startswith(("sdpa", "varlen", "aten"))
+
+
+def tasks(only: list[str], backends: list[str] | None, match: str, done: set[tuple[str, ...]]) -> list[Task]:
+    """What is wanted and not measured yet, in order of value. A backend's first word names all of it (mamba_ssm)."""
+    found = []
+    for operation, makes in makers().items():
+        for at, make in enumerate(makes if operation in only else []):
+            cell = make()
+            if match in cell.label:
+                found += [
+                    Task(operation, at, cell.label, one.name)
+                    for one in cell.contenders()
+                    if (backends is None or one.name.split()[0] in backends)
+                    and not (
+                        operation == "ssd" and one.name == "reference"
+                    )  # compiles for many seconds, and is far behind
+                    and (cell.operation, cell.name, str(cell.seq_len), one.name) not in done
+                ]
+    return found
+
+
+def compile_all(wanted: list[Task], seconds: float, workers: int) -> set[Task]:
+    """Compile in processes side by side. Returns what is in the caches when the time is over."""
+    os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
+    others = active_children()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    futures: dict[Future[None], Task] = {}
+    shared: set[tuple[str, str]] = set()
+    for task in wanted:
+        kind = (
+            re.sub(r"^\d+x", "", task.label.split(" T=")[0]),
+            task.name,
+        )  # their code is that of any number of heads
+        if task.name.startswith("mamba_ssm"):
+            if kind not in shared:
+                futures |= {pool.submit(_compile, task, share): task for share in range(SHARES)}
+            shared.add(kind)
+        elif task.compiles:
+            futures[pool.submit(_compile, task, None)] = task
+    done, left = wait(futures, seconds)
+    if left:
+        print(f"compiled {len(done)} of {len(futures)} parts; what is left is not measured", flush=True)
+        for process in active_children():
+            if process not in others:
+                process.terminate()
+    pool.shutdown(cancel_futures=True)
+    unfinished = {futures[future] for future in left}
+    return {task for task in wanted if task not in unfinished}
+
+
+_MAKERS: dict[str, Makers] = {}
+
+
+def _compile(task: Task, share: int | None) -> None:
+    import torch
+
+    if not _MAKERS:
+        _MAKERS.update(makers())
+    cell = _MAKERS[task.operation][task.at]()
+    one = next(c for c in cell.contenders() if c.name == task.name)
+    if share is not None:
+        assert one.warm is not None
+        one.warm(share, SHARES)
+    else:
+        leaves, up = cell.inputs(0)
+        run_both(one.make(), leaves, up)
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def measure_all(wanted: list[Task], until: float, write: Callable[[dict[str, Any]], None]) -> None:
+    """Rows of every task, cell by cell, up to a time of time.perf_counter."""
+    import torch
+
+    facts = {"device": platform.detect().device_name, "date": datetime.date.today().isoformat(), "commit": commit()}
+    built = makers()
+    by_cell = itertools.groupby(wanted, key=lambda task: (task.operation, task.at))
+    for (operation, at), group in by_cell:
+        if time.perf_counter() > until:
+            print("out of time; the same command again measures the rest", flush=True)
+            return
+        cell, names = built[operation][at](), {task.name for task in group}
+        chosen = [one for one in cell.contenders() if one.name in names]
+        try:
+            results = measure(cell, chosen, Ceilings(1.0, 1.0), rep_ms=REP_MS)
+        except torch.OutOfMemoryError as error:
+            print(f"{cell.label}: {error}"[:150], flush=True)
+            results = []
+        for one in results:
+            numbers = {"forward_ms": one.forward_ms, "backward_ms": one.backward_ms, "wall_ms": one.wall_ms}
+            row: dict[str, Any] = {"operation": one.operation, "cell": one.cell, "seq_len": one.seq_len}
+            row |= {"backend": one.backend, "failed": one.failed or ""} | facts
+            row |= {name: "" if one.failed else f"{ms:.4f}" for name, ms in numbers.items()}
+            row["error"] = "" if one.failed else f"{one.error:.2e}"
+            write(row)
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    parser.add_argument("--backends", nargs="+", help="by their first word, such as triton, sdpa:cudnn, mamba_ssm")
+    parser.add_argument("--match", default="", help="only cells whose label has this in it")
+    parser.add_argument("--seconds", type=float, default=400, help="no measurement begins after them")
+    parser.add_argument("--peer-path", type=Path, metavar="FOLDER", help="where mamba_ssm and causal_conv1d lie")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    began, workers = time.perf_counter(), min(15, len(os.sched_getaffinity(0)))
+    if args.peer_path is not None:
+        add_peers(args.peer_path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(sys.path))  # for the processes that compile
+    done: set[tuple[str, ...]] = set()
+    if args.out.exists():
+        done = {tuple(row[name] for name in COLUMNS[:4]) for row in csv.DictReader(args.out.open())}
+    wanted = tasks(args.only, args.backends, args.match, done)
+    print(f"{len(wanted)} rows to measure", flush=True)
+    ready = compile_all(wanted, 0.55 * args.seconds, workers)
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    with args.out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if not done:
+            writer.writeheader()
+
+        def write(row: dict[str, Any]) -> None:
+            writer.writerow(row)
+            file.flush()
+            print(", ".join(str(row[name]) for name in COLUMNS[:8]), row["failed"], flush=True)
+
+        measure_all([task for task in wanted if task in ready], began + args.seconds, write)
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)
