@@ -1,7 +1,8 @@
 """Backends of every operation. A backend is chosen once, when the model is built; the choice needs no torch.
 
 To add a backend: a file with `build(spec, platform, variant)` beside the reference, a refusal in the
-operation's spec.py, a line in the table below, and its place in the operation's `preference`.
+operation's spec.py, a line in the table below, and its place in the operation's `preference`. Attention's are measured over
+the grid of benchmarks/ too: see attention/measured.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from llmtrain.errors import UserError
+from llmtrain.kernels.attention import measured as attention_measured
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_delta import spec as gated_delta
@@ -82,12 +84,18 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu, _sdpa_op("flash_attention_for_cpu")),
         Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex, ("flex_attention",)),
         Backend(
+            "varlen",
+            "llmtrain.kernels.attention.varlen",
+            attention.refuse_varlen,
+            ("torch_attn._varlen_attn.default",),
+        ),
+        Backend(
             "triton",
             "llmtrain.kernels.attention.triton",
             attention.refuse_triton_sequence,
             ("llmtrain.attention_forward.default",),
         ),
-        # Third-party packages: in no preference, so `auto` does not take them.
+        # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
     ),
     "rotary": (
@@ -187,16 +195,31 @@ def refusal(operation: Operation, name: str, spec: Spec, platform: Platform | No
     return f"{operation} backend '{name}' cannot serve here: {reasons[closest]} (can serve: {able})"
 
 
-def resolve(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:
-    """The backend that `name` means on this platform: itself, or the fastest of a family or of all (`auto`).
+def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None) -> Backend:
+    """The backend that `name` means on this platform: itself, or of a family or of all (`auto`) the one that was measured to
+    be the fastest, else the first in the operation's preference.
 
-    Raises UserError when it cannot serve, saying why and what can.
+    seq_len: the length that the fastest is asked for; None: not known. Raises UserError when `name` cannot serve, saying why
+    and what can.
     """
     if reason := refusal(operation, name, spec, platform):
         raise UserError(reason)
     able = {b.name: b for b in _candidates(operation, name) if b.refusal(spec, platform) is None}
+    if rows := measured(operation, name, spec, platform, seq_len):
+        return able[rows[0].backend]
     ranked = [able[b] for b in _PREFERENCE[operation](spec, platform) if b in able]
     return (ranked or list(able.values()))[0]
+
+
+def measured(
+    operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None
+) -> list[attention_measured.Row]:
+    """Measurements that `resolve` chooses by, the fastest first; none where no cell speaks for the spec."""
+    candidates = _candidates(operation, name)
+    if operation != "attention" or len(candidates) == 1:
+        return []
+    able = {b.name for b in candidates if b.refusal(spec, platform) is None}
+    return attention_measured.fastest(spec, able, platform, seq_len)
 
 
 def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:

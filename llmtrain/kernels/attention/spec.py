@@ -103,6 +103,18 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
     return None
 
 
+def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    """PyTorch's FlashAttention-2 in its form for documents, which has windows too; `sdpa:flash` is the form without either."""
+    lacks = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
+    if lacks:
+        return f"PyTorch's varlen attention has no {' or '.join(lacks)}; use flex or reference"
+    if spec.lower_right:
+        return "varlen is called with whole sequences, not a part of the queries (train.parallel.context); use flex"
+    if spec.head_dim % 8:
+        return f"PyTorch's varlen attention needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
+    return _refuse_platform("varlen", spec, platform, max_head_dim=256)
+
+
 def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """Reason that holds for our kernels on whole sequences and on one new token alike."""
     if spec.head_dim % 8 or spec.head_dim > 256:
@@ -134,41 +146,22 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto` and `sdpa`.
+    """Backends in order, for `auto` and `sdpa`, where no measured cell speaks for the spec (attention/measured.py); public ones
+    first.
 
-    Measured on H200 in 16 bits (BENCHMARKS.md, benchmarks/attention_grid.csv): plain causal attention is fastest in cuDNN, which
-    takes head_dim up to 128; elsewhere ours is before the public kernels where `_ours_leads`, and behind them otherwise. On
-    other GPUs ours is not measured and comes last: FA2 leads where cuDNN is untuned or absent; FlexAttention fuses the
-    change of scores and skips masked tiles; sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
+    cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
+    masked tiles; ours has kernels for all of it, and sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
     kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if platform.arch == "sm90" and spec.dtype != "float32":
-        public = ("sdpa:flash", "flex")
-        ours_first = ("triton", *public) if _ours_leads(spec) else (*public, "triton")
-        return ("sdpa:cudnn", *ours_first, "sdpa:efficient", "reference")
+        return ("sdpa:cudnn", "sdpa:flash", "flex", "varlen", "triton", "sdpa:efficient", "reference")
     if not spec.plain:
-        return ("flex", "sdpa:efficient", "reference", "triton")
+        return ("flex", "varlen", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
         return ("sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flex", "reference", "triton")
     return ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "reference", "triton")
-
-
-def _ours_leads(spec: AttentionSpec) -> bool:
-    """True where our kernel was measured on Hopper to be the fastest but for cuDNN.
-
-    With documents it is taken at every width, also where FlexAttention's kernel takes up to 0.2 less: Flex makes a mask of
-    [batch, T, T] for every batch first.
-    """
-    if spec.documents:
-        return True
-    if spec.plain:
-        return spec.head_dim in (64, 128, 160)
-    beyond = (spec.alibi_max_bias, spec.sliding_window, spec.softcap)
-    if sum(value is not None for value in beyond) > 1:
-        return False
-    return spec.head_dim in ((64,) if spec.softcap is not None else (64, 128))
 
 
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:

@@ -57,7 +57,7 @@ class Attention(Mixer):
         super().__init__(block, config, platform, dtype, documents)
         self.block, self.platform = block, platform
         self.spec = block.spec(config.d_model, str(dtype).removeprefix("torch."), documents)
-        self.backend = registry.resolve("attention", block.backend, self.spec, platform)
+        self.backend = registry.resolve("attention", block.backend, self.spec, platform, config.max_seq_len)
         self.kernel = self.backend.build(self.spec, platform)
         self.segment_backend = self.segment_kernel = None
         self.rotary = block.position if block.position.type == "rotary" else None

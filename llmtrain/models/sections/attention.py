@@ -22,6 +22,7 @@ AttentionBackend = Literal[
     "sdpa:efficient",
     "sdpa:cpu",
     "flex",
+    "varlen",
     "triton",
     "flash_attn",
 ]

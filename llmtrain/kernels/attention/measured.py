@@ -1,0 +1,193 @@
+"""Measured times of attention backends, by which `auto` chooses: rows of one CSV per architecture, in tables/. No torch here.
+
+A cell is one layer's attention at one length; its rows are its backends. A cell speaks for a spec of the same head_dim, the same
+features (ALiBi, softcap, window, documents), numbers as wide and a like number of query heads per key head; of several the one
+nearest in length and window. The user's cells, in FILE.attention.csv beside his own tuning rows FILE.yaml, come before shipped
+ones that are as near: `llmtrain bench tune FILE.yaml` writes there. Rows of one architecture say nothing about another.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+from llmtrain.errors import UserError
+from llmtrain.kernels import tuning
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+
+DEFAULT_SEQ_LEN = 4096
+"""Length that is assumed where a model is built for no certain one."""
+OURS = "triton"
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _none_if_empty(text: object) -> object:
+    return None if text == "" else text
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Cell:
+    """One layer's attention at one length. window: None: none."""
+
+    dtype: Annotated[str, Field(pattern="^(bfloat16|float16|float32)$")]
+    n_heads: PositiveInt
+    n_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    alibi: bool
+    softcap: bool
+    documents: bool
+    window: Annotated[PositiveInt | None, BeforeValidator(_none_if_empty)]
+    seq_len: PositiveInt
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, seq_len: int) -> Cell:
+        window = None if spec.sliding_window is None else min(spec.sliding_window, seq_len)
+        return cls(
+            dtype=spec.dtype, n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, head_dim=spec.head_dim,
+            alibi=spec.alibi_max_bias is not None, softcap=spec.softcap is not None, documents=spec.documents,
+            window=window, seq_len=seq_len,
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What two cells must share for one to speak for the other. Query heads per key head count as alike within 1, 2 to 4,
+        5 to 16, and more."""
+        grouping = sum(self.group > most for most in (1, 4, 16))
+        features = (self.alibi, self.softcap, self.documents, self.window is not None)
+        return (_BYTES[self.dtype], self.head_dim, grouping, *features)
+
+    def distance(self, other: Cell) -> float:
+        """In octaves of length and of window."""
+        far = abs(math.log2(self.seq_len / other.seq_len))
+        if self.window is not None and other.window is not None:
+            far += abs(math.log2(self.window / other.window))
+        return far
+
+    def other_heads(self, other: Cell) -> float:
+        """In octaves of query heads per key head and of query heads."""
+        return abs(math.log2(self.group / other.group)) + abs(math.log2(self.n_heads / other.n_heads))
+
+    @property
+    def label(self) -> str:
+        words = ["documents"] * self.documents + ["ALiBi"] * self.alibi + ["softcap"] * self.softcap
+        words += [f"window {self.window}"] * (self.window is not None)
+        return f"{self.n_heads} on {self.n_kv_heads} x {self.head_dim}, {', '.join(words) or 'plain'}, T={self.seq_len}"
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Row(Cell):
+    """The times of one backend: medians of the device's own time, with a cold L2 cache."""
+
+    backend: str
+    forward_ms: PositiveFloat
+    backward_ms: PositiveFloat
+    device: str
+    date: str
+    commit: str
+
+    @property
+    def ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(**{field.name: getattr(self, field.name) for field in fields(Cell)})
+
+
+_ROWS = TypeAdapter(list[Row])
+
+
+def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_len: int | None = None) -> list[Row]:
+    """Rows of the cell that speaks for `spec`, of the backends in `able` alone, fastest first; none where no such cell is
+    measured, of ours beside at least one public backend. The same on every rank that has the same tables."""
+    if spec.lower_right or platform.vendor == "cpu":
+        return []
+    asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
+    own, shipped = (
+        _by_kind(file).get(asked.kind, {}) for file in (own_file(platform.arch), shipped_file(platform.arch))
+    )
+    found = []
+    for not_own, cells in enumerate((own, shipped)):
+        for cell, rows in cells.items():
+            here = [row for row in rows if row.backend in able]
+            if any(row.backend != OURS for row in here):
+                found.append((asked.distance(cell), not_own, asked.other_heads(cell), here))
+    if not found:
+        return []
+    return sorted(min(found, key=lambda one: one[:3])[3], key=lambda row: (row.ms, row.backend))
+
+
+def own_file(arch: str) -> Path:
+    """Path of the user's cells for this architecture, whether it exists or not."""
+    return tuning.own_file(arch).with_suffix(".attention.csv")
+
+
+def read(file: Path) -> list[Row]:
+    """Rows of a file; none if it does not exist. Raises UserError for the first row that is wrong."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    try:
+        return _ROWS.validate_python(rows)
+    except ValidationError as error:
+        at, *field = error.errors()[0]["loc"]
+        where = f"{file}, line {int(at) + 2}: " + f"{'.'.join(map(str, field))}: "
+        raise UserError(f"{where}{error.errors()[0]['msg']}; repair or remove the file") from None
+
+
+def save(file: Path, rows: Iterable[Row]) -> None:
+    """Write rows into `file`, in place of those of the same cell and backend; the rest stays."""
+    kept = {(row.cell, row.backend): row for row in (*read(file), *rows)}
+    ordered = sorted(kept.values(), key=lambda row: (row.head_dim, row.label, row.n_heads, row.ms))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Row))
+        for row in ordered:
+            values = (getattr(row, field.name) for field in fields(Row))
+            writer.writerow([int(value) if isinstance(value, bool) else value for value in values])
+    temporary.replace(file)
+    _by_kind.cache_clear()
+
+
+def shipped_file(arch: str) -> Path:
+    """Path of the shipped cells, whether it exists or not."""
+    return tuning.FOLDER / f"{arch}.attention.csv"
+
+
+@functools.cache
+def _by_kind(file: Path) -> dict[tuple[object, ...], dict[Cell, list[Row]]]:
+    found: dict[tuple[object, ...], dict[Cell, list[Row]]] = {}
+    for row in read(file):
+        found.setdefault(row.kind, {}).setdefault(row.cell, []).append(row)
+    return found
+
+
+def forget() -> None:
+    """Read the files again at the next choice."""
+    _by_kind.cache_clear()

@@ -1,0 +1,175 @@
+"""The cells that `auto` chooses attention backends by: which speaks for which spec, and whose come first."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.kernels import registry, tuning
+from llmtrain.kernels.attention import measured
+from llmtrain.kernels.attention.measured import Cell, Row
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+
+H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)
+A100 = Platform("nvidia", "sm80", "NVIDIA A100", 80 << 30)
+SPEC = AttentionSpec(32, 8, 128, 128**-0.5, sliding_window=1024)
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """Empty shipped and own tables; returns a function that fills one."""
+    shipped, mine = tmp_path / "shipped", tmp_path / "own"
+    monkeypatch.setattr(measured, "shipped_file", lambda arch: shipped / f"{arch}.attention.csv")
+    monkeypatch.setattr(measured, "own_file", lambda arch: mine / f"{arch}.attention.csv")
+
+    def fill(*rows: tuple[AttentionSpec, int, str, float], own: bool = False) -> None:
+        made = [
+            Row(**asdict(Cell.of(spec, seq_len)), backend=backend, forward_ms=ms / 4, backward_ms=3 * ms / 4,
+                device="H200", date="2026-11-24", commit="abc")
+            for spec, seq_len, backend, ms in rows
+        ]  # fmt: skip
+        measured.save((measured.own_file if own else measured.shipped_file)("sm90"), made)
+
+    return fill
+
+
+def auto(spec: AttentionSpec, seq_len: int | None = None, where: Platform = H200) -> str:
+    rows = registry.measured("attention", "auto", spec, where, seq_len)
+    return rows[0].backend if rows else "not measured"
+
+
+def test_the_fastest_sum_of_forward_and_backward_is_taken(tables):
+    tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9), (SPEC, 4096, "varlen", 4.0))
+    assert auto(SPEC, 4096) == "flex"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 64},
+        {"sliding_window": None},
+        {"documents": True},
+        {"softcap": 30.0},
+        {"alibi_max_bias": 8.0},
+        {"n_kv_heads": 32},
+        {"n_kv_heads": 4},
+        {"n_heads": 64, "n_kv_heads": 1},
+        {"dtype": "float32"},
+        {"lower_right": True},
+    ],
+)
+def test_a_cell_does_not_speak_for_another_head_dim_grouping_or_feature(tables, changes):
+    tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9))
+    assert auto(replace(SPEC, **changes), 4096) == "not measured"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_heads": 40, "n_kv_heads": 10},
+        {"n_kv_heads": 16},
+        {"dtype": "float16"},
+        {"scale": 1.0},
+        {"sliding_window": 300},
+    ],
+)
+def test_it_speaks_for_a_like_grouping_other_heads_and_windows_and_numbers_as_wide(tables, changes):
+    tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9))
+    assert auto(replace(SPEC, **changes), 4096) == "flex"
+
+
+def test_the_nearest_length_in_octaves_decides(tables):
+    tables(
+        (SPEC, 2048, "triton", 1.0), (SPEC, 2048, "flex", 2.0), (SPEC, 16384, "triton", 9.0), (SPEC, 16384, "flex", 8.0)
+    )
+    lengths = (1024, 5000, 6000, 32768, None)
+    assert [auto(SPEC, seq_len) for seq_len in lengths] == ["triton", "triton", "flex", "flex", "triton"]
+
+
+def test_a_window_longer_than_the_sequence_counts_as_that_long(tables):
+    short, long = replace(SPEC, sliding_window=512), replace(SPEC, sliding_window=4096)
+    tables(
+        (short, 2048, "triton", 1.0), (short, 2048, "flex", 2.0), (long, 2048, "triton", 9.0), (long, 2048, "flex", 8.0)
+    )
+    assert auto(replace(SPEC, sliding_window=1 << 20), 2048) == "flex"
+
+
+def test_the_users_cells_come_before_shipped_ones_that_are_as_near(tables):
+    tables(
+        (SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.0), (SPEC, 8192, "triton", 3.0), (SPEC, 8192, "flex", 2.0)
+    )
+    tables((SPEC, 4096, "triton", 2.0), (SPEC, 4096, "flex", 3.0), own=True)
+    assert [auto(SPEC, seq_len) for seq_len in (4096, 8192)] == ["triton", "flex"]
+
+
+def test_ours_measured_alone_decides_nothing(tables):
+    tables((SPEC, 4096, "triton", 1.0))
+    assert auto(SPEC, 4096) == "not measured"
+    tables((SPEC, 4096, "sdpa:flash", 0.1))  # cannot serve a window
+    assert auto(SPEC, 4096) == "not measured"
+
+
+def test_an_architecture_does_not_speak_for_another(tables):
+    tables((SPEC, 4096, "triton", 1.0), (SPEC, 4096, "flex", 2.0))
+    assert auto(SPEC, 4096, A100) == "not measured"
+
+
+def test_what_is_not_measured_goes_to_the_public_kernel(tables):
+    assert registry.resolve("attention", "auto", SPEC, H200, 4096).name == "flex"
+    assert registry.resolve("attention", "auto", replace(SPEC, sliding_window=None), H200).name == "sdpa:cudnn"
+    assert registry.resolve("attention", "triton", SPEC, H200, 4096).name == "triton"
+
+
+def test_a_family_means_its_fastest_measured_member(tables):
+    plain = replace(SPEC, sliding_window=None)
+    tables((plain, 4096, "sdpa:cudnn", 2.0), (plain, 4096, "sdpa:flash", 1.0), (plain, 4096, "triton", 0.5))
+    names = [registry.resolve("attention", name, plain, H200, 4096).name for name in ("sdpa", "auto", "sdpa:cudnn")]
+    assert names == ["sdpa:flash", "triton", "sdpa:cudnn"]
+
+
+def test_saving_replaces_a_row_of_the_same_cell_and_backend_and_keeps_the_rest(tables):
+    tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.0), own=True)
+    tables((SPEC, 4096, "flex", 4.0), own=True)
+    assert [(row.backend, round(row.ms, 6)) for row in measured.read(measured.own_file("sm90"))] == [
+        ("triton", 3.0),
+        ("flex", 4.0),
+    ]
+    assert auto(SPEC, 4096) == "triton"
+
+
+@pytest.mark.parametrize("text", ["0.75", "-1", "soon", ""])
+def test_a_wrong_row_is_named_by_file_and_line(tables, text):
+    tables((SPEC, 4096, "flex", 3.0), own=True)
+    file = measured.own_file("sm90")
+    file.write_text(file.read_text().replace(",0.75,", f",{text},"))
+    measured.forget()
+    if text == "0.75":
+        assert auto(SPEC, 4096) == "flex"
+        return
+    with pytest.raises(UserError, match=r"sm90.attention.csv, line 2: forward_ms: "):
+        auto(SPEC, 4096)
+
+
+def test_auto_takes_what_every_shipped_cell_says():
+    """Of those that can serve without another package."""
+    best: dict[Cell, Row] = {}
+    for row in measured.read(measured.shipped_file("sm90")):
+        if row.backend != "flash_attn" and (row.cell not in best or row.ms < best[row.cell].ms):
+            best[row.cell] = row
+    assert len(best) > 30
+    for cell, row in best.items():
+        spec = AttentionSpec(
+            cell.n_heads, cell.n_kv_heads, cell.head_dim, 1.0, 8.0 if cell.alibi else None, cell.window,
+            30.0 if cell.softcap else None, documents=cell.documents,
+        )  # fmt: skip
+        assert registry.resolve("attention", "auto", spec, H200, cell.seq_len).name == row.backend, cell.label
+
+
+def test_shipped_cells_name_backends_and_their_provenance():
+    backends = {row.backend for row in registry.table("attention", SPEC, None)}
+    for file in tuning.FOLDER.glob("*.attention.csv"):
+        rows = measured.read(file)
+        assert {row.backend for row in rows} <= backends
+        assert all(row.device and row.commit and row.date >= "2026" for row in rows)
+        assert len({(row.cell, row.backend) for row in rows}) == len(rows)
