@@ -52,7 +52,7 @@ Makers = list[Callable[[], Cell]]
 
 
 def makers() -> dict[str, Makers]:
-    """What builds each cell, by operation; a cell is built when it is its turn."""
+    """Functions that build the cells, by operation: a cell is built when it is its turn."""
     return {
         "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in grid_cells.attention()],
         "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
@@ -89,7 +89,7 @@ class Task:
 
 
 def tasks(only: list[str], backends: list[str] | None, match: str, done: set[tuple[str, ...]]) -> list[Task]:
-    """What is wanted and not measured yet, in order of value. A backend's first word names all of it (mamba_ssm)."""
+    """Tasks that are wanted and not measured yet, in order of value. A backend's first word names all of it (mamba_ssm)."""
     found = []
     for operation, makes in makers().items():
         for at, make in enumerate(makes if operation in only else []):

@@ -57,7 +57,7 @@ class AttentionShape:
         return qkv, random(spec.n_heads * spec.head_dim).unflatten(-1, (spec.n_heads, spec.head_dim))
 
     def first_group(self, t: Tensor) -> Tensor:
-        """Of [batch, T, heads, head_dim] the last sequence's first key head, or the query heads that share it."""
+        """Slice of [batch, T, heads, head_dim]: the last sequence's first key head, or the query heads that share it."""
         return t[-1:, :, : t.shape[2] // self.spec.n_kv_heads]
 
     def exact(self, qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
@@ -97,7 +97,7 @@ class AttentionShape:
 
 
 def features(spec: AttentionSpec) -> str:
-    """What a spec has beyond causality, such as `documents, window 1024`; `plain` for nothing."""
+    """Text of the features that a spec has beyond causality, such as `documents, window 1024`; `plain` for nothing."""
     named = {"ALiBi": spec.alibi_max_bias, "softcap": spec.softcap, "window": spec.sliding_window}
     found = ["documents"] * spec.documents
     found += [name if name == "ALiBi" else f"{name} {value:g}" for name, value in named.items() if value is not None]

@@ -73,21 +73,21 @@ class Cell:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What two cells must share for one to speak for the other. Query heads per key head count as alike within 1, 2 to 4,
+        """Properties that two cells must share for one to speak for the other. Query heads per key head count as alike within 1, 2 to 4,
         5 to 16, and more."""
         grouping = sum(self.group > most for most in (1, 4, 16))
         features = (self.alibi, self.softcap, self.documents, self.window is not None)
         return (_BYTES[self.dtype], self.head_dim, grouping, *features)
 
     def distance(self, other: Cell) -> float:
-        """In octaves of length and of window."""
+        """Octaves between the lengths and between the windows."""
         far = abs(math.log2(self.seq_len / other.seq_len))
         if self.window is not None and other.window is not None:
             far += abs(math.log2(self.window / other.window))
         return far
 
     def other_heads(self, other: Cell) -> float:
-        """In octaves of query heads per key head and of query heads."""
+        """Octaves between the query heads per key head, and between the query heads."""
         return abs(math.log2(self.group / other.group)) + abs(math.log2(self.n_heads / other.n_heads))
 
     @property
