@@ -37,12 +37,12 @@ class Result:
     public: bool
     forward_ms: float = 0.0
     backward_ms: float = 0.0
-    wall_ms: float = 0.0
     memory_mib: float | None = None
     share_forward: float = 0.0
     share_backward: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     failed: str | None = None
+    wall_ms: float = 0.0
 
     @property
     def sum_ms(self) -> float:

@@ -73,8 +73,8 @@ class Cell:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Properties that two cells must share for one to speak for the other. Query heads per key head count as alike within 1, 2 to 4,
-        5 to 16, and more."""
+        """Properties that two cells must share for one to speak for the other. Query heads per key head count as alike within
+        1, 2 to 4, 5 to 16, and more."""
         grouping = sum(self.group > most for most in (1, 4, 16))
         features = (self.alibi, self.softcap, self.documents, self.window is not None)
         return (_BYTES[self.dtype], self.head_dim, grouping, *features)
