@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llmtrain.checkpoint.collective import first_failure, on_every_rank, verify_in_shares
 from llmtrain.checkpoint.format import index as indexes
@@ -210,11 +211,23 @@ def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts:
 
 
 def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    state = {f"model.{name}": _plain(value) for name, value in get_model_state_dict(model).items()}
     if optimizer is not None:
         found = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
         state |= {f"optimizer.{name}": value for name, value in found.items()}
     return state
+
+
+def _plain(tensor: Any) -> Any:
+    """A sharded parameter over the same memory, without a wrapper around this rank's part: FSDP2 gathers through such wrappers in
+    another format (float8)."""
+    if not isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(local := tensor.to_local()):
+        return tensor
+    (inner, *_), _ = local.__tensor_flatten__()
+    plain = getattr(local, inner)
+    assert plain.shape == local.shape and plain.dtype == local.dtype, inner
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

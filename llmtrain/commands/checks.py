@@ -1,8 +1,9 @@
 """A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
-groups against the model's names. No torch here, unless there are groups."""
+groups and float8 patterns against the model's names. No torch here, unless there are some."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def load_runnable(
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
         Check(_group_problems, reads=("model", "optimizer")),
+        Check(_float8_problems, reads=("model", "train")),
         Check(_in_context_problems, reads=("eval",)),
         Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
     )
@@ -75,6 +77,19 @@ def _group_problems(config: Config) -> Iterator[Problem]:
         from llmtrain.schema.parameter_groups import group_problems
 
         yield from group_problems(config.optimizer, decayed_parameters(meta_model(config.model)))
+
+
+def _float8_problems(config: Config) -> Iterator[Problem]:
+    float8 = config.train.float8
+    if float8 is None:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield Problem("train.float8", None, "needs torchao: pip install 'llmtrain[float8]'")
+    if float8.exclude:
+        from llmtrain.flops.describe import meta_model  # imports torch
+        from llmtrain.models.float8_products import exclude_problems, float8_products
+
+        yield from exclude_problems(float8, float8_products(meta_model(config.model), float8))
 
 
 def _in_context_problems(config: Config) -> Iterator[Problem]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
+from torch import nn
 
 from llmtrain.data.shards import steps_per_epoch
 from llmtrain.errors import UserError
@@ -18,9 +21,11 @@ from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
+from llmtrain.models.float8_products import float8_products
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameter_roles import decayed_parameters, matrices
+from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -52,6 +57,16 @@ class GroupDescription:
 
 
 @dataclass(frozen=True)
+class Float8Description:
+    """Linear layers with train.float8. share: of the products' FLOPs in float8. left_out: (layers, why), equal ones of all layers
+    together: `blocks.*.mixer.in_proj, 2560 -> 10448`."""
+
+    recipe: str
+    share: float
+    left_out: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Speed:
     """Time of a run at an assumed MFU (LLM Foundry's convention). Rates are per second."""
 
@@ -79,6 +94,7 @@ class Description:
     components: list[Component]
     parameter_groups: list[GroupDescription]
     """Empty without optimizer.groups."""
+    float8: Float8Description | None
     forward_full: dict[str, float]
     forward_causal: dict[str, float]
     training_foundry: float
@@ -139,6 +155,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         active_parameters=counts.active,
         components=components(model),
         parameter_groups=parameter_groups(model, config.optimizer) if config.optimizer.groups else [],
+        float8=_float8(model, config.train.float8) if config.train.float8 is not None else None,
         forward_full=_per_token(model.flops(seq_len), seq_len),
         forward_causal=_per_token(model.flops(seq_len, causal=True), seq_len),
         training_foundry=training["foundry"],
@@ -211,6 +228,24 @@ def parameter_groups(model: HybridLM, config: OptimizerConfig) -> list[GroupDesc
         GroupDescription(of.matched, len(found), sum(found), of.lr, of.weight_decay)
         for of, found in sorted(sizes.items(), key=lambda item: bool(item[0].matched))
     ]
+
+
+def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
+    products = float8_products(model, config)
+    uses = Counter(id(block) for block in model.shared_uses())
+    times = {
+        f"shared.{name}.{i}": uses[id(block)]
+        for name, blocks in model.shared.items()
+        for i, block in enumerate(cast("nn.ModuleList", blocks))
+    }
+    work, left_out = {True: 0, False: 0}, {}
+    for name, product in products.items():
+        used = next((times[shared] for shared in times if name.startswith(f"{shared}.")), 1)
+        work[product.left_out is None] += product.d_in * product.d_out * used
+        if product.left_out is not None:
+            anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
+            left_out[f"{anywhere}, {product.d_in} -> {product.d_out}"] = product.left_out
+    return Float8Description(config.recipe, work[True] / sum(work.values()), list(left_out.items()))
 
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")

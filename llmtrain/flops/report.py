@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llmtrain.flops.describe import Description
+from llmtrain.flops.describe import Description, Float8Description
 from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.schema.config import Config
 
@@ -30,6 +30,9 @@ def print_description(description: Description, config: Config, console: Console
     if d.parameter_groups:
         console.print(_groups(d))
         _note(console, "Where several entries match, each setting is that of the last entry which gives it.")
+    if d.float8 is not None:
+        console.print(_float8(d.float8))
+        _note(console, "MFU stays a share of the bf16 peak, so it compares with that of a run in bf16.")
     console.print(_flops(d))
     _note(
         console,
@@ -89,6 +92,15 @@ def _groups(d: Description) -> Table:
     for group in d.parameter_groups:
         row = (f"{group.parameters:,}", f"{group.tensors:,}", f"{group.lr:.3g}", f"{group.weight_decay:.3g}")
         table.add_row(escape(", ".join(group.matched)) or "(none)", *row)
+    return table
+
+
+def _float8(float8: Float8Description) -> Table:
+    table = _table(
+        f"float8 ({float8.recipe}): {share(float8.share)} of the linear layers' products", "left in bf16", ""
+    )
+    for layers, reason in float8.left_out:
+        table.add_row(escape(layers), reason)
     return table
 
 

@@ -80,3 +80,20 @@ def detect(device: torch.device | str | None = None) -> Platform:
     else:
         vendor, arch = "nvidia", f"sm{properties.major}{properties.minor}"
     return Platform(vendor, arch, properties.name, properties.total_memory, properties.multi_processor_count)
+
+
+def float8_refusal(platform: Platform) -> str | None:
+    """Reason why a device has no float8 matrix products, or None.
+
+    MI300's are of the formats without infinities and negative zero (fnuz), which torchao takes there by itself; all others are
+    OCP's e4m3 and e5m2.
+    """
+    if platform.vendor == "cpu":
+        return "a CPU has no float8 units (train.float8.emulate computes what they would, slowly)"
+    if platform.vendor == "nvidia":
+        if int(platform.arch.removeprefix("sm")) >= 89:
+            return None
+        return f"{platform.device_name} ({platform.arch}) has no float8 units; those of NVIDIA begin with sm89 (Ada, Hopper)"
+    if platform.arch.startswith(("gfx94", "gfx95", "gfx12")):
+        return None
+    return f"{platform.device_name} ({platform.arch}) has no float8 units; those of AMD begin with gfx942 (MI300)"

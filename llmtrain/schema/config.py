@@ -10,6 +10,7 @@ from llmtrain.config.base import Problem, Section, Seed, free
 from llmtrain.config.texts import LocalPath, RunName
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.sections.float8 import MULTIPLE
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
 from llmtrain.schema.optimizers import OptimizerConfig
@@ -66,6 +67,7 @@ class Config(Section):
             )
         yield from self._folder_problems()
         yield from self._context_problems()
+        yield from self._float8_problems()
         yield from schedule_problems(self)
 
     def _folder_problems(self) -> Iterator[Problem]:
@@ -100,6 +102,19 @@ class Config(Section):
                 continue  # reported by themselves
             if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
                 yield Problem(key, context, f"block {name}: {reason}")
+
+    def _float8_problems(self) -> Iterator[Problem]:
+        """A product for the gradient of a weight sums over the tokens of a microbatch on one rank."""
+        context = self.train.parallel.context
+        padded = self.data.seq_len + -self.data.seq_len % (2 * context)  # see models/segments.py
+        tokens = self.train.microbatch_size * padded // context
+        if self.train.float8 is not None and tokens % MULTIPLE:
+            yield Problem(
+                "train.float8",
+                None,
+                f"needs microbatches whose tokens are a multiple of {MULTIPLE}; "
+                f"train.microbatch_size x data.seq_len is {tokens} on one rank",
+            )
 
     @property
     def tokens_per_step(self) -> int:

@@ -20,6 +20,7 @@ from llmtrain.config.base import (
 )
 from llmtrain.config.texts import PathText
 from llmtrain.models.config import LossConfig
+from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.wandb import WandbConfig
 
 
@@ -115,6 +116,9 @@ class TrainConfig(Section):
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and
     dt_bias stay fp32."""
+    float8: Float8Config | None = free(None)
+    """Matrix products in float8, `{}` for the usual recipe, with precision: amp_bf16; null: in bf16. MFU stays a share of the bf16
+    peak."""
     loss: LossConfig = LossConfig()
     clip_grad_norm: PositiveFloat | None = 1.0
     """Scale gradients down to this norm, over all parameters together; null: never."""
@@ -140,6 +144,8 @@ class TrainConfig(Section):
     from the table of known GPUs; a device that is not there has no MFU without it."""
 
     def problems(self) -> Iterator[Problem]:
+        if self.float8 is not None and self.precision != "amp_bf16":
+            yield Problem("float8", self.precision, "needs train.precision: amp_bf16")
         if self.duration.unit == "fraction" or self.duration.value <= 0:
             yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
         if self.global_batch_size % self.microbatch_size:

@@ -1,4 +1,4 @@
-"""Context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
+"""Float8 -> context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
@@ -6,6 +6,8 @@ stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast of
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.segments import Segments
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
+from llmtrain.train import float8
 
 
 def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
@@ -30,29 +33,35 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
 
-    The order matters. Context parallelism chooses kernels, whose operators checkpointing has to know. Checkpointing wraps a
-    layer, so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer
-    then stay outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
+    The order matters. Float8 replaces linear layers, so nothing may hold one yet. Context parallelism chooses kernels, whose
+    operators checkpointing has to know. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
+    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no break; memory
+    comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
+    sharding = fsdp_mesh(mesh)
+    if config.float8 is not None:
+        float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     segments = segments_of(mesh)
     if segments is not None:
         model.hybrid.enable_segments()
-    checkpoint_activations(model.hybrid, config.activation_checkpointing)
+    kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
+    checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
         compile_layers(model.hybrid)
-    shard(model, fsdp_mesh(mesh), config)
+    shard(model, sharding, config)
     model.to_empty(device=device)
     return segments
 
 
-def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> None:
+def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
+    """kept: operators whose outputs the selective kind keeps, beside those that the mixers name."""
     if config.type == "none":
         return
     every = config.k if config.type == "every_k" else 1
     assert every is not None
     # By name: a backend's own operator exists only once the backend was imported.
-    saved_ops = set[str]().union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
+    saved_ops = set(kept).union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
@@ -62,16 +71,20 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing) -> 
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
+_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+"""In bf16, and in float8."""
+
+
 def _selective_contexts(saved_ops: set[str]):
     """Keeps the outputs of these operators and of every second matrix product."""
-    seen = {"forward": 0, "recompute": 0}
+    seen: Counter[tuple[object, bool]] = Counter()
 
     def policy(ctx, op, *args, **kwargs):
         keep = str(op) in saved_ops
-        if op is torch.ops.aten.mm.default:
-            phase = "recompute" if ctx.is_recompute else "forward"
-            seen[phase] += 1
-            keep = seen[phase] % 2 == 1
+        if op in _MATRIX_PRODUCTS:
+            count = (op, ctx.is_recompute)
+            seen[count] += 1
+            keep = seen[count] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -40,6 +40,7 @@ from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
+from llmtrain.train.float8 import compute_scales_after_steps
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
@@ -92,6 +93,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     segments = parallelize(causal_lm, config.train, world, device)
     optimizer = build_optimizer(model, config.optimizer)
+    if config.train.float8 is not None and config.train.float8.gathers:
+        compute_scales_after_steps(model, optimizer)
     spikes = SpikeWindow(config.train.spike) if config.train.spike else None
     average = WeightAverage(model, config.train.ema) if config.train.ema else None
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]

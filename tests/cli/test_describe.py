@@ -180,6 +180,17 @@ def test_tables_fit_the_terminal(capsys, monkeypatch, columns):
         assert said in out
 
 
+def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):
+    """Zamba2-2.7B uses shared blocks 9 times, with adapters that alone are small."""
+    float8 = facts(capsys, "pretrain/zamba2-2.7b", "train.float8={}")["float8"]
+    assert float8["left_out"] == [
+        ["blocks.*.shared_input.mlp_adapter.down, 2560 -> 128", "small"],
+        ["blocks.*.shared_input.mlp_adapter.up, 128 -> 20480", "small"],
+    ]
+    weights = facts(capsys, "pretrain/zamba2-2.7b")["forward_causal"]["projection"] / 2
+    assert float8["share"] == pytest.approx(1 - 9 * (2560 + 20480) * 128 / weights)
+
+
 def test_a_model_that_does_not_fit_says_so(capsys):
     assert main(["describe", str(PRETRAIN / "mpt-70b.yaml"), "--gpu", "h200"]) == 0
     assert "more than the GPU has" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from llmtrain.commands.checks import load_runnable
@@ -249,6 +251,37 @@ def test_ranks_that_cannot_share_sequences_are_told_why(load, text, overrides, w
 def test_groups_of_ranks_that_share_sequences_share_the_batch(load):
     config = load(GOOD, "train.parallel.context=4", world_size=32)
     assert config.grad_accum(32) == 1 and config.grad_accum(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["train.float8={}"], "train.float8", "needs train.precision: amp_bf16"),
+        (
+            ["train.precision=amp_bf16", "train.float8={recipe: rowwise, all_gather: true}"],
+            "train.float8.all_gather",
+            "needs recipe: tensorwise",
+        ),
+        (
+            ["train.precision=amp_bf16", "train.float8={}", "data.seq_len=20", "train.microbatch_size=1"],
+            "train.float8",
+            "train.microbatch_size x data.seq_len is 20 on one rank",
+        ),
+        (
+            ["train.precision=amp_bf16", "train.float8={exclude: ['*.inproj']}"],
+            "train.float8.exclude.0",
+            "matches no linear layer",
+        ),
+    ],
+)
+def test_float8_that_cannot_be_is_refused_before_anything_starts(load, overrides, path, message):
+    assert message in problems(load, GOOD, *overrides, load=load_runnable)[path]
+
+
+def test_float8_without_torchao_names_the_extra(load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    found = problems(load, GOOD, "train.precision=amp_bf16", "train.float8={}", load=load_runnable)
+    assert "pip install 'llmtrain[float8]'" in found["train.float8"]
 
 
 def test_data_folders_are_looked_at_only_when_asked(load, tmp_path, monkeypatch):

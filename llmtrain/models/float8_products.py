@@ -1,0 +1,66 @@
+"""Which linear layers compute in float8 (train.float8), and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from llmtrain.config.base import Problem
+from llmtrain.models.init import clean_name
+from llmtrain.models.layers import Linear
+from llmtrain.models.sections.float8 import MULTIPLE, Float8Config
+
+
+@dataclass(frozen=True)
+class Float8Product:
+    """A linear layer's product. left_out: why it stays in bf16; None where it is in float8."""
+
+    d_in: int
+    d_out: int
+    left_out: str | None
+
+
+def float8_products(model: nn.Module, config: Float8Config) -> dict[str, Float8Product]:
+    """Every linear layer by the name of its module, in the order of the model."""
+    return {
+        clean_name(name): Float8Product(
+            module.in_features, module.out_features, _reason(clean_name(name), module, config)
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+
+
+def exclude_problems(config: Float8Config, products: Mapping[str, object]) -> Iterator[Problem]:
+    """Patterns that match no linear layer, and a config that leaves nothing in float8. products: of `float8_products`."""
+    for i, pattern in enumerate(config.exclude):
+        if not any(fnmatchcase(name, pattern) for name in products):
+            examples = ", ".join(list(products)[:3])
+            yield Problem(
+                f"train.float8.exclude.{i}",
+                pattern,
+                f"matches no linear layer of the model, whose names are such as {examples}; `*` stands for any characters",
+            )
+
+
+def _reason(name: str, linear: Linear, config: Float8Config) -> str | None:
+    if not linear.parts:
+        return "the head"
+    if any(fnmatchcase(name, pattern) for pattern in config.exclude):
+        return "train.float8.exclude"
+    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+        return f"not a multiple of {MULTIPLE}"
+    if not config.small_products and _is_small(linear.in_features, linear.out_features, config.recipe):
+        return "small"
+    return None
+
+
+def _is_small(d_in: int, d_out: int, recipe: str) -> bool:
+    """Products whose conversion takes as long as what float8 saves, by torchao's measurements on an H100 (the thresholds of its
+    `_auto_filter_for_recipe`). Beside them, sums over less than 1024 channels, which memory bounds: low-rank adapters."""
+    if recipe == "tensorwise":
+        return d_in < 1024 or (d_in <= 4096 and d_out <= 1024)
+    return d_in <= 1024 or d_out <= 2048 or (d_in <= 2048 and d_out <= 4096)
