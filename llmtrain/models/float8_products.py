@@ -1,4 +1,4 @@
-"""Which linear layers compute in float8 (train.float8), and why the others do not."""
+"""Linear layers whose products are in float8 (train.float8), and the reasons of the others."""
 
 from __future__ import annotations
 

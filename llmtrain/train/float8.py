@@ -41,8 +41,8 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
 
 
 def compute_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """From now on, each step of the optimizer is followed by the scales of all weights that are gathered in float8: one all-reduce,
-    where each gather would make one of its own."""
+    """Has each step of the optimizer followed by the scales of all weights that are gathered in float8: one all-reduce, where each
+    gather would make one of its own."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
