@@ -61,8 +61,9 @@ def makers() -> dict[str, Makers]:
 
 
 def contenders(shape: AttentionShape) -> list[str]:
-    """Backends that may be the fastest. Flex loses to cuDNN wherever both can serve (by a third, in the rows of 2026-11-23), and
-    varlen is sdpa:flash where there are neither documents nor a window."""
+    """Backends that may be the fastest. In the rows of 2026-11-23 and 24 Flex is behind cuDNN wherever both can serve, by a third,
+    and behind FlashAttention-2 at a head_dim above 128, by as much; varlen is sdpa:flash where there are neither documents nor
+    a window."""
     public = {
         "sdpa:cudnn": spec.refuse_sdpa_cudnn,
         "sdpa:flash": spec.refuse_sdpa_flash,
@@ -71,7 +72,8 @@ def contenders(shape: AttentionShape) -> list[str]:
     able = [name for name, refuse in public.items() if refuse(shape.spec, None) is None]
     if shape.spec.plain:
         able.remove("varlen")
-    return ["triton", *able, *["flex"] * ("sdpa:cudnn" not in able)]
+    wide = shape.spec.head_dim > 128
+    return ["triton", *able, *["flex"] * ("sdpa:cudnn" not in able and not (wide and able))]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.commands.arguments import output_path
+from llmtrain.config.shipped import CONFIG_HELP
 
 
 def add_bench(commands) -> None:
@@ -22,9 +23,15 @@ def _add_tune(commands) -> None:
         description="Compiles the candidates in parallel, drops what spills, does not fit or is wrong against float64, "
         "times the rest, and writes the fastest as a row of your own tuning table, which kernels then use. "
         "The shape defaults to attention and rotary positions at head_dim 128, a scan at 80 heads x 64, d_state 128, its "
-        "convolution of 5376 channels and its gated norm of 5120.",
-        epilog="example: llmtrain bench tune --operation attention --shape head_dim=96 --kernels forward",
+        "convolution of 5376 channels and its gated norm of 5120. With FILE instead: every kernel of that model at its length "
+        "and microbatch, and then every attention backend, by which `auto` chooses. It takes minutes; interrupted, the same "
+        "command goes on. `llmtrain doctor FILE` says what came of it.",
+        epilog="examples: llmtrain bench tune my-model.yaml; "
+        "llmtrain bench tune --operation attention --shape head_dim=96 --kernels forward",
     )
+    sub.add_argument("file", nargs="?", metavar="FILE", help=CONFIG_HELP)
+    sub.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
+    sub.add_argument("--again", action="store_true", help="with FILE: also what is tuned and measured already")
     sub.add_argument(
         "--operation",
         default="attention",
@@ -103,6 +110,11 @@ def _add_kernels(commands) -> None:
 
 
 def tune(args: argparse.Namespace) -> int:
+    if args.file is not None:
+        from llmtrain.bench.tune.config_command import run as run_config
+        from llmtrain.schema.load import load_config
+
+        return run_config(args, load_config(args.file, args.overrides))
     from llmtrain.bench.tune.command import run
 
     return run(args)

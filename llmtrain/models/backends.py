@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
+from llmtrain.kernels.attention.measured import Row
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.block import BlockSection, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
 
@@ -64,3 +66,44 @@ def servable(config: ModelConfig, platform: Platform, dtype: str) -> ModelConfig
         return kernel.backend
 
     return config.with_backends("auto", backend)
+
+
+class Chosen(NamedTuple):
+    """A kernel of a model as it is built on a platform. block: name, and the path of the part within it, or `model`.
+
+    backend: None where none can serve, for the reason `refusal`. rows: the measurements that the choice rests on, the fastest
+    first; empty where there is none, or the backend is named in the config.
+    """
+
+    block: str
+    kernel: Kernel
+    backend: str | None
+    rows: list[Row]
+    refusal: str | None = None
+
+
+def chosen(config: ModelConfig, platform: Platform, dtype: str, documents: bool = False) -> Iterator[Chosen]:
+    """Every kernel of every block, in the config's order, as HybridLM(config, platform, dtype, documents) chooses them."""
+    yield from _chosen_norm("model", config.norm, config.d_model, platform, dtype)
+    for name, block in config.blocks.items():
+        if block.norm or block.input_width(config.d_model) != config.d_model:
+            norm, width = block.norm or config.norm, block.input_width(config.d_model)
+            yield from _chosen_norm(name, norm, width, platform, dtype)
+        for path, part in block.parts():
+            where = f"{name}.{path}".rstrip(".")
+            for number, kernel in enumerate(part.kernels(config.d_model, block.norm or config.norm, dtype, documents)):
+                yield _chosen(where, kernel, platform, config.max_seq_len, beside=number > 0)
+
+
+def _chosen_norm(where: str, norm: NormConfig, width: int, platform: Platform, dtype: str) -> Iterator[Chosen]:
+    yield _chosen(where, Kernel("norm", norm.spec(width, dtype), norm.backend), platform, None, beside=False)
+
+
+def _chosen(where: str, kernel: Kernel, platform: Platform, seq_len: int | None, beside: bool) -> Chosen:
+    operation, spec, name = kernel
+    if beside:
+        return Chosen(where, kernel, registry.resolve_beside(operation, name, spec, platform).name, [])
+    if reason := registry.refusal(operation, name, spec, platform):
+        return Chosen(where, kernel, None, [], reason)
+    rows = registry.measured(operation, name, spec, platform, seq_len)
+    return Chosen(where, kernel, registry.resolve(operation, name, spec, platform, seq_len).name, rows)

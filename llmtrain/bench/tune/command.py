@@ -30,22 +30,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
         )
-    began = time.perf_counter()
-    workers = args.workers or default_workers()
-    attempts = search.compile_candidates(
-        args.operation, case, rehearsal, parts, here, args.quick, workers, search.progress
-    )
-    compiled = time.perf_counter() - began
-    with Measurer(args.operation, case) as measurer:
-        ranked = search.measure(attempts, measurer, search.progress)
-        show(attempts, args.top)
-        winners = rehearsal.winners(ranked, measurer)
     variant = getattr(rehearsal.case, "variant", None)
-    rows = [search.row(winner, rehearsal, here, args.dtype, args.seq_len, variant) for winner in winners]
-    if args.operation == "ssd":
-        rows = [replace(r, shared=search.shared_of("ssd", case, r.launch, here)) for r in rows]
-    total = time.perf_counter() - began
-    print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")
+    rows = tuned(args, args.operation, case, parts, here, args.seq_len, variant)
     if not rows:
         print("no candidate can serve: nothing written")
         return 1
@@ -54,6 +40,27 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         print(f"written to {write(args, here, rows)}")
     return 0
+
+
+def tuned(
+    args: argparse.Namespace, operation: str, case: dict[str, Any], parts: list[str], here: Platform, seq_len: int | None,
+    variant: str | None,
+) -> list[Row]:  # fmt: skip
+    """Rows of the fastest launches of `parts` of a case, after a search that says how it goes. seq_len, variant: of the rows."""
+    began = time.perf_counter()
+    rehearsal, workers = problem(operation, case, "meta", here), args.workers or default_workers()
+    attempts = search.compile_candidates(operation, case, rehearsal, parts, here, args.quick, workers, search.progress)
+    compiled = time.perf_counter() - began
+    with Measurer(operation, case) as measurer:
+        ranked = search.measure(attempts, measurer, search.progress)
+        show(attempts, args.top)
+        winners = rehearsal.winners(ranked, measurer)
+    rows = [search.row(winner, rehearsal, here, case["dtype"], seq_len, variant) for winner in winners]
+    if operation == "ssd":
+        rows = [replace(r, shared=search.shared_of("ssd", case, r.launch, here)) for r in rows]
+    total = time.perf_counter() - began
+    print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")
+    return rows
 
 
 def case_of(args: argparse.Namespace) -> dict[str, Any]:

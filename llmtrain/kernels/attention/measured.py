@@ -12,7 +12,7 @@ import csv
 import functools
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -173,6 +173,14 @@ def save(file: Path, rows: Iterable[Row]) -> None:
             writer.writerow([int(value) if isinstance(value, bool) else value for value in values])
     temporary.replace(file)
     _by_kind.cache_clear()
+
+
+def discard(file: Path, unwanted: Callable[[Row], bool]) -> None:
+    """Take rows out of `file`, if it exists."""
+    kept = [row for row in read(file) if not unwanted(row)]
+    if file.exists():
+        file.unlink()
+        save(file, kept)
 
 
 def shipped_file(arch: str) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from llmtrain.config.base import PositiveFloat, PositiveInt, Problem, Width, free
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection, Kernel
 from llmtrain.models.sections.layers import NoPosition, NormConfig, Position, RotaryPosition
@@ -97,6 +98,14 @@ class AttentionSection(BlockSection):
 
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
         return Kernel("attention", self.spec(d_model, dtype, documents), self.backend)
+
+    def kernels(
+        self, d_model: int, norm: NormConfig, dtype: str = "bfloat16", documents: bool = False
+    ) -> Iterator[Kernel]:
+        yield from super().kernels(d_model, norm, dtype, documents)
+        if self.position.type == "rotary":
+            width = self.position.width(self.spec(d_model).head_dim)
+            yield Kernel("rotary", RotarySpec(width, dtype), self.backend)
 
     def segments_refusal(self, d_model: int, documents: bool = False) -> str | None:
         spec = replace(self.spec(d_model, documents=documents), lower_right=True)

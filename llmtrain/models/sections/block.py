@@ -72,6 +72,14 @@ class BlockSection(Section):
         """
         return None
 
+    def kernels(
+        self, d_model: int, norm: NormConfig, dtype: str = "bfloat16", documents: bool = False
+    ) -> Iterator[Kernel]:
+        """Every kernel of the block's mixer: that of `kernel` first, then those beside it, which take the same `backend`
+        where they have one of that name. norm: the model's."""
+        if (kernel := self.kernel(d_model, dtype, documents)) is not None:
+            yield kernel
+
     def segments_refusal(self, d_model: int, documents: bool = False) -> str | None:
         """Reason why ranks cannot share sequences here on any machine (train.parallel.context), or None.
 

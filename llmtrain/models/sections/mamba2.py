@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from llmtrain.config.base import NonNegativeFloat, PositiveFloat, Problem, Width, free
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection, Kernel
@@ -96,6 +98,19 @@ class Mamba2Block(BlockSection):
 
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
         return Kernel("ssd", self.spec(d_model, dtype), self.backend)
+
+    def kernels(
+        self, d_model: int, norm: NormConfig, dtype: str = "bfloat16", documents: bool = False
+    ) -> Iterator[Kernel]:
+        yield from super().kernels(d_model, norm, dtype, documents)
+        d_inner = self.inner_width(d_model)
+        channels = d_inner + 2 * self.n_groups * self.d_state
+        yield Kernel("conv1d", Conv1dSpec(channels, self.d_conv, dtype, documents), self.backend)
+        if self.gated_norm:
+            eps = self.gated_norm_eps or (self.norm or norm).eps
+            yield Kernel(
+                "gated_norm", GatedNormSpec(d_inner, self.n_groups, eps, self.norm_before_gate, dtype), self.backend
+            )
 
     def segments_refusal(self, d_model: int, documents: bool = False) -> None:
         """No reason: each segment is a sequence of its own for the kernels."""

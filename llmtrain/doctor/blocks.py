@@ -1,0 +1,70 @@
+"""The report of `llmtrain doctor FILE`: which backend each block takes on this machine, and on which measurement."""
+
+from __future__ import annotations
+
+from llmtrain.doctor import selftest
+from llmtrain.doctor.report import show
+from llmtrain.errors import UserError
+from llmtrain.kernels import platform, tuning
+from llmtrain.kernels.attention.measured import OURS
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.backends import Chosen, chosen
+from llmtrain.schema.config import Config
+
+# Sizes by which rows of the tuning table are chosen, of our kernels that have one launch per size.
+_LAUNCHES = {
+    "ssd": (("ssd",), ("head_dim", "d_state")),
+    "rotary": (("rotary",), ("head_dim",)),
+    "norm": (("norm.forward", "norm.backward"), ("dim",)),
+    "conv1d": (("conv1d.forward", "conv1d.backward"), ("width",)),
+    "gated_norm": (("gated_norm.forward", "gated_norm.backward"), ("group_size",)),
+}
+
+
+def run(config: Config, dtype: str | None = None) -> int:
+    """Print a row for every kernel of the model. dtype: None: that of train.precision. Returns 1 if a named backend cannot
+    serve here. Raises UserError for an unknown dtype."""
+    here = platform.detect()
+    dtype = dtype or ("float32" if here.vendor == "cpu" or config.train.precision == "fp32" else "bfloat16")
+    if dtype not in selftest.TOLERANCE:
+        raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+    found = list(chosen(config.model, here, dtype, config.data.mask_documents))
+    rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
+    title = f"{config.name} on {here.device_name or here.arch} ({here.arch}), {dtype}"
+    show(title, ("block", "operation", "backend", "because"), list(dict.fromkeys(rows)))
+    return 1 if any(one.backend is None for one in found) else 0
+
+
+def reason(one: Chosen, here: Platform) -> str:
+    """Reason for the choice, in words."""
+    operation, _, name = one.kernel
+    if one.refusal is not None:
+        return one.refusal
+    if one.rows:
+        best, *others = one.rows
+        behind = "".join(f"; {row.backend} {row.ms:.3g} ms" for row in others)
+        return f"measured on {best.device}, {best.date} ({best.commit}): {best.ms:.3g} ms at {best.label}{behind}"
+    if name == one.backend:
+        return "named in the YAML"
+    if here.vendor == "cpu":
+        return "this machine has no GPU"
+    if operation == "attention":
+        return "not measured: " + ("no public kernel can serve" if one.backend == OURS else "public kernel")
+    return launches(one, here) if one.backend == OURS else "PyTorch's: our kernel is not faster here"
+
+
+def launches(one: Chosen, here: Platform) -> str:
+    """Provenance of the launch parameters of our kernel, from the rows that it is launched by."""
+    operation, spec, _ = one.kernel
+    if operation not in _LAUNCHES:
+        return "ours"
+    kernels, names = _LAUNCHES[operation]
+    shape = {name: getattr(spec, name) for name in names}
+    rows = [tuning.select(kernel, spec.dtype, shape, here) for kernel in kernels]
+    said = {
+        "compiled only"
+        if isinstance(row.provenance, str)
+        else f"tuned on {row.provenance['device']}, {row.provenance['date']}"
+        for row in rows
+    }
+    return f"ours, {' and '.join(sorted(said))}: {rows[0].label.replace('.forward', '')}"
