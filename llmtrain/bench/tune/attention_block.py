@@ -37,7 +37,7 @@ class Case(attention.Case):
         )
 
     def exact(self, qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
-        """As attention.Case has it, in less memory: with one key head, all scores of its query heads do not fit."""
+        """The same as of attention.Case, in less memory: with one key head, all scores of its query heads do not fit."""
         return AttentionShape(replace(self.spec, documents=self.documents), self.seq_len, self.batch).exact(qkv, dout)
 
     @property
