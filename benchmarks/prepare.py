@@ -1,14 +1,14 @@
-"""Speed and memory of `llmtrain prepare`.
+"""Speed and memory of `llmtrain prepare`, beside other programs.
 
-JSON lines of Python's standard library, with a tokenizer of 16,000 tokens that exists. Each number of workers runs twice, on the
-text and on a fourth of it, so that the difference is without start-up. Several workers need 64 MB each, a partition. Run as a
-file, with PYTHONPATH of another checkout, it measures that one.
+JSON lines of Python's standard library and of the installed packages, each source file once in about 64 MB, and as many links to
+that file as it takes; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and on a larger corpus, and the
+difference is its speed beyond start-up. Run as a file, with PYTHONPATH of another checkout, it measures that one. The peers need an
+environment of their own: see prepare_peers.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -21,56 +21,102 @@ from pathlib import Path
 
 from llmtrain.errors import RunError, exit_with
 
+FILE_MB = 64
+"""Text of a file: about a partition."""
+
 
 def write_corpus(path: Path, nbytes: int) -> None:
-    """A JSONL of about `nbytes` of text: documents of the standard library, as often as it takes."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    """A JSONL of at most about `nbytes` of text: the sources of the standard library and the installed packages, each once."""
+    paths = sysconfig.get_paths()
     with path.open("w", encoding="utf-8") as out:
-        for file in itertools.cycle(files):
-            nbytes -= out.write(json.dumps({"text": file.read_text(encoding="utf-8")}) + "\n")
+        for file in (file for root in (paths["stdlib"], paths["purelib"]) for file in sorted(Path(root).rglob("*.py"))):
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            nbytes -= out.write(json.dumps({"text": text}) + "\n")
             if nbytes <= 0:
                 return
 
 
-def run(sources: list[Path], out: Path, *options: str) -> dict[str, float]:
-    """Seconds, CPU seconds and the largest process's memory of one `llmtrain prepare`."""
-    command = [sys.executable, "-m", "llmtrain", "prepare", *map(str, sources), "--out", str(out), *options]
+def link_corpus(folder: Path, file: Path, count: int) -> Path:
+    """A folder of `count` links to a file."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number in range(count):
+        os.link(file, folder / f"{number:04}.jsonl")
+    return folder
+
+
+def run(*command: str) -> dict[str, float]:
+    """Seconds, CPU seconds and the largest process's memory of a command."""
     started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert child.stderr
+    errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
     if status:
-        raise RunError(f"{' '.join(command)} failed")
+        raise RunError(f"{' '.join(command)} failed: {errors[-2000:].decode(errors='replace')}")
     seconds = time.perf_counter() - started
     return {"s": seconds, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1000}
 
 
+def prepare(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "llmtrain", "prepare", *arguments]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=int, default=64, help="MB of text per worker (default 64)")
+    parser.add_argument(
+        "--files", type=int, default=4, help=f"files of {FILE_MB} MB per worker beyond the smaller corpus"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--engine", default="auto", help="tokenizer engine")
+    parser.add_argument("--peers", type=Path, help="Python of an environment that holds the peers")
+    parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
+    parser.add_argument("--json", type=Path, help="gets the figures")
     args = parser.parse_args()
+    names = ["llmtrain", *(["datasets", "datatrove"] if args.peers else []), *(["megatron"] if args.megatron else [])]
+    found: list[dict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        file, out, tokenizer = folder / "file.jsonl", folder / "out", folder / "first/tokenizer"
+        write_corpus(file, FILE_MB * 1_000_000)
         write_corpus(folder / "first.jsonl", 4_000_000)
-        run([folder / "first.jsonl"], folder / "first", "--vocab-size", "16000", "--validation-fraction", "0")
-        options = ["--tokenizer", str(folder / "first/tokenizer"), "--validation-fraction", "0"]
+        options = ("--vocab-size", "16000", "--validation-fraction", "0")
+        run(*prepare(str(folder / "first.jsonl"), "--out", str(folder / "first"), *options))
+        megabytes = file.stat().st_size / 1e6
         for workers in args.workers:
-            size = args.mb * 1_000_000 * workers
-            results = []
-            for part in (size // 4, size):
-                source, out = folder / "source.jsonl", folder / "out"
-                write_corpus(source, part)
-                found = run([source], out, *options, "--workers", str(workers))
-                results.append(found | {"mb": source.stat().st_size / 1e6})
-                shutil.rmtree(out)
-            small, large = results
-            mb = large["mb"] - small["mb"]
-            print(
-                f"{workers} workers: {mb / (large['s'] - small['s']):.2f} MB/s, "
-                f"{mb / (large['cpu_s'] - small['cpu_s']):.2f} MB per CPU-second beyond start-up; {large['mb']:.0f} MB in "
-                f"{large['s']:.1f} s, {large['cpu_s']:.1f} CPU-s, peak {large['peak_mb']:.0f} MB (of {small['mb']:.0f} MB: "
-                f"{small['peak_mb']:.0f} MB)"
-            )
+            for name in names:
+                few = max(
+                    workers, 5 if name in ("llmtrain", "megatron") else 1
+                )  # beyond 256 MB contents are not hashed
+                more = workers * (args.files if name in ("llmtrain", "megatron") else 1)
+                results = []
+                for count in (few, few + more):
+                    corpus = link_corpus(folder / "corpus", file, count)
+                    given = (str(corpus), str(out), str(tokenizer), str(workers))
+                    if name == "llmtrain":
+                        command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
+                        command += ["--validation-fraction", "0", "--tokenizer-engine", args.engine]
+                    else:
+                        script = str(Path(__file__).with_name("prepare_peers.py"))
+                        command = [str(args.peers), script, name, *given]
+                        command += [str(args.megatron)] if name == "megatron" else []
+                    results.append(run(*command))
+                    shutil.rmtree(out)
+                small, large = results
+                mb = more * megabytes
+                rate, per_cpu = (mb / (large[key] - small[key]) for key in ("s", "cpu_s"))
+                found.append({"program": name, "workers": workers, "mb_s": rate, "mb_cpu_s": per_cpu} | large)
+                print(
+                    f"{name}, {workers} workers: {rate:.2f} MB/s, {per_cpu:.2f} MB per CPU-second beyond start-up; "
+                    f"{(few + more) * megabytes:.0f} MB in {large['s']:.1f} s, {large['cpu_s']:.1f} CPU-s, peak "
+                    f"{large['peak_mb']:.0f} MB (of {few * megabytes:.0f} MB: {small['peak_mb']:.0f} MB)",
+                    flush=True,
+                )
+                if args.json:
+                    args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
