@@ -34,6 +34,16 @@ def add_prepare(commands) -> None:
         help="library that encodes (default auto: the fastest that is installed and proved equal on this input)",
     )
     sub.add_argument("--seq-len", type=int, default=2048, metavar="N", help="tokens per sample (default 2048)")
+    sub.add_argument(
+        "--packing",
+        choices=["concatenate", "best_fit"],
+        default="concatenate",
+        help="best_fit: documents stay whole where they fit; trained on with data.mask_documents (default concatenate)",
+    )
+    sub.add_argument("--add-bos-token", action="store_true", help="begin each document with the tokenizer's bos_token")
+    sub.add_argument(
+        "--no-eos-token", dest="add_eos_token", action="store_false", help="do not close documents with the eos_token"
+    )
     sub.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
     sub.add_argument("--text-key", default="text", metavar="KEY", help="field or column of a record (default text)")
     sub.add_argument("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from llmtrain.config.base import Problem
 from llmtrain.data.prepared_folder import MANIFEST, read_manifest
@@ -12,22 +13,30 @@ from llmtrain.schema.data import DataConfig, StreamConfig
 
 
 def check_documents(data: DataConfig) -> Iterator[Problem]:
-    """Problems with data.mask_documents: no recorded end-of-document token. None before data.prepare has run."""
+    """Problems with data.mask_documents: no recorded end-of-document token, or samples that are filled and need it. None before
+    data.prepare has run."""
     if data.prepare is not None and not Path(data.prepare.out).expanduser().exists():
         return
     try:
         end_of_document(data)
     except ValueError as error:
-        yield Problem("data.mask_documents", True, str(error))
+        yield Problem("data.mask_documents", data.mask_documents, str(error))
 
 
 def end_of_document(data: DataConfig) -> int | None:
     """Id of the end-of-document token, which all streams must share; None unless data.mask_documents is set.
 
-    Raises ShardError for a stream without a record of it, and for streams that differ; PrepareError or TokenizerError for
-    files that cannot be read.
+    Raises ShardError for a stream without a record of it, for streams that differ, and without data.mask_documents for one whose
+    samples are filled; PrepareError or TokenizerError for files that cannot be read.
     """
     if not data.mask_documents:
+        for stream in (*data.train_streams().values(), *data.validation_streams().values()):
+            manifest = _manifest(stream)
+            if manifest is not None and manifest.get("inputs", {}).get("packing") == "best_fit":
+                raise ShardError(
+                    f"the samples of {stream.local} are packed by best fit, and filled with end-of-document tokens, which would be "
+                    "trained on; set data.mask_documents: true"
+                )
         return None
     found: dict[int, str] = {}
     for stream in (*data.train_streams().values(), *data.validation_streams().values()):
@@ -38,12 +47,29 @@ def end_of_document(data: DataConfig) -> int | None:
     return next(iter(found))
 
 
-def _recorded_eod_id(stream: StreamConfig) -> int:
+def _folders(stream: StreamConfig) -> tuple[Path, ...]:
     local = Path(stream.local).expanduser()
-    for folder in (local,) if stream.split else (local, local.parent):
+    return (local,) if stream.split else (local, local.parent)
+
+
+def _manifest(stream: StreamConfig) -> dict[str, Any] | None:
+    """The manifest of `llmtrain prepare` beside a stream's shards."""
+    for folder in _folders(stream):
         manifest = read_manifest(folder)
         if manifest is not None and isinstance(manifest.get("tokenizer"), dict):
-            return manifest["tokenizer"]["eod_id"]
+            return manifest
+    return None
+
+
+def _recorded_eod_id(stream: StreamConfig) -> int:
+    local = Path(stream.local).expanduser()
+    if (manifest := _manifest(stream)) is not None:
+        if not manifest.get("inputs", {}).get("add_eos_token", True):
+            raise ShardError(
+                f"the documents of {local} are not closed (add_eos_token: false), so nothing tells them apart"
+            )
+        return manifest["tokenizer"]["eod_id"]
+    for folder in _folders(stream):
         if (folder / "tokenizer").is_dir():
             from llmtrain.data.tokenizer import load_tokenizer
 

@@ -49,13 +49,27 @@ class EncodedBatch:
         )
 
 
+@dataclass(frozen=True)
+class DocumentMarks:
+    """Tokens around each document. bos_id: begins it; eod_id: the tokenizer's end-of-document token, which ends it if `closes`."""
+
+    eod_id: int
+    bos_id: int | None = None
+    closes: bool = True
+
+
 class Encoder:
     """Callable that tokenises pieces. tokenizer: the content of a tokenizer.json."""
 
     def __init__(
-        self, tokenizer: str, eod_id: int, seed: int, validation_fraction: float, choice: EngineChoice | None = None
+        self,
+        tokenizer: str,
+        marks: DocumentMarks,
+        seed: int,
+        validation_fraction: float,
+        choice: EngineChoice | None = None,
     ) -> None:
-        self.eod_id, self.seed, self.validation_fraction = eod_id, seed, validation_fraction
+        self.marks, self.seed, self.validation_fraction = marks, seed, validation_fraction
         self.engine = ProvedEngine(tokenizer, choice or EngineChoice())
 
     def is_held_out(self, piece: DocumentPiece) -> bool:
@@ -72,7 +86,10 @@ class Encoder:
             own = list(itertools.islice(encoded, len(texts)))
             if out:
                 held_bytes += self._sizes(piece, texts, own)
-            own += [np.array([self.eod_id], own[0].dtype)] * piece.ends
+            dtype = own[0].dtype
+            if piece.begins and self.marks.bos_id is not None:
+                own.insert(0, np.array([self.marks.bos_id], dtype))
+            own += [np.array([self.marks.eod_id], dtype)] * (piece.ends and self.marks.closes)
             ids += own
             tokens.append(sum(map(len, own)))
         return EncodedBatch(
@@ -91,9 +108,11 @@ class Encoder:
 
         Text that no token covers counts for that token, or else for the last one.
         """
+        if piece.begins and self.marks.bos_id is not None:
+            yield np.zeros(1, np.int64)
         for number, (text, tokens) in enumerate(zip(texts, ids, strict=True), 1):
             sizes = self.engine.sizes(tokens, text)
-            if not (piece.ends and number == len(texts)):
+            if not (piece.ends and self.marks.closes and number == len(texts)):
                 if len(sizes) > 1:
                     sizes[-2] += sizes[-1]
                 sizes = sizes[:-1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
+from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.mds_writer import write_index
 from llmtrain.data.partition_maker import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
 from llmtrain.data.partitions import Partition
@@ -29,7 +30,7 @@ def merge(
     folder: Path,
     config: PrepareConfig,
     vocab_size: int,
-    eod_id: int,
+    marks: DocumentMarks,
     partitions: Sequence[Partition],
     reports: Sequence[PartitionReport],
     passed_over: PassedOver,
@@ -52,15 +53,23 @@ def merge(
             total += arrays[f"counts_{name}"]
             writer.pack(arrays[f"rest_{name}"], arrays[f"rest_bytes_{name}"])
             last = number == len(reports)
-            cut = report.open_document[name] and (last or len(arrays[f"rest_{name}"]) > 0)
+            # A partition that is packed by best fit has closed its last document itself.
+            cut = report.open_document[name] and marks.closes and (last or len(arrays[f"rest_{name}"]) > 0)
             left[number - 1][name] = len(arrays[f"rest_{name}"]), int(cut)
             if cut:
                 # Its document goes on in the next partition's shards, or was cut by max_bytes: what follows is another.
                 writer.add(
-                    np.array([eod_id], writer.dtype), np.zeros(int(writer.held_out), np.int64), np.array([last]), 0
+                    np.array([marks.eod_id], writer.dtype),
+                    np.zeros(int(writer.held_out), np.int64),
+                    np.ones(1, np.int64),
+                    np.array([last]),
+                    0,
                 )
         rest, shards = writer.finish()
-        splits[name] = {key: value + sum(report.splits[name][key] for report in reports) for key, value in rest.items()}
+        splits[name] = {
+            key: rest.get(key, 0) + sum(report.splits[name][key] for report in reports)
+            for key in reports[0].splits[name]
+        }
         counts[name] = total + writer.counts
         if not splits[name]["samples"]:
             raise PrepareError(_too_small(name, splits[name], config.seq_len))

@@ -24,7 +24,7 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.baselines import XZ_BYTES
 from llmtrain.data.dedup import position
-from llmtrain.data.encode import EncodedBatch, Encoder
+from llmtrain.data.encode import DocumentMarks, EncodedBatch, Encoder
 from llmtrain.data.engine_choice import EngineChoice
 from llmtrain.data.partitions import Partition
 from llmtrain.data.provenance import DocumentRecorder, documents_path, write_documents
@@ -52,9 +52,10 @@ class MakeSettings:
     folder: Path
     tokenizer: str
     engine: EngineChoice
-    eod_id: int
+    marks: DocumentMarks
     vocab_size: int
     seq_len: int
+    packing: str
     text_key: str
     seed: int
     validation_fraction: float
@@ -152,13 +153,13 @@ class PartitionMaker:
     def __init__(self, settings: MakeSettings, advance: Callable[[int], None]) -> None:
         self.settings, self.advance = settings, advance
         self.encoder = Encoder(
-            settings.tokenizer, settings.eod_id, settings.seed, settings.validation_fraction, settings.engine
+            settings.tokenizer, settings.marks, settings.seed, settings.validation_fraction, settings.engine
         )
 
     @functools.cached_property
     def token_files(self) -> TokenFileReader:
         of = self.settings
-        return TokenFileReader(of.tokenizer, of.vocab_size, of.eod_id, of.seed, of.validation_fraction)
+        return TokenFileReader(of.tokenizer, of.vocab_size, of.marks, of.seed, of.validation_fraction)
 
     def __call__(
         self,
@@ -208,7 +209,12 @@ class _Attempt:
         self.recorder = DocumentRecorder(names)
         self.writers = {
             name: SplitWriter(
-                settings.folder / name, partition.id, settings.seq_len, settings.vocab_size, name == "validation"
+                settings.folder / name,
+                partition.id,
+                settings.seq_len,
+                settings.vocab_size,
+                name == "validation",
+                settings.marks.eod_id if settings.packing == "best_fit" else None,
             )
             for name in names
         }
@@ -373,8 +379,9 @@ class _Attempt:
             duplicate_count=self.duplicate_count,
             duplicates=self.duplicates,
         )
+        layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}
         replace_file(_arrays_path(settings.folder, id), content.getvalue())
-        write_documents(settings.folder / REPORTS, id, self.recorder.documents())
+        write_documents(settings.folder / REPORTS, id, self.recorder.documents(layouts))
         replace_file(_report_path(settings.folder, id), json.dumps(vars(report)).encode("utf-8", "surrogateescape"))
         return report
 
@@ -400,4 +407,10 @@ def _add(writers: dict[str, SplitWriter], batch: EncodedBatch) -> None:
         held = writer.held_out
         sizes = batch.held_bytes if held else np.zeros(0, np.int64)
         chosen = batch.held_out == held
-        writer.add(batch.ids[is_held_token == held], sizes, batch.ends[chosen], int(batch.text_bytes[chosen].sum()))
+        writer.add(
+            batch.ids[is_held_token == held],
+            sizes,
+            batch.tokens[chosen],
+            batch.ends[chosen],
+            int(batch.text_bytes[chosen].sum()),
+        )

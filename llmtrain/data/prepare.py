@@ -21,6 +21,7 @@ from typing import Any
 from llmtrain import __version__
 from llmtrain.config.output_folder import OutputError, partial_folder, publish_folder, replace_file
 from llmtrain.data.dedup import find_duplicates, has_hashes, without
+from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.engine_choice import EngineChoice, choose_engine
 from llmtrain.data.engines import EngineError
 from llmtrain.data.merge import TEXT_KEEPERS, merge, refuse_bad
@@ -36,6 +37,7 @@ from llmtrain.data.partition_maker import (
 from llmtrain.data.partitions import Partition, cut, identify
 from llmtrain.data.prepared_folder import (
     FORMAT,
+    LATER_SETTINGS,
     MANIFEST,
     PreparedFolder,
     describe_inputs,
@@ -149,6 +151,7 @@ class _Work:
         with ByteBar(progress, self.total * (1 + config.dedup)) as bar:
             bar.stage("tokenizer")
             tokenizer = self._tokenizer(inputs)
+            _marks(config, tokenizer)
             bar.stage("shards")
             tasks = self._tasks(self._partitions(tokenizer))
             if config.dedup:
@@ -159,7 +162,7 @@ class _Work:
             bar.stage("merging")
             partitions = [task.partition for task in tasks]
             counts = merge(
-                folder, config, tokenizer.vocab_size, tokenizer.eod_id, partitions, reports, self.passed_over
+                folder, config, tokenizer.vocab_size, _marks(config, tokenizer), partitions, reports, self.passed_over
             )
         manifest = {
             "fingerprint": fingerprint(inputs),
@@ -237,6 +240,11 @@ class _Work:
             **{
                 name: getattr(config, name)
                 for name in ("seq_len", "text_key", "seed", "validation_fraction", "max_bytes")
+            },
+            **{
+                name: getattr(config, name)
+                for name in ("add_bos_token", "add_eos_token", "packing")
+                if getattr(config, name) != LATER_SETTINGS[name]
             },
         }
         return identify(list(cut(self.files, config.text_key)), self.marks, settings)
@@ -349,14 +357,30 @@ class _Work:
             folder=self.folder,
             tokenizer=tokenizer.backend.to_str(),
             engine=engine,
-            eod_id=tokenizer.eod_id,
+            marks=_marks(config, tokenizer),
             vocab_size=tokenizer.vocab_size,
             seq_len=config.seq_len,
+            packing=config.packing,
             text_key=config.text_key,
             seed=config.seed,
             validation_fraction=config.validation_fraction,
             stop_at_bad=stops_at_bad(config),
         )
+
+
+def _marks(config: PrepareConfig, tokenizer: TextTokenizer) -> DocumentMarks:
+    """The tokens around documents. Raises PrepareError for a tokenizer without the one that is asked for."""
+    bos_id = None
+    if config.add_bos_token:
+        token = tokenizer.config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        bos_id = tokenizer.backend.token_to_id(token) if token else None
+        if bos_id is None:
+            raise PrepareError(
+                f"add_bos_token: the tokenizer has no bos_token (tokenizer_config.json says {token!r}); leave it out, or name one "
+                "of its tokens there"
+            )
+    return DocumentMarks(tokenizer.eod_id, bos_id, config.add_eos_token)
 
 
 def _missing(folder: Path, tasks: list[Task], count: int) -> str:

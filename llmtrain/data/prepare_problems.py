@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.prepared_folder import MANIFEST, SETTINGS, read_manifest
+from llmtrain.data.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
 from llmtrain.data.source_files import PrepareError, stored_bytes
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
@@ -112,7 +112,7 @@ def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
             text = f"exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
             yield Problem("out", prepare.out, text)
             return
-        made = {"dedup": False} | dict(manifest["inputs"])
+        made = LATER_SETTINGS | dict(manifest["inputs"])
     except (PrepareError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, PrepareError) else f"{out / MANIFEST} is damaged"
         yield Problem("out", prepare.out, reason)

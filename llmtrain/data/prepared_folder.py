@@ -24,6 +24,13 @@ _EARLIER_FORMATS = {1}
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""
+LATER_SETTINGS: dict[str, Any] = {
+    "dedup": False,
+    "add_bos_token": False,
+    "add_eos_token": True,
+    "packing": "concatenate",
+}
+"""Settings that folders made before do not name, and what they meant."""
 SETTINGS = (
     "sources",
     "tokenizer",
@@ -32,7 +39,7 @@ SETTINGS = (
     "validation_fraction",
     "text_key",
     "max_bytes",
-    "dedup",
+    *LATER_SETTINGS,
     "skip_bad_records",
     "seed",
 )
@@ -151,7 +158,7 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
         raise PrepareError(
             f"{out} exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
         )
-    made = {"dedup": False} | manifest["inputs"]
+    made = LATER_SETTINGS | manifest["inputs"]
     if made.get("format") in _EARLIER_FORMATS:
         made["format"] = FORMAT
     if differences := "\n  ".join(_differences(made, inputs)):

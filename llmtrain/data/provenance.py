@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.data.best_fit import Layout
 from llmtrain.data.partitions import Partition
 from llmtrain.data.records import Slice
 from llmtrain.data.source_files import PrepareError
 
 SOURCES = "sources"
 """File with the sources of all partitions, beside their reports."""
+_LAYOUT = ("documents", "begins", "tokens")
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ class DocumentTable:
 
 @dataclass(frozen=True)
 class PartitionDocuments:
-    """The documents of a partition. tables: by split."""
+    """The documents of a partition. tables: by split. layouts: by split, where they were not simply concatenated."""
 
     slices: list[SourceSlice]
     tables: dict[str, DocumentTable]
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
 
 def documents_path(reports: Path, id: str) -> Path:
@@ -102,7 +105,12 @@ def read_documents(reports: Path, id: str) -> PartitionDocuments | None:
         slices = np.repeat(np.arange(len(counts)), counts)
         records = np.cumsum(arrays[f"records_{name}"], dtype=np.int64)
         tables[name] = DocumentTable(slices, records, arrays[f"tokens_{name}"].astype(np.int64))
-    return PartitionDocuments([SourceSlice(**entry) for entry in content["slices"]], tables)
+    layouts = {
+        name: Layout(*(arrays[f"layout_{column}_{name}"].astype(np.int64) for column in _LAYOUT))
+        for name in content["splits"]
+        if f"layout_tokens_{name}" in arrays
+    }
+    return PartitionDocuments([SourceSlice(**entry) for entry in content["slices"]], tables, layouts)
 
 
 def write_documents(reports: Path, id: str, documents: PartitionDocuments) -> None:
@@ -117,6 +125,8 @@ def write_documents(reports: Path, id: str, documents: PartitionDocuments) -> No
             f"records_{name}": _narrow(np.diff(table.records, prepend=0)),
             f"tokens_{name}": _narrow(table.tokens),
         }
+    for name, layout in documents.layouts.items():
+        arrays |= {f"layout_{column}_{name}": _narrow(getattr(layout, column)) for column in _LAYOUT}
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     replace_file(documents_path(reports, id), content.getvalue())
@@ -157,12 +167,12 @@ class DocumentRecorder:
             records.append(record)
             counts.append(tokens)
 
-    def documents(self) -> PartitionDocuments:
+    def documents(self, layouts: dict[str, Layout]) -> PartitionDocuments:
         tables = {
             name: DocumentTable(*(np.array(column, dtype=np.int64) for column in columns))
             for name, columns in self._columns.items()
         }
-        return PartitionDocuments([SourceSlice(**about) for about in self._slices], tables)
+        return PartitionDocuments([SourceSlice(**about) for about in self._slices], tables, layouts)
 
 
 class MergedDocuments:

@@ -39,6 +39,8 @@ class DocumentPiece:
     ends: bool
     record: int = 0
     """Number of the record, from 0: among the lines that begin in its slice, or else in the file."""
+    begins: bool = True
+    """False for a piece of a text that is not its first."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def _text(source: _Source) -> Iterator[DocumentPiece]:
             else:
                 lines += data.count(b"\n")
                 if text or last:
-                    yield DocumentPiece(file.name, text, ends=last)
+                    yield DocumentPiece(file.name, text, ends=last, begins=at == 0)
                 continue
         line = _line_at(source, source.part.begin) + lines + data.count(b"\n", 0, position)
         lost = source.part.end - source.part.begin

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmtrain.data.best_fit import Layout
 from llmtrain.data.partition_maker import REPORTS
 from llmtrain.data.provenance import PartitionDocuments, Sources, read_documents, read_sources
 from llmtrain.data.shard_index import Index
@@ -82,6 +83,9 @@ class SampleDocuments:
         return list(self._between(partition, documents, row * self._seq_len, (row + 1) * self._seq_len))
 
     def _between(self, partition: str, documents: PartitionDocuments, begin: int, end: int) -> Iterator[SourceDocument]:
+        if layout := documents.layouts.get(self._split):
+            yield from self._laid_out(partition, documents, layout, begin, end)
+            return
         table = documents.tables[self._split]
         first = int(np.searchsorted(table.ends, begin, side="right"))
         for number in range(first, len(table.ends)):
@@ -89,20 +93,43 @@ class SampleDocuments:
             start = stop - int(table.tokens[number])
             if start >= end:
                 return
-            place = int(table.slices[number])
-            part, source = documents.slices[place], self._sources.partitions[partition][place]
-            record = int(table.records[number]) + 1
-            if part.unit == "line":
-                record += self._sources.lines_before.get((source, part.file, part.begin), 0)
-            yield SourceDocument(
-                self._sources.names[source],
-                part.file,
-                part.unit,
-                None if part.unit == "file" else record,
-                max(start, begin) - begin,
-                min(stop, end) - begin,
-                start >= begin and not (part.cut and (number == 0 or table.slices[number - 1] != place)),
+            yield self._document(
+                partition, documents, number, max(start, begin) - begin, min(stop, end) - begin, start >= begin
             )
+
+    def _laid_out(
+        self, partition: str, documents: PartitionDocuments, layout: Layout, begin: int, end: int
+    ) -> Iterator[SourceDocument]:
+        for part in range(int(np.searchsorted(layout.ends, begin, side="right")), len(layout.ends)):
+            stop = int(layout.ends[part])
+            start = stop - int(layout.tokens[part])
+            if start >= end:
+                return
+            number = int(layout.documents[part])
+            if number >= 0:
+                yield self._document(
+                    partition, documents, number, start - begin, stop - begin, layout.begins[part] == 0
+                )
+
+    def _document(
+        self, partition: str, documents: PartitionDocuments, number: int, begin: int, end: int, first: bool
+    ) -> SourceDocument:
+        """A document of a partition by its number, of which a sample holds the tokens [begin, end)."""
+        table = documents.tables[self._split]
+        place = int(table.slices[number])
+        part, source = documents.slices[place], self._sources.partitions[partition][place]
+        record = int(table.records[number]) + 1
+        if part.unit == "line":
+            record += self._sources.lines_before.get((source, part.file, part.begin), 0)
+        return SourceDocument(
+            self._sources.names[source],
+            part.file,
+            part.unit,
+            None if part.unit == "file" else record,
+            begin,
+            end,
+            bool(first) and not (part.cut and (number == 0 or table.slices[number - 1] != place)),
+        )
 
 
 def in_order_of_partitions(samples: Iterable[int], documents: SampleDocuments) -> list[int]:

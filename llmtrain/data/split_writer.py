@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.best_fit import BestFitPacker
 from llmtrain.data.mds_writer import ShardWriter
 from llmtrain.data.packing import pack, token_dtype
 
@@ -18,9 +19,12 @@ set of samples, whatever was dropped at the end of the split."""
 
 
 class SplitWriter:
-    """Writer of one split: packs tokens, writes shards, counts. name: what the names of its shards begin with."""
+    """Writer of one split: packs tokens, writes shards, counts. name: what the names of its shards begin with. pad_id: pack by best
+    fit, and fill with this token."""
 
-    def __init__(self, folder: Path, name: str, seq_len: int, vocab_size: int, held_out: bool) -> None:
+    def __init__(
+        self, folder: Path, name: str, seq_len: int, vocab_size: int, held_out: bool, pad_id: int | None = None
+    ) -> None:
         self.seq_len = seq_len
         self.held_out = held_out
         self.dtype = token_dtype(vocab_size)
@@ -34,29 +38,45 @@ class SplitWriter:
         self.counts = np.zeros(vocab_size, np.int64)
         """[vocab_size], number of times each token is stored; for validation, scored."""
         self.documents = self.bytes = self.tokens = self.samples = self.bytes_covered = self.bytes_scored = 0
+        self.best_fit = BestFitPacker(seq_len, pad_id, self.dtype, held_out) if pad_id is not None else None
         self.open_document = False
         """True while the last document has not ended."""
 
-    def add(self, ids: NDArray, token_bytes: NDArray[np.int64], pieces_end: NDArray[np.bool_], text_bytes: int) -> None:
-        """ids: [n] tokens of some pieces; token_bytes: [n] for held-out text, [0] otherwise; pieces_end: [p]."""
+    def add(
+        self,
+        ids: NDArray,
+        token_bytes: NDArray[np.int64],
+        pieces: NDArray[np.int64],
+        pieces_end: NDArray[np.bool_],
+        text_bytes: int,
+    ) -> None:
+        """ids: [n] tokens of some pieces; token_bytes: [n] for held-out text, [0] otherwise; pieces, pieces_end: [p], the tokens of
+        each, and whether a document ends there."""
         if not len(pieces_end):
             return
         self.documents += int(pieces_end.sum())
         self.open_document = not pieces_end[-1]
         self.bytes += text_bytes
         self.tokens += len(ids)
-        self.pack(ids, token_bytes)
+        if self.best_fit is None:
+            self.pack(ids, token_bytes)
+        elif laid_out := self.best_fit.add(ids, token_bytes, pieces, pieces_end):
+            self._write(*laid_out)
 
     def pack(self, ids: NDArray, token_bytes: NDArray[np.int64]) -> None:
         """Tokens that are counted already."""
         samples, self.rest = pack(self.rest, ids, self.seq_len)
+        sizes, self.rest_bytes = pack(self.rest_bytes, token_bytes, self.seq_len)
+        self._write(samples, sizes)
+
+    def _write(self, samples: NDArray, sizes: NDArray[np.int64]) -> None:
+        """samples: [k, seq_len]; sizes: bytes of text behind each token, in validation."""
         self.samples += len(samples)
         rows = samples.view(np.uint8)
         if not self.held_out:
             self.counts += np.bincount(samples.ravel(), minlength=len(self.counts))
             self._writer.write(rows)
             return
-        sizes, self.rest_bytes = pack(self.rest_bytes, token_bytes, self.seq_len)
         self.counts += np.bincount(samples[:, 1:].ravel(), minlength=len(self.counts))
         scored = sizes[:, 1:].sum(1, keepdims=True)
         self.bytes_covered += int(sizes.sum())
@@ -65,8 +85,12 @@ class SplitWriter:
 
     def finish(self) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Write the last shard. Returns the counts, and the index's entries."""
+        if self.best_fit is not None:
+            self._write(*self.best_fit.finish())
         entries = self._writer.finish()
         stats = {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens, "samples": self.samples}
         if self.held_out:
             stats |= {"bytes_covered": self.bytes_covered, "bytes_scored": self.bytes_scored}
+        if self.best_fit is not None:
+            stats["padding"] = self.best_fit.padding
         return stats, entries

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.best_fit import Layout
 from llmtrain.data.merge import RESTS
 from llmtrain.data.partition_maker import REPORTS
 from llmtrain.data.provenance import DocumentTable, PartitionDocuments, Sources, read_documents, read_sources
@@ -192,6 +193,10 @@ def _by_source(stream: StoredStream, sources: Sources, advance: Callable[[int], 
                 found[source].text_bytes = (found[source].text_bytes or 0) + part.text_bytes[stream.split]
             if not long.takes(found, documents, of_slice, table):
                 _count_documents(found, of_slice, table)
+        if layout := documents.layouts.get(stream.split):
+            _count_laid_out(stream, found, shards[partition], np.array(of_slice)[table.slices], layout)
+            advance(sum(stream.index.shards[number]["samples"] for number in shards[partition]))
+            continue
         ends, done = np.cumsum(np.bincount(table.slices, table.tokens, len(of_slice)).astype(np.int64)), 0
         for number in shards[partition]:
             tokens = stream.tokens(number).ravel()
@@ -207,6 +212,24 @@ def _count_documents(found: list[SourceStatistics], of_slice: list[int], table: 
     of_document = np.array(of_slice, np.int64)[table.slices]
     for source in np.unique(of_document):
         found[source].add_documents(table.tokens[of_document == source])
+
+
+def _count_laid_out(
+    stream: StoredStream,
+    found: list[SourceStatistics],
+    shards: list[int],
+    of_document: NDArray[np.int64],
+    layout: Layout,
+) -> None:
+    """Count the tokens of a partition's shards, without padding. of_document: the source of each document."""
+    of_part = np.where(layout.documents >= 0, np.append(of_document, 0)[layout.documents], -1)
+    of_token, done = np.repeat(of_part.astype(np.int16), layout.tokens), 0
+    for number in shards:
+        tokens = stream.tokens(number).ravel()
+        here = of_token[done : done + len(tokens)]
+        for source in np.unique(here[here >= 0]):
+            found[source].count(tokens[here == source])
+        done += len(tokens)
 
 
 class _LongDocument:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmtrain.data.encode import EncodedBatch
+from llmtrain.data.encode import DocumentMarks, EncodedBatch
 from llmtrain.data.packing import is_held_out, token_dtype
 from llmtrain.data.records import Slice
 from llmtrain.data.token_files import TokenSlice, read_tokens
@@ -23,8 +23,10 @@ _BATCH_TOKENS = 1 << 20
 class TokenFileReader:
     """Reader of slices of token files. tokenizer: the content of a tokenizer.json."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eod_id: int, seed: int, validation_fraction: float) -> None:
-        self._vocab_size, self._eod_id = vocab_size, eod_id
+    def __init__(
+        self, tokenizer: str, vocab_size: int, marks: DocumentMarks, seed: int, validation_fraction: float
+    ) -> None:
+        self._vocab_size, self._marks = vocab_size, marks
         self._seed, self._fraction = seed, validation_fraction
         backend = Tokenizer.from_str(tokenizer)
         self._bytes = token_bytes(backend, vocab_size)
@@ -36,7 +38,7 @@ class TokenFileReader:
 
         Raises SetAside before the first one.
         """
-        found = read_tokens(part, kind, self._vocab_size, self._eod_id, self._special)
+        found = read_tokens(part, kind, self._vocab_size, self._marks.eod_id, self._special)
         begins = np.append(0, found.ends[:-1]) if len(found.ends) else found.ends
         groups = np.unique(begins // _BATCH_TOKENS, return_index=True)[1].tolist() if len(begins) else []
         for low, high in zip(groups, [*groups[1:], len(begins)], strict=True):
@@ -46,7 +48,7 @@ class TokenFileReader:
         self, part: Slice, found: TokenSlice, begins: NDArray[np.int64], low: int, high: int
     ) -> tuple[EncodedBatch, list[int], str]:
         dtype = token_dtype(self._vocab_size)
-        end = np.array([self._eod_id], dtype)
+        end, bos_id = np.array([self._marks.eod_id], dtype), self._marks.bos_id
         ids: list[NDArray] = [np.zeros(0, dtype)]
         held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         held, tokens, text_bytes, records = [], [], [], []
@@ -54,8 +56,10 @@ class TokenFileReader:
             document = found.ids[begins[number] : found.ends[number]].astype(dtype)
             if not len(document):
                 continue
-            if document[-1] != self._eod_id:
+            if document[-1] != self._marks.eod_id and self._marks.closes:
                 document = np.concatenate([document, end])
+            if bos_id is not None and document[0] != bos_id:
+                document = np.concatenate([np.array([bos_id], dtype), document])
             record = int(found.records[number])
             out = is_held_out(f"{part.file.name}@{record}", self._seed, self._fraction)
             sizes = self._bytes[document]

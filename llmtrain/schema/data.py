@@ -46,7 +46,14 @@ class PrepareConfig(Section):
     """Library that encodes. auto: the fastest that is installed (`pip install 'llmtrain[fast]'`) and was proved to give the same
     tokens as `tokenizers` on a sample of the sources, special tokens spelled out among it. The shards are the same with any."""
     seq_len: PositiveInt = 2048
-    """Tokens per stored sample; documents are concatenated, each closed by the end-of-document token."""
+    """Tokens per stored sample."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """concatenate: documents follow one another, and samples cut them anywhere. best_fit: documents stay whole where they fit into
+    a sample, and what stays empty (mostly well below 1 %) is filled; such shards need `data.mask_documents`."""
+    add_bos_token: bool = False
+    """Begin each document with the tokenizer's bos_token."""
+    add_eos_token: bool = True
+    """Close each document with the end-of-document token, the tokenizer's eos_token."""
     validation_fraction: Probability = 0.05
     """Share of documents (files, for text and source trees) held out, chosen by a hash of seed and name."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
@@ -69,6 +76,15 @@ class PrepareConfig(Section):
         if (self.tokenizer is None) == (self.vocab_size is None):
             yield Problem(
                 "tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both"
+            )
+        if not self.add_eos_token and (self.packing == "best_fit" or not self.add_bos_token):
+            reason = (
+                "packing: best_fit masks" if self.packing == "best_fit" else "without add_bos_token, nothing divides"
+            )
+            yield Problem("add_eos_token", False, f"{reason} documents; leave it at true")
+        if self.add_bos_token and self.vocab_size is not None:
+            yield Problem(
+                "add_bos_token", True, "a tokenizer that is trained here has no bos_token; name a `tokenizer`"
             )
         if self.vocab_size is not None and self.vocab_size < 257:
             yield Problem(
@@ -178,6 +194,8 @@ class DataConfig(Section):
             yield Problem("train", None, "give data.train.streams, or data.prepare to make shards first")
         if self.prepare is not None and self.prepare.seq_len != self.seq_len:
             yield Problem("prepare.seq_len", self.prepare.seq_len, f"must equal data.seq_len ({self.seq_len})")
+        if self.prepare is not None and self.prepare.packing == "best_fit" and not self.mask_documents:
+            yield Problem("mask_documents", False, "data.prepare.packing: best_fit fills samples; set this to true")
         if self.cache_limit is not None and (
             kept := [name for name, stream in self.train_streams().items() if stream.remote is None]
         ):

@@ -106,3 +106,24 @@ def test_streams_that_end_documents_differently_are_refused(prepared, tmp_path):
 def test_data_that_is_not_prepared_yet_is_not_asked(settings, corpus):
     made = settings(corpus)
     assert list(check_documents(DataConfig(seq_len=32, prepare=made, mask_documents=True))) == []
+
+
+def test_samples_that_are_filled_are_trained_on_with_masks_alone(settings, corpus, tmp_path):
+    """No label is padding, and every token of a document but its first is one."""
+    made = settings(corpus, packing="best_fit")
+    prepare(made, progress=False)
+    data = DataConfig(seq_len=32, prepare=made, mask_documents=True, num_workers=0, num_canonical_nodes=1)
+    for loader in (build_train_loader(data, global_batch_size=4), build_validation_loader(data, global_batch_size=4)):
+        assert loader is not None
+        batches: list[Any] = list(loader)
+        for batch in batches:
+            ids, labels = batch["input_ids"], batch["labels"]
+            assert ((labels[:, :-1] == -100) == (ids[:, :-1] == 0))[batch["sample_ids"] >= 0].all()
+            assert (labels[:, -1] == -100).all()
+    plain = streams(data, local=made.out, split="train").model_copy(
+        update={"mask_documents": False, "validation": None}
+    )
+    [problem] = check_documents(plain)
+    assert problem.path == "data.mask_documents" and "filled with end-of-document tokens" in problem.message
+    with pytest.raises(ShardError, match="mask_documents: true"):
+        build_train_loader(plain, global_batch_size=4)

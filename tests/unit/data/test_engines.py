@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from llmtrain.data import engine_choice
 from llmtrain.data.byte_sizes import ByteSizes, sizes_agree
-from llmtrain.data.encode import Encoder
+from llmtrain.data.encode import DocumentMarks, Encoder
 from llmtrain.data.engine_choice import EngineChoice, ProvedEngine, awkward_texts, choose_engine
 from llmtrain.data.engines import ENGINES, EngineError, TokenizersEngine, load_exact
 from llmtrain.data.packing import bytes_per_token
@@ -174,7 +174,7 @@ def test_a_faulty_engine_is_named_and_not_used(trained, monkeypatch, faulty, sai
 def test_an_engine_is_compared_again_during_the_run(trained, monkeypatch):
     monkeypatch.setitem(engine_choice.ENGINES, "gigatoken", Faulty)
     monkeypatch.setattr(engine_choice, "_PROVED_EVERY", 1000)
-    encoder = Encoder(trained["GPT-2"], 0, 17, 0.0, EngineChoice("gigatoken"))
+    encoder = Encoder(trained["GPT-2"], DocumentMarks(0), 17, 0.0, EngineChoice("gigatoken"))
     encoder([DocumentPiece("a", "plain " * 100, ends=True)])
     with pytest.raises(RunError, match="--tokenizer-engine tokenizers"):
         encoder([DocumentPiece("b", "some <|endoftext|> " * 100, ends=True)])
@@ -187,7 +187,7 @@ def test_text_is_cut_alike_for_every_engine(trained):
     for name in ("tokenizers", "gigatoken", "tiktoken"):
         if name != "tokenizers":
             pytest.importorskip(name)
-        batches.append(Encoder(trained["Llama 3"], 0, 17, 0.0, EngineChoice(name))([piece]).ids)
+        batches.append(Encoder(trained["Llama 3"], DocumentMarks(0), 17, 0.0, EngineChoice(name))([piece]).ids)
     assert all(np.array_equal(batches[0], ids) for ids in batches)
 
 

@@ -7,8 +7,10 @@ import signal
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from llmtrain.data import partitions
@@ -290,3 +292,72 @@ def test_two_processes_preparing_the_same_folder_share_the_work(corpus, settings
 def test_a_folder_whose_lock_cannot_be_made_is_refused_at_once():
     with pytest.raises(PrepareError, match="cannot write to /proc"), lock_folder(Path("/proc/out")):
         pass
+
+
+def with_bos(settings, tmp_path):
+    """Settings of a tokenizer with a token that begins documents."""
+    tokenizer = train_bpe(["the quick brown fox"], 257)
+    tokenizer.backend.add_special_tokens(["<s>"])
+    tokenizer.save(tmp_path / "tokenizer")
+    described = tmp_path / "tokenizer/tokenizer_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"bos_token": {"content": "<s>"}}))
+    return lambda source, **changes: settings(source, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), **changes)
+
+
+@pytest.mark.parametrize("partition_bytes", [3_000, 1 << 26])
+@pytest.mark.parametrize("bos, eos", [(True, True), (True, False), (False, True)])
+def test_documents_begin_and_end_as_the_settings_say(
+    corpus, records, settings, tmp_path, monkeypatch, bos, eos, partition_bytes
+):
+    monkeypatch.setattr("llmtrain.data.partitions.PARTITION_BYTES", partition_bytes)
+    monkeypatch.setattr("llmtrain.data.records.BLOCK_BYTES", 700)  # a text is several pieces
+    make = with_bos(settings, tmp_path)
+    options = {"add_bos_token": bos, "add_eos_token": eos, "seq_len": 8}
+    made = prepare(make(records, sources=[str(corpus), str(records)], **options))
+    tokenizer = load_tokenizer(made.out / "tokenizer")
+    ids = np.concatenate([sample["tokens"] for sample in stored_samples(made.out, "train")])
+    begin = tokenizer.backend.token_to_id("<s>") or -1
+    marks = ids[(ids == begin) | (ids == 0)].tolist()
+    documents = made.split("train")["documents"]
+    # Less than a sample is left out, and a partition may close a document that it cuts.
+    assert abs(marks.count(begin) - documents * bos) <= 4 and abs(marks.count(0) - documents * eos) <= 4
+    if bos and eos and partition_bytes > 3_000:
+        places = np.flatnonzero(ids == begin)
+        assert places[0] == 0 and (ids[places[1:] - 1] == 0).all()
+    held = made.split("validation")
+    assert held["bytes_covered"] > 0.9 * held["bytes"]
+
+
+def test_best_fit_keeps_documents_whole_and_fills_with_ends(corpus, records, settings):
+    made = prepare(settings(records, sources=[str(records), str(corpus)], packing="best_fit", seq_len=64))
+    tokenizer = load_tokenizer(made.out / "tokenizer")
+    texts = [json.loads(line)["text"] for line in records.read_text().splitlines()]
+    texts += [file.read_text() for file in corpus.rglob("*.txt")]
+    for split in ("train", "validation"):
+        rows = [sample["tokens"] for sample in stored_samples(made.out, split)]
+        padding = made.split(split)["padding"]
+        filled = sum(int((row == 0)[np.flatnonzero(row)[-1] + 2 :].sum()) for row in rows)
+        assert 0 < padding <= filled <= padding + 3  # an end may be all that is left of a document behind a full sample
+        assert made.split(split)["samples"] * 64 == made.split(split)["tokens"] + padding
+        for row in rows:
+            for part in np.split(row, np.flatnonzero(row == 0) + 1):
+                text = tokenizer.decode(part[part != 0].tolist())
+                # Whole, or one of the full samples of a longer one, or its rest.
+                assert text in texts or len(part) == 64 or any(one.endswith(text.lstrip("\ufffd")) for one in texts)
+
+
+def test_settings_of_documents_that_contradict_each_other_are_told(settings):
+    for changes, said in (
+        ({"add_eos_token": False}, "nothing divides documents"),
+        ({"add_eos_token": False, "packing": "best_fit"}, "best_fit masks"),
+        ({"add_bos_token": True}, "no bos_token"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            settings("a", **changes)
+
+
+def test_a_tokenizer_without_a_beginning_is_told(corpus, settings, tmp_path):
+    train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
+    made = settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True)
+    with pytest.raises(PrepareError, match="add_bos_token: the tokenizer has no bos_token"):
+        prepare(made)
