@@ -61,7 +61,7 @@ def datatrove(folder: Path, out: Path, tokenizer: Path, workers: int) -> None:
 
 
 def megatron(folder: Path, out: Path, tokenizer: Path, workers: int, repository: Path) -> None:
-    """What Megatron-LM's tools/preprocess_data_fast.py does, without its command line, which imports the trainer: gigatoken encodes
+    """Megatron-LM's tools/preprocess_data_fast.py without its command line, which imports the trainer: gigatoken encodes
     a file, and IndexedDatasetBuilder writes .bin and .idx. One process, with `workers` threads."""
     sys.path.insert(0, str(repository))
     import gigatoken

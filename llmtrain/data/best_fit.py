@@ -97,7 +97,7 @@ class BestFitPacker:
         return self._lay_out()
 
     def layout(self) -> Layout:
-        """Of all samples."""
+        """Layout of all samples."""
         return Layout(
             *(
                 np.concatenate([np.zeros(0, np.int64), *(getattr(one, name) for one in self._layouts)])
