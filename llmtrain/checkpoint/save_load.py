@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from llmtrain.checkpoint.collective import first_failure, on_every_rank, verify_in_shares
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.divided_tensor import DividedTensor
 from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
@@ -40,6 +41,8 @@ from llmtrain.checkpoint.local import PARTIAL, clear, folder_name, replace
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.errors import RunError
+from llmtrain.models.slices import local_of
+from llmtrain.models.tensor_parallel import slices_of
 
 # Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -172,7 +175,7 @@ def load(
     """
     manifest = manifest or manifests.read(folder)
     full = _full_state(model, optimizer)
-    own = [part.state_dict() for part in parts]
+    own = [_divided(model, part.state_dict()) for part in parts]
     state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
     for found in own:
         state |= found
@@ -181,9 +184,12 @@ def load(
     load_state(folder, manifest, state, verify=verify)
     for part, found in zip(parts, own, strict=True):
         part.load_state_dict({name: state[name] for name in found})
-    set_model_state_dict(model, _part(state, prefix))
+    found_state = {
+        name: value.tensor if isinstance(value, DividedTensor) else value for name, value in (full | state).items()
+    }
+    set_model_state_dict(model, _part(found_state, prefix))
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, _part(full | state, "optimizer."), options=_BY_NAME)
+        set_optimizer_state_dict(model, optimizer, _part(found_state, "optimizer."), options=_BY_NAME)
 
 
 def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verify: bool) -> None:
@@ -202,11 +208,12 @@ def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verif
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Sequence[Part] = ()) -> dict[str, Any]:
-    """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded."""
+    """{model.NAME: tensor, optimizer.state.NAME.exp_avg: tensor, optimizer.param_groups.NAME.lr: number, ...}, sharded; what
+    tensor-parallel ranks divide is a DividedTensor."""
     full = _full_state(model, optimizer)
     state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
     for part in parts:
-        state |= part.state_dict()
+        state |= _divided(model, part.state_dict())
     return state
 
 
@@ -215,7 +222,28 @@ def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
     if optimizer is not None:
         found = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
         state |= {f"optimizer.{name}": value for name, value in found.items()}
-    return state
+    return _divided(model, state)
+
+
+def _divided(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with a DividedTensor for whatever is as large as what this rank holds of a parameter that ranks divide."""
+    slices, divided = slices_of(model), dict(state)
+    for name, value in state.items() if slices else ():
+        of = next((of for prefix in _PREFIXES if (of := slices.get(_parameter(name, prefix)))), None)
+        if of is not None and isinstance(value, Tensor) and value.ndim > of.dim and value.shape[of.dim] == of.length:
+            divided[name] = DividedTensor(value, of)
+    return divided
+
+
+_PREFIXES = ("model.", "ema.", "optimizer.state.")
+
+
+def _parameter(name: str, prefix: str) -> str:
+    """The parameter that an entry of a state is about, if it begins so; a moment's own name comes behind the parameter's."""
+    if not name.startswith(prefix):
+        return ""
+    name = name.removeprefix(prefix)
+    return name.rpartition(".")[0] if prefix == "optimizer.state." else name
 
 
 def _plain(tensor: Any) -> Any:
@@ -232,8 +260,11 @@ def _plain(tensor: Any) -> Any:
 
 def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """This rank's part of every tensor of a state, not copied."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
+    return {
+        name: value.local if isinstance(value, DividedTensor) else local_of(value)
+        for name, value in state.items()
+        if isinstance(value, (Tensor, DividedTensor))
+    }
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -105,7 +105,9 @@ class DcpTensors(PieceReader):
     def _pieces(self, name: str) -> Iterator[IO[bytes]]:
         tensor: Any = self._index.state_dict_metadata[name]
         chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]  # ranks that had no row have an empty one
-        self._refuse_other_dimensions(name, [chunk.sizes for chunk in chunks])
+        # FSDP shards the first dimension, so a piece is a run of elements.
+        if any(tuple(chunk.sizes[1:]) != self._entries[name].shape[1:] for chunk in chunks):
+            raise CheckpointError(f"{self._place}: {name} is sharded along another dimension than its first")
         for chunk in sorted(chunks, key=lambda chunk: tuple(chunk.offsets)):
             with ExitStack() as stack:
                 yield self._open(name, chunk, stack)

@@ -7,7 +7,7 @@ import os
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,11 +72,6 @@ class PieceReader(TensorReader):
             raise
         except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, EOFError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{self._place} is damaged: tensor {name}: {reason(error)}") from error
-
-    def _refuse_other_dimensions(self, name: str, sizes: Iterable[Sequence[int]]) -> None:
-        # FSDP2 shards the first dimension, so a piece is a run of elements.
-        if any(tuple(size[1:]) != self._entries[name].shape[1:] for size in sizes):
-            raise CheckpointError(f"{self._place}: {name} is sharded along another dimension than its first")
 
 
 class Window(io.RawIOBase):

@@ -17,7 +17,8 @@ from llmtrain.errors import exit_status
 class World:
     """The place of this process among the ranks of the run.
 
-    context: ranks that share every sequence, `context` consecutive ones; the groups that they form are data-parallel.
+    tensor: consecutive ranks that share every layer's work. context: consecutive groups of them that share every sequence. The
+    tensor * context ranks of such a group read the same samples; the groups are data-parallel.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class World:
     local_rank: int
     local_size: int
     context: int = 1
+    tensor: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -32,17 +34,32 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank's context-parallel group, whose ranks read the same samples."""
-        return self.rank // self.context
+        """Number of this rank's group, whose ranks read the same samples."""
+        return self.rank // self.replication
 
     @property
     def data_size(self) -> int:
-        """Number of context-parallel groups."""
-        return self.size // self.context
+        """Number of such groups."""
+        return self.size // self.replication
 
-    def split(self, context: int) -> World:
-        """The same place where `context` ranks, which divide the run's, share a sequence."""
-        return replace(self, context=context)
+    @property
+    def replication(self) -> int:
+        """Ranks that read the same samples."""
+        return self.context * self.tensor
+
+    @property
+    def reader(self) -> int:
+        """Number of this rank's tensor-parallel group, whose ranks read every text together."""
+        return self.rank // self.tensor
+
+    @property
+    def readers(self) -> int:
+        """Number of such groups."""
+        return self.size // self.tensor
+
+    def split(self, context: int = 1, tensor: int = 1) -> World:
+        """The same place where so many ranks, whose product divides the run's, share sequences and layers."""
+        return replace(self, context=context, tensor=tensor)
 
 
 def world_from_environment() -> World:

@@ -15,7 +15,7 @@ from llmtrain.data.shards import steps_per_epoch
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.fitting import USABLE, Fit, fits
-from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, gathered_bytes, shard_ranks
+from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes, shard_ranks
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
@@ -26,6 +26,7 @@ from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameter_roles import decayed_parameters, matrices
 from llmtrain.models.sections.float8 import Float8Config
+from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -108,6 +109,8 @@ class Description:
     """Settings with which the run would fit the GPU, where it does not."""
     gathered: float
     """Bytes that a GPU receives per microbatch and forward pass from those that share its sequences."""
+    exchanged: float
+    """Bytes that a GPU receives per microbatch and forward pass from those that share its layers."""
     tokens_per_step: int
     steps: int | None
     schedule: str | None
@@ -128,7 +131,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     model = meta_model(config.model)
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
-    sizes = parameter_sizes(model)
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
     memory = estimate_memory(config, sizes, world_size)
     gpu_memory = device.memory_gb * 1e9 if device else None
     too_much = gpu_memory is not None and memory.total > gpu_memory
@@ -167,6 +170,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         gpu_memory=gpu_memory,
         fits=fits(config, sizes, world_size, USABLE * gpu_memory) if gpu_memory and too_much else [],
         gathered=gathered_bytes(config),
+        exchanged=exchanged_bytes(config),
         tokens_per_step=config.tokens_per_step,
         steps=steps,
         schedule=schedule,
@@ -253,8 +257,13 @@ _PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | 
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 
-def parameter_sizes(model: HybridLM) -> ParameterSizes:
-    """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py)."""
+def parameter_sizes(model: HybridLM, tensor: int = 1) -> ParameterSizes:
+    """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py).
+
+    tensor: of a model that so many ranks divide, those of one rank; the model is divided for it.
+    """
+    if tensor > 1:
+        model.split(TensorRanks(0, tensor))
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     by_matrix = sum(weight.numel() for weight in matrices(model))
@@ -278,7 +287,7 @@ def _speed(
     if peak.flops is None:
         raise UserError(peak.source)
     rate = tokens_per_second_at(mfu, flops_per_token, peak.flops)
-    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len / config.train.parallel.context
+    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len / config.train.parallel.ranks
     return Speed(
         gpu=device.title if device else "one GPU",
         peak_flops=peak.flops,

@@ -1,8 +1,9 @@
 """GPU memory of a training run, estimated from the config. No torch here.
 
 Weights, gradients and optimizer state are exact sizes; activations are an estimate, and fragmentation, communication
-buffers and the CUDA or HIP context (1 to 3 GB) are left out. P = parameters, S = ranks that share one copy of the
-model (all of them, or train.sharding.shard_size), b = bytes of the computation's format (2 in bf16, 4 in fp32):
+buffers and the CUDA or HIP context (1 to 3 GB) are left out. P = parameters (with train.parallel.tensor those of one rank's part),
+S = ranks that share one copy of them (all ranks, or train.sharding.shard_size, divided by train.parallel.tensor), b = bytes of the
+computation's format (2 in bf16, 4 in fp32):
 
     weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op, sync_every_microbatch: false or S = 1;
                  otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
@@ -13,7 +14,8 @@ model (all of them, or train.sharding.shard_size), b = bytes of the computation'
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
                  sequences (train.parallel.context) keep those of their tokens, and of the others what a block gathers
-                 (gathered_bytes)
+                 (gathered_bytes); ranks that share layers (train.parallel.tensor), their part, and the whole inputs of mixer
+                 and MLP
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights
 
@@ -68,7 +70,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     if world_size < 1:
         raise UserError(f"the world size is at least 1, not {world_size}")
     train = config.train
-    shards = shard_ranks(config, world_size)
+    shards = max(shard_ranks(config, world_size) // train.parallel.tensor, 1)
     width = 2 if train.precision == "amp_bf16" else 4
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
@@ -108,17 +110,34 @@ def gathered_bytes(config: Config) -> float:
     return config.train.microbatch_size * of_sequence
 
 
+def exchanged_bytes(config: Config) -> float:
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its layers: each mixer and each MLP
+    gathers its inputs and hands on sums, as the embedding and the head do once."""
+    model, parallel = config.model, config.train.parallel
+    width = 2 if config.train.precision == "amp_bf16" else 4
+    tokens = config.train.microbatch_size * config.data.seq_len / parallel.context
+    used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    d_model = model.d_model
+    channels = sum(block.input_width(d_model) + d_model + (2 * d_model if block.mlp else 0) for block in used)
+    return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor
+
+
 def _activations(config: Config, width: int) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
-    local = seq_len / context  # tokens of a sequence on one rank
+    local = seq_len / context  # tokens of a sequence in one rank's layers
+    tensor = config.train.parallel.tensor
+    residual /= tensor
 
     def saved_by(block: BlockSection) -> SavedBytes:
         saved = block.saved_by_layer(model.d_model, width, model.norm)
-        if context == 1:
+        if context > 1:
+            saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+        if tensor == 1:
             return saved
-        return saved + SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+        inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))
+        return SavedBytes(saved.everything / tensor + inputs * (1 - 1 / tensor), saved.selective / tensor)
 
     per_layer = []
     for layer in model.layer_list():
@@ -138,7 +157,7 @@ def _activations(config: Config, width: int) -> int:
 
 def _loss(config: Config, width: int) -> int:
     tokens = -(-config.train.microbatch_size * config.data.seq_len // config.train.parallel.context)
-    vocab, d_model = config.model.vocab_size, config.model.d_model
+    vocab, d_model = config.model.vocab_size // config.train.parallel.tensor, config.model.d_model
     if config.train.loss.type == "plain":
         return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient
     chunk = min(tokens, config.train.loss.chunk_tokens)

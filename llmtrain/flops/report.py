@@ -121,10 +121,11 @@ def _flops(d: Description) -> Table:
 
 def _memory(d: Description, config: Config) -> Table:
     train = config.train
-    shared = f" / {train.parallel.context}" if train.parallel.context > 1 else ""
+    shared = f" / {train.parallel.ranks}" if train.parallel.ranks > 1 else ""
+    divided = f", tensor {train.parallel.tensor}" if train.parallel.tensor > 1 else ""
     table = _table(f"Memory per GPU, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
     rows = {
-        f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks})": d.memory.weights,
+        f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks}{divided})": d.memory.weights,
         "gradients": d.memory.gradients,
         f"optimizer ({config.optimizer.title})": d.memory.optimizer,
         **({"moving average of the weights": d.memory.average} if train.ema else {}),
@@ -146,12 +147,11 @@ def _run(d: Description, config: Config) -> Table:
     length = f"{d.steps:,}" if d.steps is not None else f"{config.train.duration}; steps depend on the data"
     table.add_row("steps", length)
     table.add_row("tokens per step", f"{d.tokens_per_step:,}")
-    if d.gathered:
-        others = config.train.parallel.context - 1
-        table.add_row(
-            "received per microbatch and forward pass",
-            f"{binary(d.gathered)} from {others} GPU{'s' * (others > 1)} that share{'s' * (others == 1)} its sequences",
-        )
+    parallel = config.train.parallel
+    for size, ranks, of in ((d.gathered, parallel.context, "sequences"), (d.exchanged, parallel.tensor, "layers")):
+        if size:
+            others = f"{ranks - 1} GPU{'s that share' if ranks > 2 else ' that shares'} its {of}"
+            table.add_row("received per microbatch and forward pass", f"{binary(size)} from {others}")
     if d.tokens is not None:
         table.add_row("tokens", f"{d.tokens:,} ({significant(d.tokens / d.total_parameters, 3)} per parameter)")
     if d.speed is not None:

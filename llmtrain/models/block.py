@@ -14,6 +14,7 @@ from llmtrain.models.layers import MLP, Norm, multiplied
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.shared_attention import SharedInput
 from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.tensor_parallel import TensorRanks
 
 
 class Block(nn.Module):
@@ -49,6 +50,13 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp else None
         self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
         self.mlp_post_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp and both else None
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Divide mixer and MLP between tensor-parallel ranks, before the shared block is; the norms read this rank's tokens."""
+        self.mixer.split(ranks)
+        for part in (self.mlp, self.shared_input):
+            if part is not None:
+                part.split(ranks)
 
     def forward(self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None) -> Tensor:
         steering = None if self.shared_input is None else self.shared_input(x, embedding, context.shared)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
@@ -14,7 +14,7 @@ from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.loss import LossOutput, TokenScores, build_loss, score_hidden, score_tokens, soft_cap
+from llmtrain.models.loss import LossOutput, TokenScores, all_logits, build_loss, score_hidden, score_tokens, soft_cap
 from llmtrain.models.mixers.replay import ReplayCache
 from llmtrain.models.segments import Segments
 
@@ -35,13 +35,14 @@ class CausalLM(nn.Module):
         self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
 
     def forward(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
-        """output: (hidden states, the head's weight [vocab_size, d_model]) -> what to return."""
-        return output(self.hybrid(input_ids, context), self.hybrid.head_weight)
+        """output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this rank's part) -> what to return."""
+        hidden, ranks = self.hybrid(input_ids, context), self.hybrid.ranks
+        return output(hidden if ranks is None else ranks.enter(hidden), self.hybrid.head_weight)
 
     def logits(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """[batch, T] -> [batch, T, vocab_size]. document_ids: as HybridLM.context's."""
         context = self.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
-        return self(input_ids, context, self._logits)
+        return self._read(input_ids, context, self._logits)
 
     def loss(
         self,
@@ -57,7 +58,8 @@ class CausalLM(nn.Module):
         """
         seq_len = input_ids.shape[1] * (segments.size if segments else 1)
         context = self.hybrid.context(seq_len, input_ids.device, document_ids, segments)
-        return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels))
+        ranks = self.hybrid.ranks
+        return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels, ranks))
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         return Cache(self.hybrid, batch, capacity)
@@ -69,17 +71,19 @@ class CausalLM(nn.Module):
 
     def fill(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> None:
         """Reads tokens on into the cache and computes nothing else. padding: as Cache.read's."""
-        self(input_ids, cache.read(input_ids.shape[1], padding), lambda hidden, head: None)
+        self._read(input_ids, cache.read(input_ids.shape[1], padding), lambda hidden, head: None)
 
     def next_logits(self, input_ids: Tensor, cache: Cache, padding: Tensor | None = None) -> Tensor:
         """Reads tokens on into the cache -> the logits after the last, [batch, vocab_size]."""
         context = cache.read(input_ids.shape[1], padding)
-        return self(input_ids, context, lambda hidden, head: self._logits(hidden[:, -1], head))
+        return self._read(input_ids, context, lambda hidden, head: self._logits(hidden[:, -1], head))
 
     def scores(self, input_ids: Tensor, labels: Tensor, cache: Cache) -> TokenScores:
         """Reads tokens on into the cache -> the score of each label, [batch, T]. labels: as for the loss."""
-        context, softcap = cache.read(input_ids.shape[1]), self.config.logit_softcap
-        return self(input_ids, context, lambda hidden, head: score_tokens(hidden, head, labels, softcap))
+        context, softcap, ranks = cache.read(input_ids.shape[1]), self.config.logit_softcap, self.hybrid.ranks
+        return self._read(
+            input_ids, context, lambda hidden, head: score_tokens(hidden, head, labels, softcap, ranks=ranks)
+        )
 
     def packed_scores(self, input_ids: Tensor, tree: PrefixTree, scored: Tensor, labels: Tensor) -> TokenScores:
         """The scores of `labels` [n], each of which follows the token of input_ids that `scored` [n] names.
@@ -87,10 +91,19 @@ class CausalLM(nn.Module):
         input_ids: [1, T], packed requests that share prefixes, where HybridLM.prefix_refusal has nothing against it.
         """
         context, softcap = self.hybrid.prefix_context(tree, scored), self.config.logit_softcap
-        return self(input_ids, context, lambda hidden, head: score_hidden(hidden[0], head, labels, softcap))
+        ranks = self.hybrid.ranks
+        return self._read(
+            input_ids, context, lambda hidden, head: score_hidden(hidden[0], head, labels, softcap, ranks=ranks)
+        )
+
+    def _read(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """`forward`, over any number of tokens: tensor-parallel ranks, which all call this, do not divide them."""
+        ranks = self.hybrid.ranks
+        with nullcontext() if ranks is None else ranks.whole_tokens():
+            return self(input_ids, context, output)
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return soft_cap(F.linear(hidden, head), self.config.logit_softcap)
+        return soft_cap(all_logits(hidden, head, self.hybrid.ranks), self.config.logit_softcap)
 
     @property
     def config(self) -> ModelConfig:

@@ -19,7 +19,7 @@ from llmtrain.config.base import (
 )
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
-from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.block import BlockSection, Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
@@ -115,6 +115,13 @@ class ModelConfig(Section):
         """The same function by other kernels. norm: the backend of every norm; backend_of: that of a mixer's section."""
         blocks = {name: block.with_backends(norm, backend_of) for name, block in self.blocks.items()}
         return self.model_copy(update={"blocks": blocks, "norm": self.norm.model_copy(update={"backend": norm})})
+
+    def divided(self) -> Iterator[Divided]:
+        """What tensor-parallel ranks divide of the model (train.parallel.tensor), but for blocks that cannot be divided."""
+        yield Divided("vocab_size", self.vocab_size)
+        for name, block in self.blocks.items():
+            for one in block.divided_by_layer(self.d_model) or ():
+                yield one._replace(name=f"block {name}: {one.name}")
 
     def layer_list(self) -> list[Layer]:
         """The expanded pattern, one entry per layer."""

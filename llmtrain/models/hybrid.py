@@ -23,6 +23,7 @@ from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm, mu
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
 
 
 class HybridLM(nn.Module):
@@ -66,17 +67,36 @@ class HybridLM(nn.Module):
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, parts=())
         self._contexts = ContextCache()
+        self.ranks: TensorRanks | None = None
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Divide the model, on the meta device, between tensor-parallel ranks: this one keeps its part, under the same names.
+
+        Raises UserError when a block cannot be divided.
+        """
+        self.ranks = ranks
+        self.embed.split(ranks)
+        if self.head is not None:
+            self.head.split_output(ranks, [Part(self.config.vocab_size)])
+        for block in self._layers():
+            block.split(ranks)
+        for copies in cast("Iterable[Iterable[SharedAttention]]", self.shared.values()):
+            for shared in copies:
+                shared.split(ranks)
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
-        [batch, n, d_model].
+        [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens.
 
         input_ids: [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
         """
         x = multiplied(self.embed(input_ids), self.config.embedding_multiplier)
         if self.positions is not None:
             assert context.positions is not None
-            x = x + self.positions(context.positions)
+            positions = context.positions
+            if self.ranks is not None and isinstance(positions, Tensor):
+                positions = self.ranks.own(positions)
+            x = x + self.positions(positions)
         x = embedding = F.dropout(x, self.config.dropout, self.training)
         last = len(self.blocks) - 1
         for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
@@ -105,7 +125,7 @@ class HybridLM(nn.Module):
         Raises UserError for sequences longer than the learned positions.
         """
         assert document_ids is None or self.documents
-        unpadded = seq_len if segments is None else seq_len - segments.count + 1
+        unpadded = seq_len - padding_unit(segments, self.ranks) + 1
         if self.positions is not None and unpadded > self.config.max_seq_len:
             raise UserError(f"sequence of {seq_len} tokens, but model.max_seq_len is {self.config.max_seq_len}")
         positions = None
@@ -113,10 +133,11 @@ class HybridLM(nn.Module):
             positions = seq_len
             if document_ids is not None:  # each token's place in its document
                 positions = torch.arange(seq_len, device=device) - documents_of(document_ids).starts
-            if segments is not None:
+            if segments is not None or self.ranks is not None:
                 whole = torch.arange(seq_len, device=device)[None] if isinstance(positions, int) else positions
+                whole = whole if segments is None else segments.take(whole)
                 # Tokens added at the end may lie behind the last position; nothing sees them.
-                positions = segments.take(whole).clamp(max=self.config.max_seq_len - 1)
+                positions = whole.clamp(max=self.config.max_seq_len - 1)
         return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments), positions)
 
     def prefix_refusal(self) -> str | None:

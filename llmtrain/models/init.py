@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llmtrain.models.slices import Slices, boxes, held, local_of
 
 Rule = Callable[[Tensor], Tensor]
 """Uniform numbers in (0, 1), float64 -> values, float64, of the same shape."""
@@ -73,7 +73,7 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, scale: InitScale, seed: int) -> None:
-    """Fills every parameter in place: plain tensors, or the local part of DTensors.
+    """Fills every parameter in place: plain tensors, the local part of DTensors, or what a tensor-parallel rank holds.
 
     A module with parameters of its own says what they are in `init_rules(scale) -> {name: Rule}`.
     """
@@ -83,27 +83,23 @@ def init_weights(model: nn.Module, scale: InitScale, seed: int) -> None:
             continue
         rules = module.init_rules(scale)
         assert own.keys() == rules.keys(), f"{prefix}: has {sorted(own)}, initialises {sorted(rules)}"
+        divided = held(module)
         for name, parameter in own.items():
-            fill(parameter, rules[name], clean_name(f"{prefix}.{name}"), seed)
+            fill(parameter, rules[name], clean_name(f"{prefix}.{name}"), seed, divided.get(name))
 
 
-def fill(parameter: Tensor, rule: Rule, name: str, seed: int) -> None:
-    """Fills one parameter (or the local part of a DTensor) by its rule."""
+def fill(parameter: Tensor, rule: Rule, name: str, seed: int, slices: Slices | None = None) -> None:
+    """Fills one parameter (or what this process holds of it) by its rule."""
     assert parameter.device.type != "meta", f"{name} has no memory yet; call to_empty() first"
-    shape = parameter.shape
-    if isinstance(parameter, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-        local = parameter.to_local()
-    else:
-        offsets, local = (0,) * len(shape), parameter
-    if local.numel() == 0:
-        return
+    whole = slices.shape(parameter.shape) if slices else parameter.shape
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
-    rows_at_a_time = max(1, _SLICE // max(1, local[0].numel()))
-    for start in range(0, local.shape[0], rows_at_a_time):
-        part = local[start : start + rows_at_a_time]
-        index = _global_index(part.shape, (offsets[0] + start, *offsets[1:]), shape, part.device)
-        part.copy_(rule(_to_uniform(_splitmix64(index + key))))
+    for begin, at, _ in boxes(parameter, slices):
+        local = local_of(parameter)[at]
+        rows_at_a_time = max(1, _SLICE // max(1, local[0].numel()))
+        for start in range(0, local.shape[0], rows_at_a_time):
+            part = local[start : start + rows_at_a_time]
+            index = _global_index(part.shape, (begin[0] + start, *begin[1:]), whole, part.device)
+            part.copy_(rule(_to_uniform(_splitmix64(index + key))))
 
 
 def _global_index(shape: torch.Size, offset: tuple[int, ...], whole: torch.Size, device: torch.device) -> Tensor:

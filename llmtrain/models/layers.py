@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.norm.reference import ReferenceNorm
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, constant, normal
@@ -27,6 +29,8 @@ from llmtrain.models.sections.layers import (
     RotaryPosition,
     YarnScaling,
 )
+from llmtrain.models.slices import hold
+from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 class Linear(nn.Linear):
@@ -44,6 +48,7 @@ class Linear(nn.Linear):
         super().__init__(d_in, d_out, bias=bias)
         self.residual = residual
         self.parts = (d_out,) if parts is None else tuple(parts)
+        self.summing: TensorRanks | None = None
         assert sum(self.parts) in (0, d_out), (self.parts, d_out)
 
     def reset_parameters(self) -> None:
@@ -52,6 +57,22 @@ class Linear(nn.Linear):
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         rules = {"weight": normal(scale.of(self.in_features, self.residual))}
         return rules if self.bias is None else rules | {"bias": constant(0.0)}
+
+    def split_output(self, ranks: TensorRanks, parts: Sequence[Part]) -> None:
+        """Compute this rank's part of the output. Its flops stay those of all ranks."""
+        for name, _ in list(self.named_parameters()):
+            hold(self, name, ranks.slices(0, parts))
+
+    def split_input(self, ranks: TensorRanks, part: Part) -> None:
+        """Read this rank's part of the input, and hand on the sum over the ranks (TensorRanks.leave)."""
+        self.summing = ranks
+        hold(self, "weight", ranks.slices(1, [part]))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.summing is None:
+            return super().forward(input)
+        y = self.summing.leave(F.linear(input, self.weight))
+        return y if self.bias is None else y + self.bias
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(projection=2 * seq_len * self.in_features * self.out_features)
@@ -62,13 +83,25 @@ class Embedding(nn.Module):
 
     def __init__(self, n: int, d: int):
         super().__init__()
+        self.n = n
+        self.ranks: TensorRanks | None = None
         self.weight = nn.Parameter(torch.empty(n, d))
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's rows. Of all tokens come this rank's own, or all (TensorRanks.leave)."""
+        self.ranks = ranks
+        hold(self, "weight", ranks.slices(0, [Part(self.n)]))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": normal(scale.of(self.weight.shape[1]))}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
+        if self.ranks is None:
+            return F.embedding(tokens, self.weight)
+        rows = tokens - self.ranks.share(self.n)[0]
+        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.ranks.leave(found.masked_fill(elsewhere[..., None], 0.0))
 
 
 class LearnedPositions(Embedding):
@@ -99,6 +132,12 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if config.bias else None
 
+    def split(self, ranks: TensorRanks, part: Part) -> None:
+        """Read this rank's part of the channels, and normalise by the statistics of all."""
+        self.plain = self.kernel = SplitNorm(self.plain.spec, ranks, part)
+        for name, _ in list(self.named_parameters()):
+            hold(self, name, ranks.slices(0, [part]))
+
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": constant(0.0 if self.zero_centered else 1.0)} | (
             {} if self.bias is None else {"bias": constant(0.0)}
@@ -117,6 +156,28 @@ class Norm(nn.Module):
         return kernel(x, delta, weight, self.bias)
 
 
+class SplitNorm:
+    """ReferenceNorm of channels that are divided between tensor-parallel ranks, `part` in all."""
+
+    def __init__(self, spec: NormSpec, ranks: TensorRanks, part: Part):
+        self.spec, self.ranks = spec, ranks
+        self.copies = ranks.share(part.units)[2]
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = x if delta is None else x + delta
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        if self.spec.type == "layernorm":
+            wide = wide - self._mean(wide)
+        y = wide * torch.rsqrt(self._mean(wide.square()) + self.spec.eps) * weight
+        return total, (y if bias is None else y + bias).to(total.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Mean over all channels, [..., 1]."""
+        return self.ranks.sum_over_sharers(x.sum(-1, keepdim=True), 1) / (self.copies * self.spec.dim)
+
+
 class GatedRMSNorm(nn.Module):
     """Mamba-2's output norm: rms(x * silu(z)), or rms(x) * silu(z), per group of channels; in fp32.
 
@@ -125,15 +186,48 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, spec: GatedNormSpec, platform: Platform, backend: str = "auto"):
         super().__init__()
+        self.spec, self.platform = spec, platform
         self.backend = registry.resolve_beside("gated_norm", backend, spec, platform)
         self.kernel = self.backend.build(spec, platform)
         self.weight = nn.Parameter(torch.empty(spec.dim))
+
+    def split(self, ranks: TensorRanks, backend: str = "auto") -> None:
+        """Read this rank's part of the channels. A group of several ranks' is normalised by the statistics of all of it."""
+        hold(self, "weight", ranks.slices(0, [Part(self.spec.dim)]))
+        _, groups, sharers = ranks.share(self.spec.n_groups)
+        spec = replace(self.spec, dim=self.spec.dim // ranks.size, n_groups=groups)
+        if sharers == 1:
+            self.backend = registry.resolve_beside("gated_norm", backend, spec, self.platform)
+            self.kernel = self.backend.build(spec, self.platform)
+        else:
+            self.backend = registry.resolve("gated_norm", "reference", spec, self.platform)
+            self.kernel = SplitGatedNorm(spec, ranks, self.spec.n_groups)
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": constant(1.0)}
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return self.kernel(x, z, self.weight)
+
+
+class SplitGatedNorm:
+    """ReferenceGatedNorm of a part of one group's channels, whose others are other tensor-parallel ranks'.
+
+    spec: of the part. groups: of all channels, fewer than ranks.
+    """
+
+    def __init__(self, spec: GatedNormSpec, ranks: TensorRanks, groups: int):
+        self.spec, self.ranks, self.groups = spec, ranks, groups
+
+    def __call__(self, x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        spec, wide = self.spec, torch.promote_types(x.dtype, torch.float32)
+        y, gate = x.to(wide), F.silu(z.to(wide))
+        if not spec.norm_before_gate:
+            y = y * gate
+        squares = self.ranks.sum_over_sharers(y.square().sum(-1, keepdim=True), self.groups)
+        width = spec.dim * self.ranks.size // self.groups
+        y = y * torch.rsqrt(squares / width + spec.eps) * weight
+        return (y * gate if spec.norm_before_gate else y).to(x.dtype)
 
 
 class SiluGate(nn.Module):
@@ -153,6 +247,10 @@ class LowRank(nn.Module):
         self.down = Linear(d_in, rank)
         self.up = Linear(rank, d_out, parts=parts)
 
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute this rank's part of each part of the output."""
+        self.up.split_output(ranks, [Part(width) for width in self.up.parts])
+
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x))
 
@@ -170,13 +268,21 @@ class MLP(nn.Module):
         super().__init__()
         self.gated, self.activation = config.gated, _ACTIVATIONS[config.type]
         self.activation_multiplier, self.out_multiplier = config.activation_multiplier, config.out_multiplier
+        self.ranks: TensorRanks | None = None
         self.parts = [config.d_ff] * (2 if config.gated else 1)  # gate and up
         self.d_in = sum(self.parts)
         self.w_in = Linear(d_model, self.d_in, config.bias, parts=self.parts)
         self.w_out = Linear(config.d_ff, d_model, config.bias, residual=residual)
 
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's channels."""
+        self.ranks = ranks
+        self.w_in.split_output(ranks, [Part(width) for width in self.parts])
+        self.w_out.split_input(ranks, Part(self.parts[0]))
+
     def forward(self, x: Tensor, adapter: LowRank | None = None) -> Tensor:
         """adapter: adds to w_in's output, [..., d_in]."""
+        x = x if self.ranks is None else self.ranks.enter(x)
         h = self.w_in(x)
         if adapter is not None:
             h = h + adapter(x)

@@ -3,6 +3,9 @@
 `plain` keeps all logits for the backward pass. `chunked` never holds more than a chunk of them: the gradient of
 a cross entropy is known as soon as the logits are, so it is computed, and pushed through the head, at once.
 Three matrix products in all, as in the plain form, and nothing is computed twice.
+
+Tensor-parallel ranks have the logits of a part of the vocabulary each. Of every token they exchange the largest logit, then the
+sum of exponentials and the label's logit.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig
+from llmtrain.models.tensor_parallel import TensorRanks
 
 IGNORE = -100
 
@@ -48,11 +52,16 @@ class TokenScores:
 
 @torch.no_grad()
 def score_tokens(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softcap: float | None,
+    chunk_tokens: int = 8192,
+    ranks: TensorRanks | None = None,
 ) -> TokenScores:
     """The label's log-likelihood at each token; logits exist for labelled ones alone, a chunk at a time. Shapes as PlainLoss."""
     at = labels != IGNORE
-    found = score_hidden(hidden[at], weight, labels[at], softcap, chunk_tokens)
+    found = score_hidden(hidden[at], weight, labels[at], softcap, chunk_tokens, ranks)
     zeros = torch.zeros(labels.shape, dtype=found.log_likelihood.dtype, device=hidden.device)
     scores = TokenScores(zeros, torch.ones_like(at))
     scores.log_likelihood[at], scores.greedy[at] = found.log_likelihood, found.greedy
@@ -61,17 +70,29 @@ def score_tokens(
 
 @torch.no_grad()
 def score_hidden(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk_tokens: int = 8192
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softcap: float | None,
+    chunk_tokens: int = 8192,
+    ranks: TensorRanks | None = None,
 ) -> TokenScores:
     """The same where every token has a label. hidden: [n, d_model]; labels: [n] -> scores [n]."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     parts = [(torch.zeros(0, dtype=wide, device=hidden.device), torch.ones(0, dtype=torch.bool, device=hidden.device))]
     for x, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-        logits = soft_cap(F.linear(x, weight).to(wide), softcap)
+        logits = soft_cap(all_logits(x, weight, ranks).to(wide), softcap)
         # One kernel; logsumexp would be four, each of them over all logits.
         likelihood = -F.cross_entropy(logits, label, reduction="none")
         parts.append((likelihood, logits.argmax(dim=-1) == label))
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def all_logits(hidden: Tensor, weight: Tensor, ranks: TensorRanks | None = None) -> Tensor:
+    """[..., d_model] -> [..., vocab_size], of all tensor-parallel ranks, each with its part of the weight [vocab_size, d_model];
+    without gradient where there are any."""
+    logits = F.linear(hidden, weight)
+    return logits if ranks is None else ranks.beside(logits)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -93,18 +114,22 @@ class PlainLoss:
     def __init__(self, config: LossConfig, softcap: float | None):
         self.config, self.softcap = config, softcap
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> LossOutput:
-        """hidden: [batch, T, d_model]; weight: [vocab, d_model]; labels: [batch, T]."""
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: TensorRanks | None = None) -> LossOutput:
+        """hidden: [batch, T, d_model]; weight: [vocab, d_model], or this rank's part of it; labels: [batch, T]."""
         logits = F.linear(hidden, weight).flatten(0, -2)
         logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.softcap)
         labels = labels.flatten()
         n_tokens = (labels != IGNORE).sum()
         count = n_tokens.clamp(min=1)
-        ce = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / count
+        if ranks is None:
+            ce = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / count
+            log_z = torch.logsumexp(logits, dim=-1) if self.config.z_loss else None
+        else:
+            log_z, picked = _log_z_and_picked(logits, labels, ranks)
+            ce = (log_z - picked).masked_fill(labels == IGNORE, 0.0).sum() / count
         z = torch.zeros_like(ce)
-        if self.config.z_loss:
-            log_z = torch.logsumexp(logits, dim=-1).masked_fill(labels == IGNORE, 0.0)
-            z = self.config.z_loss * log_z.square().sum() / count
+        if self.config.z_loss and log_z is not None:
+            z = self.config.z_loss * log_z.masked_fill(labels == IGNORE, 0.0).square().sum() / count
         return LossOutput(ce + z, ce.detach(), z.detach(), n_tokens)
 
 
@@ -114,12 +139,13 @@ class ChunkedLoss:
     def __init__(self, config: LossConfig, softcap: float | None):
         self.config, self.softcap = config, softcap
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> LossOutput:
-        """hidden: [batch, T, d_model]; weight: [vocab, d_model]; labels: [batch, T]."""
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: TensorRanks | None = None) -> LossOutput:
+        """hidden: [batch, T, d_model]; weight: [vocab, d_model], or this rank's part of it; labels: [batch, T]."""
         labels = labels.flatten()
         n_tokens = (labels != IGNORE).sum()
+        config = self.config
         loss, ce, z = _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, labels, n_tokens, self.config.chunk_tokens, self.config.z_loss, self.softcap
+            hidden.flatten(0, -2), weight, labels, n_tokens, config.chunk_tokens, config.z_loss, self.softcap, ranks
         )
         return LossOutput(loss, ce, z, n_tokens)
 
@@ -135,6 +161,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         z_loss: float,
         softcap: float | None,
+        ranks: TensorRanks | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden: [N, d]; weight: [V, d]; labels: [N]. Returns loss, ce and z; gradients wait in ctx."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -145,7 +172,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradient = _compiled_logit_gradient() if hidden.is_cuda else _logit_gradient
         sums = []
         for h, y, at in _chunks(hidden, labels, chunk_tokens):
-            ce, z, d_logits = gradient(h @ weight.t(), y, scale, z_loss, softcap)
+            ce, z, d_logits = gradient(h @ weight.t(), y, scale, z_loss, softcap, ranks)
             sums.append(torch.stack((ce, z)))
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[at : at + len(h)])
@@ -165,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         d_hidden = None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype)
         d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int):
@@ -178,27 +205,47 @@ def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int):
 
 
 def _logit_gradient(
-    logits: Tensor, labels: Tensor, scale: Tensor, z_loss: float, softcap: float | None
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    z_loss: float,
+    softcap: float | None,
+    ranks: TensorRanks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Elementwise part of one chunk: summed and scaled ce and z, and d loss / d logits in the logits' dtype.
 
-    logits: [n, V]; labels: [n]; scale: 1 / number of labels of the batch.
+    logits: [n, V], or this rank's part of them; labels: [n]; scale: 1 / number of labels of the batch.
     With p = softmax(l): d ce / d l = p - onehot(label), d z / d l = 2 * z_loss * logsumexp(l) * p.
     """
     raw = logits.to(scale.dtype)
     capped = soft_cap(raw, softcap)
     valid = labels != IGNORE
-    log_z = torch.logsumexp(capped, dim=-1)
-    picked = capped.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    first = 0 if ranks is None else ranks.rank * logits.shape[1]
+    if ranks is None:
+        log_z = torch.logsumexp(capped, dim=-1)
+        picked = capped.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    else:
+        log_z, picked = _log_z_and_picked(capped, labels, ranks)
     row_scale = torch.where(valid, scale, 0.0)
     ce = ((log_z - picked) * row_scale).sum()
     z = z_loss * (log_z.square() * row_scale).sum()
     p = torch.exp(capped - log_z[:, None])
     d = p * (1 + 2 * z_loss * log_z)[:, None]
-    d = torch.where(torch.arange(logits.shape[1], device=logits.device) == labels[:, None], d - 1, d)
+    d = torch.where(torch.arange(first, first + logits.shape[1], device=logits.device) == labels[:, None], d - 1, d)
     if softcap is not None:
         d = d * (1 - (capped / softcap).square())
     return ce, z, (d * row_scale[:, None]).to(logits.dtype)
+
+
+def _log_z_and_picked(logits: Tensor, labels: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
+    """logsumexp over the whole vocabulary, and each label's logit (0 without one), of this rank's logits [n, V / size]."""
+    own = labels - ranks.rank * logits.shape[1]
+    elsewhere = (own < 0) | (own >= logits.shape[1])
+    picked = logits.gather(1, own.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0.0)
+    largest = ranks.largest(logits.amax(dim=-1))
+    exponentials = torch.exp(logits - largest[:, None]).sum(-1)
+    exponentials, picked = ranks.total(torch.stack((exponentials, picked))).unbind()
+    return largest + exponentials.log(), picked
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import GroupName
@@ -39,10 +38,6 @@ class Segments:
         """This rank's segments, by their place in the sequence."""
         return self.rank, self.count - 1 - self.rank
 
-    def padding(self, seq_len: int) -> int:
-        """Tokens to add at the end of sequences whose length the segments do not divide. Causal layers do not see them."""
-        return -seq_len % self.count
-
     def take(self, whole: Tensor) -> Tensor:
         """Local tokens of [batch, seq_len, ...], where the segments divide seq_len."""
         return whole.unflatten(1, (self.count, -1))[:, list(self.own)].flatten(1, 2)
@@ -50,10 +45,6 @@ class Segments:
     def positions(self, seq_len: int, device: torch.device) -> Tensor:
         """Places of the local tokens in the sequence, [seq_len / size]."""
         return self.take(torch.arange(seq_len, device=device)[None])[0]
-
-    def pad_and_take(self, whole: Tensor, value: int) -> Tensor:
-        """Local tokens of [batch, seq_len]. value: of tokens added at the end."""
-        return self.take(F.pad(whole, (0, self.padding(whole.shape[1])), value=value))
 
     def fold(self, local: Tensor) -> Tensor:
         """The two segments as rows of a batch: [batch, 2 * n, ...] -> [batch * 2, n, ...]."""

@@ -68,6 +68,7 @@ class Config(Section):
         yield from self._folder_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
+        yield from self._tensor_problems()
         yield from schedule_problems(self)
 
     def _folder_problems(self) -> Iterator[Problem]:
@@ -116,19 +117,49 @@ class Config(Section):
                 f"train.microbatch_size x data.seq_len is {tokens} on one rank",
             )
 
+    def _tensor_problems(self) -> Iterator[Problem]:
+        """Settings under which ranks cannot divide layers."""
+        parallel, shard_size, key = self.train.parallel, self.train.sharding.shard_size, "train.parallel.tensor"
+        tensor, model = parallel.tensor, self.model
+        if tensor == 1 or any(next(block.width_problems(model.d_model), None) for block in model.blocks.values()):
+            return
+        for name, block in model.blocks.items():
+            if block.divided(model.d_model) is None:
+                text = f"block {name}: its type, {getattr(block, 'type')}, cannot be divided between ranks; use 1"  # noqa: B009
+                yield Problem(key, tensor, text)
+        divided = list(model.divided())
+        if misfits := [f"{one.name} = {one.count}" for one in divided if not one.fits(tensor)]:
+            fitting = [str(n) for n in range(1, 65) if all(one.fits(n) for one in divided)]
+            yield Problem(
+                key, tensor, f"cannot divide {'; '.join(misfits)}. This model is divided by {', '.join(fitting)}"
+            )
+        if shard_size is not None and shard_size % parallel.ranks:
+            text = f"makes groups of {parallel.ranks} ranks, which must divide train.sharding.shard_size ({shard_size})"
+            yield Problem(key, tensor, text)
+        if self.optimizer.type == "muon":
+            text = (
+                "orthogonalises whole matrices, of which tensor-parallel ranks hold parts; use adamw, or " + key + ": 1"
+            )
+            yield Problem("optimizer.type", "muon", text)
+        if self.train.float8 is not None:
+            text = (
+                "makes scales of whole matrices, of which tensor-parallel ranks hold parts; use null, or " + key + ": 1"
+            )
+            yield Problem("train.float8", None, text)
+
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.data.seq_len
 
     def grad_accum(self, world_size: int) -> int:
         """Microbatches per step and rank. Raises UserError if the batch cannot be split so."""
-        context = self.train.parallel.context
-        groups, left = divmod(world_size, context)
+        parallel = self.train.parallel
+        groups, left = divmod(world_size, parallel.ranks)
         if left:
-            raise UserError(f"train.parallel.context = {context} does not divide the {world_size} ranks")
+            raise UserError(f"train.parallel.{parallel.describe()} does not divide the {world_size} ranks")
         per_rank, rest = divmod(self.train.global_batch_size, groups)
         if rest or per_rank % self.train.microbatch_size:
-            sharers = f"{world_size} ranks" if context == 1 else f"{groups} groups of {context} ranks"
+            sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
             raise UserError(
                 f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {sharers} "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "

@@ -67,12 +67,17 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
     if world_size < 1:
         yield Problem("", None, f"cannot run on {world_size} ranks")
         return
-    train, context = config.train, config.train.parallel.context
-    if world_size % context:
-        yield Problem("train.parallel.context", context, f"must divide the number of ranks ({world_size})")
+    train, parallel = config.train, config.train.parallel
+    if world_size % parallel.ranks:
+        if 1 in (parallel.context, parallel.tensor):
+            key = "context" if parallel.tensor == 1 else "tensor"
+            yield Problem(f"train.parallel.{key}", parallel.ranks, f"must divide the number of ranks ({world_size})")
+        else:
+            text = f"share samples between {parallel.ranks} ranks, which must divide the number of ranks ({world_size})"
+            yield Problem("train.parallel", parallel.describe(), text)
         return
-    groups = world_size // context
-    sharers = f"{world_size} ranks" if context == 1 else f"{groups} groups of {context} ranks"
+    groups = world_size // parallel.ranks
+    sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
     unit = groups * train.microbatch_size
     if train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit

@@ -56,19 +56,23 @@ class Sharding(Section):
 
 
 class Parallel(Section):
-    """Parallelism within a sequence. What is left of the ranks is data-parallel."""
+    """Ranks that share sequences and layers. What is left of the ranks is data-parallel."""
 
     context: PositiveInt = free(1)
     """Context parallelism: so many consecutive ranks share every sequence, and with it the memory of its activations. They read
     the same samples and keep a part of the tokens each; results are those of one rank."""
     tensor: PositiveInt = free(1)
-    """Tensor parallelism. 1, as it is not there yet."""
+    """Tensor parallelism: so many consecutive ranks, best of one node, share every layer: each has some of its heads and channels,
+    and between layers some of the tokens. They read the same samples; results are those of one rank."""
 
-    def problems(self) -> Iterator[Problem]:
-        if self.tensor != 1:
-            yield Problem(
-                "tensor", self.tensor, "there is no tensor parallelism yet; use 1, and train.sharding (FSDP2)"
-            )
+    @property
+    def ranks(self) -> int:
+        """Ranks that read the same samples."""
+        return self.context * self.tensor
+
+    def describe(self) -> str:
+        """The settings that are not 1, as in `context = 2 x tensor = 4`."""
+        return " x ".join(f"{name} = {n}" for name in ("context", "tensor") if (n := getattr(self, name)) > 1)
 
 
 class SpikeConfig(Section):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from composer.core import DataSpec
 from composer.models import ComposerModel
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import IGNORE, LossOutput
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import TensorRanks, padding_unit
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors of llmtrain.data.batches.Batch, on the CPU or a device."""
@@ -112,44 +114,53 @@ class BitsPerByte(NatsPerToken):
         return super().compute() / math.log(2)
 
 
-def data_spec(loader: DataLoader, segments: Segments | None = None) -> DataSpec:
+def data_spec(loader: DataLoader, segments: Segments | None = None, ranks: TensorRanks | None = None) -> DataSpec:
     """Wrapper by which Composer splits our batches and counts samples and tokens.
 
     segments: this rank's, where ranks share sequences. The loader's batches are of whole ones, microbatches of this rank's part.
+    ranks: tensor-parallel ones; microbatches are the same on all of them.
     """
-    counts = segments is None or segments.rank == 0  # Composer adds up the ranks' counts
+    # Composer adds up the ranks' counts.
+    counts = (segments is None or segments.rank == 0) and (ranks is None or ranks.rank == 0)
     return DataSpec(
         loader,
-        split_batch=functools.partial(_split, segments=segments),
+        split_batch=functools.partial(_split, segments=segments, ranks=ranks),
         get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]) * counts,
         get_num_tokens_in_batch=functools.partial(_count_tokens, counts=counts),
     )
 
 
-def _split(batch: Batch, microbatch_size: int | float, segments: Segments | None = None) -> Sequence[dict[str, Any]]:
+def _split(
+    batch: Batch, microbatch_size: int | float, segments: Segments | None = None, ranks: TensorRanks | None = None
+) -> Sequence[dict[str, Any]]:
     """Microbatches, each with its number of labelled tokens as a Python int: counted here, on the CPU, once.
 
     Composer asks for the count again when the microbatch is on the GPU, where counting would wait for the device.
     """
     size = int(microbatch_size)
-    if segments is not None:
-        batch = own_part(batch, segments)
+    if segments is not None or ranks is not None:
+        batch = own_part(batch, segments, ranks)
     parts = [
         {key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)
     ]
     return [{**part, "n_labels": int((part["labels"] != -100).sum())} for part in parts]
 
 
-def own_part(batch: Batch, segments: Segments) -> dict[str, torch.Tensor]:
-    """A batch of whole sequences with this rank's part of their tokens and labels. Documents stay those of whole sequences; the
-    bytes of their text are the first rank's, as metrics add up the ranks'."""
+def own_part(batch: Batch, segments: Segments | None, ranks: TensorRanks | None = None) -> dict[str, torch.Tensor]:
+    """A batch of whole sequences with this rank's part of their tokens and labels: its segments, or all. Documents stay those of
+    whole sequences; the bytes of their text are the first rank's, as metrics add up the ranks'.
+
+    Tokens that make the length one that the ranks divide are added at the end, where causal layers do not see them.
+    """
     part = dict(batch)
-    part["input_ids"] = segments.pad_and_take(batch["input_ids"], 0)
-    part["labels"] = segments.pad_and_take(batch["labels"], IGNORE)
+    padding = -batch["input_ids"].shape[1] % padding_unit(segments, ranks)
+    for name, value in (("input_ids", 0), ("labels", IGNORE)):
+        whole = F.pad(batch[name], (0, padding), value=value)
+        part[name] = whole if segments is None else segments.take(whole)
     if "document_ids" in batch:
         ids = batch["document_ids"]
-        part["document_ids"] = torch.cat((ids, ids[:, -1:].expand(-1, segments.padding(ids.shape[1]))), dim=1)
-    if segments.rank:
+        part["document_ids"] = torch.cat((ids, ids[:, -1:].expand(-1, padding)), dim=1)
+    if segments is not None and segments.rank:
         part["text_bytes"] = torch.zeros_like(batch["text_bytes"])
     return part
 

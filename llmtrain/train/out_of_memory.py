@@ -14,7 +14,7 @@ from llmtrain.schema.config import Config
 
 def explain(error: torch.OutOfMemoryError, config: Config, world_size: int, available: int) -> str:
     """available: bytes of memory of this rank's GPU."""
-    sizes = parameter_sizes(meta_model(config.model))
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
     # torch's message goes on with how much is in use, and with advice about its allocator.
     first = str(error).strip().splitlines()[0].split(". GPU ")[0].rstrip(".")
     estimate = estimate_memory(config, sizes, world_size)

@@ -1,4 +1,5 @@
-"""Float8 -> context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
+"""Tensor parallelism -> float8 -> context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in
+one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
@@ -24,6 +25,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
 
@@ -33,16 +35,18 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
 
-    The order matters. Float8 replaces linear layers, so nothing may hold one yet. Context parallelism chooses kernels, whose
-    operators checkpointing has to know. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
-    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no break; memory
-    comes last, so that a rank only ever holds its own shard.
+    The order matters. Tensor parallelism divides parameters, for which float8 and context parallelism choose kernels, whose
+    operators checkpointing has to know. Float8 replaces linear layers, so nothing may hold one yet. Checkpointing wraps a layer, so
+    that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay
+    outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
     sharding = fsdp_mesh(mesh)
+    ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
+    if ranks is not None:
+        model.hybrid.split(ranks)
     if config.float8 is not None:
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
-    segments = segments_of(mesh)
     if segments is not None:
         model.hybrid.enable_segments()
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
@@ -109,21 +113,34 @@ def compute_dtype(precision: Literal["fp32", "amp_bf16"]) -> torch.dtype:
 
 
 def device_mesh(config: TrainConfig, world: World, device: torch.device) -> DeviceMesh:
-    """All ranks, over the dimensions (replicate, shard, context), consecutive ranks in the last one; replicate is there for
-    hybrid sharding alone, context where it is more than 1. Raises UserError where a size does not divide another.
+    """All ranks, over the dimensions (replicate, shard, context, tensor), consecutive ranks in the last one; replicate is there
+    for hybrid sharding alone, context and tensor where they are more than 1. Raises UserError where a size does not divide another.
     """
-    sharding, context = config.sharding, config.parallel.context
+    sharding, context, tensor = config.sharding, config.parallel.context, config.parallel.tensor
     size = sharding.shard_size or world.local_size if sharding.strategy == "hybrid" else world.size
     if world.size % size:
         raise UserError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
-    if size % context:
-        raise UserError(f"train.parallel.context = {context} does not divide the {size} ranks that share one model")
-    dimensions = {"replicate": world.size // size, "shard": size // context, "context": context}
+    shared = context * tensor
+    if size % shared:
+        raise UserError(
+            f"train.parallel takes {shared} ranks (context {context} x tensor {tensor}), which do not divide the {size} ranks that "
+            "share one model"
+        )
+    dimensions = {"replicate": world.size // size, "shard": size // shared, "context": context, "tensor": tensor}
     if sharding.strategy != "hybrid":
         del dimensions["replicate"]
-    if context == 1:
-        del dimensions["context"]
+    for name in ("context", "tensor"):
+        if dimensions[name] == 1:
+            del dimensions[name]
     return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def tensor_ranks_of(mesh: DeviceMesh) -> TensorRanks | None:
+    """This rank's place among those that share every layer's work, where there are any."""
+    if "tensor" not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group("tensor")
+    return TensorRanks(mesh.get_local_rank("tensor"), group.size(), group.group_name)
 
 
 def segments_of(mesh: DeviceMesh) -> Segments | None:
@@ -135,13 +152,13 @@ def segments_of(mesh: DeviceMesh) -> Segments | None:
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """(shard,) or (replicate, shard) for FSDP2, to which the ranks of a context-parallel group are shards like others: each
-    has the gradients of its own tokens."""
-    names = mesh.mesh_dim_names or ()
-    if "context" not in names:
-        return mesh
-    *replicate, shards, context = mesh.shape
-    return init_device_mesh(mesh.device_type, (*replicate, shards * context), mesh_dim_names=names[:-1])
+    """(shard,) or (replicate, shard) for FSDP2, of the ranks that hold the same part of every layer. To it the ranks of a
+    context-parallel group are shards like others: each has the gradients of its own tokens."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if context := sizes.pop("context", None):
+        sizes["shard"] *= context
+        mesh = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh if "tensor" not in sizes else mesh[tuple(name for name in sizes if name != "tensor")]
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:

@@ -29,6 +29,7 @@ from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -48,6 +49,7 @@ from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import require_same_run
 from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.spike_window import SpikeWindow
+from llmtrain.train.tensor_gradients import TensorGradients
 from llmtrain.train.uploads import Uploads
 
 
@@ -78,7 +80,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     """
     folder = Path(config.run_dir)
     device = initialize()
-    world = world_from_environment().split(config.train.parallel.context)
+    parallel = config.train.parallel
+    world = world_from_environment().split(parallel.context, parallel.tensor)
     torch.use_deterministic_algorithms(config.train.deterministic)
     checkpoint = config.checkpoint
     require_shared(folder, world)
@@ -92,6 +95,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     causal_lm = CausalLM(model, config.train.loss)
     cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     segments = parallelize(causal_lm, config.train, world, device)
+    ranks = model.ranks
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
         compute_scales_after_steps(model, optimizer)
@@ -103,7 +107,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         config.data,
         global_batch_size=config.train.global_batch_size,
         vocab_size=config.model.vocab_size,
-        replication=world.context,
+        replication=world.replication,
     )
     validation = validation_loader(config, world)
     streams = stream_samples(validation, config)
@@ -156,8 +160,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
         precision="fp32",
         optimizers=optimizer,
-        train_dataloader=data_spec(loader, segments),
-        eval_dataloader=evaluators(config, validation, segments),
+        train_dataloader=data_spec(loader, segments, ranks),
+        eval_dataloader=evaluators(config, validation, segments, ranks),
         eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
         max_duration=f"{total_steps}ba",
         device_train_microbatch_size=config.train.microbatch_size,
@@ -166,7 +170,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             StepRNG(config.seed),
             LearningRate(schedule, peaks),
             GradientSync(causal_lm, config.train.sharding.sync_every_microbatch),
-            Stability(config.train, spikes),
+            Stability(config.train, spikes, ranks and TensorGradients(model, ranks)),
             *([average] if average is not None else []),
             Throughput(cost),
             *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
@@ -252,7 +256,7 @@ def validation_loader(config: Config, world: World) -> ValidationLoader | None:
         global_batch_size=size * world.data_size,
         max_samples=config.eval.max_samples,
         vocab_size=config.model.vocab_size,
-        replication=world.context,
+        replication=world.replication,
     )
 
 
@@ -269,11 +273,14 @@ def stream_samples(loader: ValidationLoader | None, config: Config) -> dict[str,
     return {name: ids for name, ids in loader.dataset.streams.items() if name not in unused}
 
 
-def evaluators(config: Config, loader: ValidationLoader | None, segments: Segments | None) -> list[Evaluator]:
+def evaluators(
+    config: Config, loader: ValidationLoader | None, segments: Segments | None, ranks: TensorRanks | None
+) -> list[Evaluator]:
     if loader is None:
         return []
     size = config.eval.microbatch_size or config.train.microbatch_size
-    return [Evaluator(label="validation", dataloader=data_spec(loader, segments), device_eval_microbatch_size=size)]
+    spec = data_spec(loader, segments, ranks)
+    return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=size)]
 
 
 def data_position(state: State, config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from llmtrain.train.loggers import read_metrics
 from tests.distributed.test_gradients import ONE_STEP, assert_same_step, one_step
 from tests.support.runs import Run, train
-from tests.support.shared_sequences import Case, differences, random_case
+from tests.support.shared_sequences import Case, differences
 from tests.support.tiny import tiny_config
 
 MLP = {"type": "swiglu", "d_ff": 24}
@@ -65,17 +65,6 @@ def test_segments_may_be_shorter_than_the_convolution_and_the_window(ranks):
     model = {"blocks": {"m": MAMBA | {"d_conv": 5}, "w": ATTENTION | {"sliding_window": 4}}, "layers": "m w m"}
     train = {"parallel": {"context": 4}}
     assert_exact(ranks, 4, [Case(model, 8, train=train), Case(model, 11, borders=0.2, train=train)])
-
-
-def test_random_models_on_random_meshes(ranks):
-    assert_exact(ranks, 4, [random_case(seed, 4) for seed in range(6)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
-def test_many_random_models_on_random_meshes(ranks, size):
-    for begin in range(1000 * size, 1000 * size + 42, 7):
-        assert_exact(ranks, size, [random_case(seed, size) for seed in range(begin, begin + 7)])
 
 
 SHORT = {

@@ -1,9 +1,10 @@
-"""Losses and gradients of a model whose sequences ranks share, beside those of one rank, in fp64."""
+"""Losses and gradients of a model whose sequences or layers ranks share, beside those of one rank, in fp64."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,14 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.init import clean_name
 from llmtrain.models.loss import IGNORE
+from llmtrain.models.slices import boxes, local_of
+from llmtrain.models.tensor_parallel import slices_of
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.composer_model import own_part
+from llmtrain.train.tensor_gradients import TensorGradients
 
-VOCAB = 61
+VOCAB = 48
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def _mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
 
 def _difference(case: Case) -> tuple[float, float, str]:
     train = case.train_config()
-    world = world_from_environment().split(train.parallel.context)
+    world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
     documents = case.borders is not None
     batch = batch_of(case, world.data_size)
 
@@ -93,18 +97,19 @@ def _difference(case: Case) -> tuple[float, float, str]:
     shared.init_weights(case.seed)
     rows = slice(world.data_rank * case.samples, (world.data_rank + 1) * case.samples)
     part = {key: value[rows] for key, value in batch.items()}
-    part = part if segments is None else own_part(part, segments)
+    part = own_part(part, segments, shared.ranks)
     out = causal_lm.loss(part["input_ids"], part["labels"], part.get("document_ids"), segments)
-    # As Composer weighs them: FSDP2 averages the ranks' gradients.
-    labelled = int((batch["labels"] != IGNORE).sum())
+    # As Composer weighs them, which counts the labels of every rank: FSDP2 averages the ranks' gradients.
+    labelled = int((batch["labels"] != IGNORE).sum()) * world.tensor
     (out.loss * out.n_tokens * (world.size / labelled)).backward()
     loss = out.loss.detach() * out.n_tokens / labelled
     dist.all_reduce(loss)
-    gradients = {
-        clean_name(name): parameter.grad.full_tensor()  # type: ignore[union-attr]
-        for name, parameter in shared.named_parameters()
-        if parameter.grad is not None
-    }
+    norm = None
+    if shared.ranks is not None:
+        divided = TensorGradients(shared, shared.ranks)
+        divided.add_up()
+        norm = float(divided.clip(math.inf))
+    gradients = whole_gradients(shared)
     if not world.is_main:
         return 0.0, 0.0, ""
 
@@ -117,26 +122,55 @@ def _difference(case: Case) -> tuple[float, float, str]:
     # The gradient of some biases is zero, but for rounding.
     floor = 1e-6 * max(float(gradient.norm()) for gradient in wanted.values())
     apart = {name: float((gradients[name] - g).norm()) / max(float(g.norm()), floor) for name, g in wanted.items()}
+    if norm is not None:
+        apart["norm"] = abs(norm / float(torch.stack([g.norm() for g in wanted.values()]).norm()) - 1)
     worst = max(apart, key=lambda name: apart[name])
     return abs(float(loss / expected.loss) - 1), apart[worst], worst
 
 
+def whole_gradients(model: HybridLM) -> dict[str, torch.Tensor]:
+    """Each parameter's gradient, put together from what all ranks hold of it; those that hold the same must agree."""
+    slices, found = slices_of(model), {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        of = slices.get(clean_name(name))
+        whole = torch.zeros(2, *(of.shape(parameter.shape) if of else parameter.shape))
+        local = local_of(parameter.grad)
+        places = [
+            (tuple(slice(at, at + n) for at, n in zip(box.begin, box.sizes, strict=True)), local[box.at])
+            for box in boxes(parameter.grad, of)
+        ]
+        for place, part in places:
+            whole[0][place] += part
+            whole[1][place] += 1
+        dist.all_reduce(whole)
+        mean = whole[0] / whole[1]
+        for place, part in places:
+            torch.testing.assert_close(part, mean[place], rtol=1e-9, atol=1e-9)
+        found[clean_name(name)] = mean
+    return found
+
+
 def random_case(seed: int, world_size: int) -> Case:
-    """A model, a mesh of so many ranks that share sequences, and a batch, by the seed."""
+    """A model, a mesh of so many ranks that share sequences or layers, and a batch, by the seed."""
     rng = random.Random(seed)
-    context = rng.choice([size for size in range(2, world_size + 1) if world_size % size == 0])
+    sizes = range(1, world_size + 1)
+    context, tensor = rng.choice([(c, t) for c in sizes for t in sizes if c * t > 1 and world_size % (c * t) == 0])
     sharding: dict[str, Any] = {"strategy": rng.choice(["full", "grad_op", "hybrid"])}
     if sharding["strategy"] == "hybrid":
-        sizes = [size for size in range(context, world_size + 1, context) if world_size % size == 0]
-        sharding["shard_size"] = rng.choice(sizes)
+        group = context * tensor
+        sharding["shard_size"] = rng.choice(
+            [size for size in range(group, world_size + 1, group) if world_size % size == 0]
+        )
     checkpointing = rng.choice([{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "every_k", "k": 2}])
     return Case(
-        model=_random_model(rng),
+        model=_random_model(rng, context, tensor),
         seq_len=rng.randint(2 * context, 6 * context + 20),
         samples=rng.randint(1, 3),
         borders=rng.choice([None, 0.05, 0.3]),
         train={
-            "parallel": {"context": context},
+            "parallel": {"context": context, "tensor": tensor},
             "sharding": sharding,
             "activation_checkpointing": checkpointing,
             "loss": {"type": rng.choice(["plain", "chunked"]), "z_loss": rng.choice([0.0, 1e-3]), "chunk_tokens": 16},
@@ -145,43 +179,75 @@ def random_case(seed: int, world_size: int) -> Case:
     )
 
 
-def _random_model(rng: random.Random) -> dict[str, Any]:
+def _random_model(rng: random.Random, context: int, tensor: int) -> dict[str, Any]:
     positions = [{"type": "none"}, {"type": "alibi"}, {"type": "rotary"}, {"type": "rotary", "fraction": 0.5}]
-    mlp = {"type": rng.choice(["gelu", "swiglu"]), "d_ff": 24}
+    mlp = {"type": rng.choice(["gelu", "swiglu"]), "d_ff": 24, "bias": rng.choice([True, False])}
+
+    def groups_of(heads: int) -> int:
+        """A number of groups that ranks can divide, or have several times."""
+        return rng.choice([n for n in range(1, heads + 1) if heads % n == 0 and (n % tensor == 0 or tensor % n == 0)])
+
+    def heads(most: int) -> int:
+        return rng.choice([n for n in range(tensor, max(most, tensor) + 1, tensor) if n % 2 == 0 or tensor % 2])
 
     def attention() -> dict[str, Any]:
+        n_heads = heads(6)
         return {
-            "n_heads": 4,
-            "n_kv_heads": rng.choice([None, 1, 2]),
+            "n_heads": n_heads,
+            "n_kv_heads": groups_of(n_heads),
             "head_dim": 4,
             "position": rng.choice(positions),
             "sliding_window": rng.choice([None, None, 1, 3, 9, 40]),
             "softcap": rng.choice([None, None, 5.0]),
             "qk_norm": rng.choice(["none", "head", "full"]),
+            "qkv_bias": rng.choice([True, False]),
+            "out_bias": rng.choice([True, False]),
+            "output_gate": rng.choice([True, False]),
         }
 
-    heads = rng.choice([8, 16])
-    blocks = {
-        "a": {"type": "attention", "mlp": mlp, **attention()},
-        "w": {"type": "attention", "parallel": True, "mlp": mlp, **attention()},
-        "m": {
+    def mamba() -> dict[str, Any]:
+        n_heads, head_dim = heads(12), rng.choice([2, 4])
+        return {
             "type": "mamba2",
             "d_state": rng.choice([4, 8]),
-            "head_dim": 32 // heads,
-            "n_groups": rng.choice([1, 2, 8]),
+            "head_dim": head_dim,
+            "d_inner": n_heads * head_dim,
+            "n_groups": groups_of(n_heads),
             "d_conv": rng.randint(1, 5),
             "chunk_size": rng.choice([4, 16]),
             "dt_limit": rng.choice([None, [0.01, 0.5]]),
             "norm_before_gate": rng.choice([True, False]),
+            "gated_norm": rng.choice([True, True, False]),
+            "proj_bias": rng.choice([True, False]),
+        }
+
+    shared = {"type": "shared_attention", "n_shared": 2, "adapter_rank": 2, "mlp": mlp, **attention()}
+    if not shared["output_gate"]:
+        shared["attn_adapter_rank"] = rng.choice([None, 2])
+    n_heads = heads(6)
+    blocks = {
+        "a": {"type": "attention", "mlp": mlp, **attention()},
+        "w": {"type": "attention", "parallel": True, "mlp": mlp, **attention()},
+        "m": mamba(),
+        "p": {"type": "parallel_mixers", "mlp": mlp, "mixers": [{"type": "attention", **attention()}, mamba()]},
+        "s": shared,
+        "g": {
+            "type": "gated_deltanet",
+            "n_heads": n_heads,
+            "n_key_heads": groups_of(n_heads),
+            "key_head_dim": 4,
+            "value_head_dim": 6,
         },
-        "s": {"type": "shared_attention", "n_shared": 2, "adapter_rank": 2, "mlp": mlp, **attention()},
     }
-    layers = rng.choice(["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m"])
-    used = {name: block for name, block in blocks.items() if name in layers}
+    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p"] + (["g a", "g s+g"] if context == 1 else [])
+    chosen = rng.choice(layers)
     return {
-        "blocks": used,
-        "layers": layers,
+        "blocks": {name: block for name, block in blocks.items() if name in chosen},
+        "layers": chosen,
         "positions": rng.choice(["none", "learned"]),
         "tie_embeddings": rng.choice([True, False]),
-        "norm": {"type": rng.choice(["rmsnorm", "layernorm"])},
+        "norm": {
+            "type": rng.choice(["rmsnorm", "layernorm"]),
+            "place": "before" if "s" in chosen else rng.choice(["before", "both"]),
+        },
     }

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format.divided_tensor import DividedTensor
 from llmtrain.checkpoint.format.index import Index, Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import FileRecord
 from llmtrain.checkpoint.format.tensor_file import (
@@ -79,7 +80,9 @@ class StatePlanner(DefaultSavePlanner):
         self._data = data
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._data[index.fqn] if index.fqn in self._data else self.state_dict[index.fqn]
+        planned = self.state_dict[index.fqn]
+        data = self._data.get(index.fqn, planned)
+        return planned.part(index, data) if isinstance(planned, DividedTensor) else data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:

@@ -207,7 +207,7 @@ MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "code_paths": ((None, []), "code is not loaded from a YAML; CONTRIBUTING.md shows how to add a part"),
     "metadata": ((None, {}), "use logging.wandb.tags and group"),
     "profiler": ((None, {}), "use PyTorch's profiler around `llmtrain train`"),
-    "tp_config": ((None, {}), "there is no tensor parallelism; FSDP2 shards over all ranks"),
+    "tp_config": ((None, {}), "set train.parallel.tensor to its degree"),
     "eval_first": ((None, False), "there is no validation before the first step"),
     "train_subset_num_batches": ((None, -1), "an epoch is the whole of the data"),
     "save_weights_only": ((None, False), "checkpoints hold the optimizer too; `llmtrain export` writes weights alone"),

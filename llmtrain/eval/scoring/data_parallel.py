@@ -133,15 +133,17 @@ def run_requests(
         if document not in known
     }
     found = dict(known)
-    for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * ranks.world.size):
-        mine = partition(costs, chunk, ranks.world.size)[ranks.world.rank]
+    world = ranks.world
+    for chunk in chunks(costs, _BATCHES_PER_CHUNK * scorer.limits.tokens * world.readers):
+        mine = partition(costs, chunk, world.readers)[world.reader]
         with ranks.join():
             results = _score(
                 [requests[index] for document in mine for index in groups[document]], scorer, window, host_work
             )
         left = iter(results)
         new: Responses = {}
-        for part in ranks.all_gather({document: [next(left) for _ in groups[document]] for document in mine}):
+        answers = ranks.all_gather({document: [next(left) for _ in groups[document]] for document in mine})
+        for part in answers[:: world.tensor]:
             assert not new.keys() & part.keys(), "a document was answered twice"
             new |= part
         assert new.keys() == set(chunk), "a document was not answered"

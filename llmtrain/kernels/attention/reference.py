@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
 
 
@@ -62,6 +62,5 @@ def bias_between(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:
     hidden = distance < 0
     if spec.sliding_window is not None:
         hidden = hidden | (distance >= spec.sliding_window)
-    slopes = [0.0] if spec.alibi_max_bias is None else alibi_slopes(spec.n_heads, spec.alibi_max_bias)
-    bias = -torch.tensor(slopes, device=queries.device)[:, None, None] * distance
+    bias = -torch.tensor(spec.slopes or [0.0], device=queries.device)[:, None, None] * distance
     return bias.masked_fill(hidden, float("-inf"))

@@ -35,12 +35,23 @@ class AttentionSpec:
     """Sequences may hold several documents, which do not see each other."""
     lower_right: bool = False
     """Queries may be the last tokens alone of the sequence that the keys are: the causal mask is aligned to its lower right."""
+    heads_of: tuple[int, int] | None = None
+    """(first, all): the heads are those from `first` on of a layer's, the others being other ranks': ALiBi's slopes are by
+    place. None: all."""
 
     @property
     def plain(self) -> bool:
         """Nothing beyond causal softmax(scale * q k^T) over a whole sequence."""
         beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
         return not self.documents and not self.lower_right and all(value is None for value in beyond)
+
+    @property
+    def slopes(self) -> Sequence[float] | None:
+        """ALiBi's slope of each head; None without ALiBi."""
+        if self.alibi_max_bias is None:
+            return None
+        first, count = self.heads_of or (0, self.n_heads)
+        return alibi_slopes(count, self.alibi_max_bias)[first : first + self.n_heads]
 
     def pairs(self, seq_len: int, causal: bool) -> int:
         """Query-key pairs of one sequence: all T^2, or with `causal` those that are not masked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
 
 
@@ -60,9 +60,9 @@ class Slopes:
 
     def on(self, device: torch.device) -> Tensor | None:
         """[n_heads] in fp32; None without ALiBi."""
-        if self.spec.alibi_max_bias is None:
+        slopes = self.spec.slopes
+        if slopes is None:
             return None
         if device not in self._made:
-            slopes = alibi_slopes(self.spec.n_heads, self.spec.alibi_max_bias)
             self._made[device] = torch.tensor(slopes, dtype=torch.float32, device=device)
         return self._made[device]

@@ -15,6 +15,7 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
 from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
+from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
@@ -24,6 +25,7 @@ from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.attention import AttentionSection
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 @dataclass
@@ -56,9 +58,8 @@ class Attention(Mixer):
     ):
         super().__init__(block, config, platform, dtype, documents)
         self.block, self.platform = block, platform
-        self.spec = block.spec(config.d_model, str(dtype).removeprefix("torch."), documents)
-        self.backend = registry.resolve("attention", block.backend, self.spec, platform, config.max_seq_len)
-        self.kernel = self.backend.build(self.spec, platform)
+        self.max_seq_len = config.max_seq_len
+        self._choose(block.spec(config.d_model, str(dtype).removeprefix("torch."), documents))
         self.segment_backend = self.segment_kernel = None
         self.rotary = block.position if block.position.type == "rotary" else None
         self.rotated = self.rotary.width(self.spec.head_dim) if self.rotary else self.spec.head_dim
@@ -78,6 +79,29 @@ class Attention(Mixer):
         full = block.qk_norm == "full"
         self.q_norm = Norm(self.widths[0] if full else d_head, norm) if block.qk_norm != "none" else None
         self.k_norm = Norm(self.widths[-2] if full else d_head, norm) if block.qk_norm != "none" else None
+
+    def _choose(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
+        self.kernel = self.backend.build(spec, self.platform)
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's heads. With fewer heads of keys and values than ranks, several ranks have the same one."""
+        self.ranks, spec = ranks, self.spec
+        q, kv = self.head_parts()
+        self.wqkv.split_output(ranks, [*[q] * (len(self.widths) - 2), kv, kv])
+        self.wo.split_input(ranks, q)
+        if self.block.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.split(ranks, q)
+            self.k_norm.split(ranks, kv)
+        (first, n_heads, _), (_, n_kv_heads, _) = ranks.share(spec.n_heads), ranks.share(spec.n_kv_heads)
+        self.widths = [*[n_heads * spec.head_dim] * (len(self.widths) - 2), *[n_kv_heads * spec.head_dim] * 2]
+        of = None if spec.alibi_max_bias is None else (first, spec.n_heads)
+        self._choose(replace(spec, n_heads=n_heads, n_kv_heads=n_kv_heads, heads_of=of))
+
+    def head_parts(self) -> tuple[Part, Part]:
+        """Heads of queries, and of keys and values, as they stand in a projection."""
+        return tuple(Part(n, self.spec.head_dim) for n in (self.spec.n_heads, self.spec.n_kv_heads))  # type: ignore[return-value]
 
     @property
     def context_key(self) -> tuple:
@@ -146,6 +170,7 @@ class Attention(Mixer):
 
     def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
         """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
+        x = x if self.ranks is None else self.ranks.enter(x)
         qkv = self.wqkv(x)
         if adapter is not None:
             qkv = qkv + adapter(x)

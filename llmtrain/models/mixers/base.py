@@ -21,6 +21,7 @@ from llmtrain.models.costs import Flops
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
 from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import TensorRanks
 
 
 class MixerCache(ABC):
@@ -55,6 +56,8 @@ class Mixer(nn.Module, ABC):
     """Names of parameters that stay in fp32 when all others are bf16. They live in submodules that hold no others."""
     no_decay_parameters: ClassVar[Collection[str]] = ()
     """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
+    ranks: TensorRanks | None = None
+    """Set by `split`."""
 
     @abstractmethod
     def __init__(
@@ -90,6 +93,14 @@ class Mixer(nn.Module, ABC):
         Raises UserError where the block's `segments_refusal` says why.
         """
         raise UserError(f"a mixer of type {type(self).__name__} has no form for sequences that ranks share")
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of the parameters, still on the meta device, and choose kernels for it; `forward` then begins with
+        TensorRanks.enter and ends with its `leave`. Called before `enable_segments`.
+
+        Raises UserError where the block's `tensor_refusal` says why.
+        """
+        raise UserError(f"a mixer of type {type(self).__name__} cannot be divided between ranks")
 
     def segment_context(
         self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None

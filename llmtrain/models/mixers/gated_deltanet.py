@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.step import gated_delta_step
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
@@ -23,6 +24,8 @@ from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.mamba2 import CausalConv1d
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
+from llmtrain.models.slices import hold
+from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 _QK_EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -54,6 +57,13 @@ class HeadGatedRMSNorm(GatedRMSNorm):
         self.n_heads = spec.n_groups
         self.weight = nn.Parameter(torch.empty(spec.group_size))
 
+    def split(self, ranks: TensorRanks, backend: str = "auto") -> None:
+        """Read this rank's heads; each has the whole weight."""
+        self.n_heads = ranks.share(self.spec.n_groups)[1]
+        self.spec = replace(self.spec, dim=self.n_heads * self.spec.group_size, n_groups=self.n_heads)
+        self.backend = registry.resolve_beside("gated_norm", backend, self.spec, self.platform)
+        self.kernel = self.backend.build(self.spec, self.platform)
+
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return self.kernel(x, z, self.weight.repeat(self.n_heads))
 
@@ -75,10 +85,8 @@ class GatedDeltaNet(Mixer):
         super().__init__(block, config, platform, dtype, documents)
         dtype_name = str(dtype).removeprefix("torch.")
         self.platform, self.beta_scale = platform, 2 if block.negative_eigenvalues else 1
-        self.spec = block.spec(config.d_model, dtype_name)
-        self.backend = registry.resolve("gated_delta", block.backend, self.spec, platform)
-        self.kernel = self.backend.build(self.spec, platform)
-
+        self.block = block
+        self._choose(block.spec(config.d_model, dtype_name))
         keys, values = block.widths()
         self.conv_widths = [keys, keys, values]
         conv = Conv1dSpec(2 * keys + values, block.d_conv, dtype_name, documents)
@@ -90,6 +98,28 @@ class GatedDeltaNet(Mixer):
         self.decay = DecayParameters(block)
         self.norm = HeadGatedRMSNorm(GatedNormSpec(values, block.n_heads, eps, True, dtype_name), platform)
         self.out_proj = Linear(values, config.d_model, residual=True)
+
+    def _choose(self, spec: GatedDeltaSpec) -> None:
+        self.spec = spec
+        self.backend = registry.resolve("gated_delta", self.block.backend, spec, self.platform)
+        self.kernel = self.backend.build(spec, self.platform)
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's heads. With fewer heads of queries and keys than ranks, several ranks have the same one."""
+        self.ranks, spec = ranks, self.spec
+        keys, values = Part(spec.n_key_heads, spec.key_head_dim), Part(spec.n_heads, spec.value_head_dim)
+        heads = Part(spec.n_heads)
+        self.in_proj.split_output(ranks, [keys, keys, values, values, heads, heads])  # q, k, v, z, b, a
+        self.conv.split(ranks, [keys, keys, values])
+        for name, _ in list(self.decay.named_parameters()):
+            hold(self.decay, name, ranks.slices(0, [heads]))
+        self.norm.split(ranks)
+        self.out_proj.split_input(ranks, values)
+        (_, n_heads, _), (_, n_key_heads, _) = ranks.share(spec.n_heads), ranks.share(spec.n_key_heads)
+        self._choose(replace(spec, n_heads=n_heads, n_key_heads=n_key_heads))
+        of_keys, of_values = n_key_heads * spec.key_head_dim, n_heads * spec.value_head_dim
+        self.conv_widths = [of_keys, of_keys, of_values]
+        self.widths = [sum(self.conv_widths), of_values, n_heads, n_heads]
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> GatedDeltaNetCache:
         spec, conv = self.spec, self.conv.spec
@@ -106,6 +136,7 @@ class GatedDeltaNet(Mixer):
     def forward(self, x: Tensor, context: CachedGatedDeltaNet | Tensor | None = None) -> Tensor:
         """context: a cache to read on from, or the document ids of a packed batch, [batch, T]."""
         cached, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+        x = x if self.ranks is None else self.ranks.enter(x)
         qkv, z, b, a = self.in_proj(x).split(self.widths, dim=-1)
         qkv = self.conv(qkv, ids) if cached is None else cached.convolve(qkv)
         q, k, v = qkv.split(self.conv_widths, dim=-1)

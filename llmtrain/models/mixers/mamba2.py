@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from llmtrain.models.mixers.mamba2_segments import SegmentScan
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.mamba2 import Mamba2Block
 from llmtrain.models.segments import Segments
+from llmtrain.models.slices import hold
+from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 class SSMParameters(nn.Module):
@@ -57,11 +60,22 @@ class CausalConv1d(nn.Module):
 
     def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform, backend: str = "auto"):
         super().__init__()
-        self.spec = spec
-        self.backend = registry.resolve_beside("conv1d", backend, spec, platform)
-        self.kernel = self.backend.build(spec, platform)
+        self.platform, self.backend_name = platform, backend
+        self._choose(spec)
         self.weight = nn.Parameter(torch.empty(spec.channels, spec.width))
         self.bias = nn.Parameter(torch.empty(spec.channels)) if bias else None
+
+    def _choose(self, spec: Conv1dSpec) -> None:
+        self.spec = spec
+        self.backend = registry.resolve_beside("conv1d", self.backend_name, spec, self.platform)
+        self.kernel = self.backend.build(spec, self.platform)
+
+    def split(self, ranks: TensorRanks, parts: Sequence[Part]) -> None:
+        """Read this rank's part of the channels."""
+        slices = ranks.slices(0, parts)
+        for name, _ in list(self.named_parameters()):
+            hold(self, name, slices)
+        self._choose(replace(self.spec, channels=slices.length))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         # What nn.Conv1d does for a fan-in of `width`.
@@ -100,28 +114,47 @@ class Mamba2(Mixer):
     ):
         super().__init__(block, config, platform, dtype, documents)
         dtype_name = str(dtype).removeprefix("torch.")
-        self.platform = platform
-        self.spec = block.spec(config.d_model, dtype_name)
-        self.backend = registry.resolve("ssd", block.backend, self.spec, platform)
-        self.kernel = self.backend.build(self.spec, platform)
-
+        self.platform, self.block = platform, block
+        self.spec = spec = block.spec(config.d_model, dtype_name)
         d_inner, d_bc = block.inner_width(config.d_model), block.n_groups * block.d_state
         conv = Conv1dSpec(d_inner + 2 * d_bc, block.d_conv, dtype_name, documents)
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
-        self.whole = MambaMixerSpec(conv, self.spec, gated)
-        parts = [d_inner, *self.whole.conv_widths, self.spec.n_heads]  # z, x, B, C, dt
+        whole = MambaMixerSpec(conv, spec, gated)
+        parts = [d_inner, *whole.conv_widths, spec.n_heads]  # z, x, B, C, dt
         self.in_proj = Linear(config.d_model, sum(parts), block.proj_bias, parts=parts)
         self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
-        self.ssm = SSMParameters(block, self.spec.n_heads)
+        self.ssm = SSMParameters(block, spec.n_heads)
         self.norm = GatedRMSNorm(gated, platform, block.backend) if block.gated_norm else SiluGate()
         self.multipliers = block.projection_multipliers
         self.out_proj = Linear(d_inner, config.d_model, block.proj_bias, residual=True)
+        self._choose(whole)
+
+    def _choose(self, whole: MambaMixerSpec) -> None:
+        self.whole, self.spec, platform = whole, whole.ssd, self.platform
+        self.backend = registry.resolve("ssd", self.block.backend, self.spec, platform)
+        self.kernel = self.backend.build(self.spec, platform)
         # What runs between the projections as one operator, where its three parts are all ours.
         self.fused = None
         parts = (self, self.conv, self.norm)
         if all(not isinstance(part, SiluGate) and part.backend.name == "triton" for part in parts):
-            self.fused = registry.resolve("mamba_mixer", "triton", self.whole, platform).build(self.whole, platform)
+            self.fused = registry.resolve("mamba_mixer", "triton", whole, platform).build(whole, platform)
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's heads. With fewer groups of B and C than ranks, several ranks have the same one."""
+        self.ranks, spec = ranks, self.spec
+        heads, groups = Part(spec.n_heads, spec.head_dim), Part(spec.n_groups, spec.d_state)
+        self.in_proj.split_output(ranks, [heads, heads, groups, groups, Part(spec.n_heads)])  # z, x, B, C, dt
+        self.conv.split(ranks, [heads, groups, groups])
+        for name, _ in list(self.ssm.named_parameters()):
+            hold(self.ssm, name, ranks.slices(0, [Part(spec.n_heads)]))
+        gated = self.whole.gated_norm
+        if isinstance(self.norm, GatedRMSNorm):
+            self.norm.split(ranks, self.block.backend)
+        self.out_proj.split_input(ranks, heads)
+        (_, n_heads, _), (_, n_groups, _) = ranks.share(spec.n_heads), ranks.share(spec.n_groups)
+        gated = replace(gated, dim=n_heads * spec.head_dim, n_groups=n_groups)
+        self._choose(MambaMixerSpec(self.conv.spec, replace(spec, n_heads=n_heads, n_groups=n_groups), gated))
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> Mamba2Cache:
         spec, conv, platform = self.spec, self.conv.spec, self.platform
@@ -158,6 +191,7 @@ class Mamba2(Mixer):
         """context: a cache to read on from; a prefix tree; segments of sequences that ranks share; or the document ids of a
         packed batch, [batch, T]."""
         other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+        x = x if self.ranks is None else self.ranks.enter(x)
         zxbcdt, ssm = self._project(x), self.ssm
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
 

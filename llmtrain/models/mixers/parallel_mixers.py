@@ -17,6 +17,8 @@ from llmtrain.models.layers import multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
+from llmtrain.models.segments import Segments
+from llmtrain.models.tensor_parallel import TensorRanks
 
 
 class ParallelMixers(Mixer):
@@ -47,6 +49,18 @@ class ParallelMixers(Mixer):
 
     def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> list[Any]:
         return [mixer.prepare(seq_len, device, document_ids) for mixer in self.parts]
+
+    def split(self, ranks: TensorRanks) -> None:
+        for mixer in self.parts:
+            mixer.split(ranks)
+
+    def enable_segments(self) -> None:
+        """Nothing of its own: each mixer is asked."""
+
+    def segment_context(
+        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> list[Any]:
+        return [mixer.segment_context(segments, seq_len, device, document_ids) for mixer in self.parts]
 
     def forward(self, x: Tensor, context: list[Any]) -> Tensor:
         outputs = [

@@ -15,6 +15,7 @@ from llmtrain.models.costs import Flops
 from llmtrain.models.layers import MLP, Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
+from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 class QKVAdapter(nn.Module):
@@ -24,6 +25,11 @@ class QKVAdapter(nn.Module):
         super().__init__()
         self.down = Linear(d_in, 3 * rank, parts=[rank] * 3)
         self.up_q, self.up_k, self.up_v = (Linear(rank, width) for width in widths)
+
+    def split(self, ranks: TensorRanks, q: Part, kv: Part) -> None:
+        """Compute this rank's heads."""
+        for up, part in ((self.up_q, q), (self.up_k, kv), (self.up_v, kv)):
+            up.split_output(ranks, [part])
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.down(x).chunk(3, dim=-1)
@@ -52,6 +58,11 @@ class SharedAttention(nn.Module):
         self.mixer = Attention(block, config, platform, dtype, documents, residual=False)
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype)
         self.mlp = MLP(config.d_model, block.mlp, residual=False)
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's heads and channels; the norms read this rank's tokens."""
+        self.mixer.split(ranks)
+        self.mlp.split(ranks)
 
     def forward(
         self,
@@ -88,6 +99,14 @@ class SharedInput(nn.Module):
     @property
     def shared(self) -> SharedAttention:
         return self._shared[0]
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Adapt this rank's heads and channels of the shared block, which is split afterwards. The linear layer behind it reads
+        this rank's tokens."""
+        if self.qkv_adapter is not None:
+            self.qkv_adapter.split(ranks, *self.shared.mixer.head_parts())
+        if self.mlp_adapter is not None:
+            self.mlp_adapter.split(ranks)
 
     def forward(self, x: Tensor, embedding: Tensor, context: AttentionContext) -> Tensor:
         return self.linear(self._shared[0](x, embedding, context, self.qkv_adapter, self.mlp_adapter))

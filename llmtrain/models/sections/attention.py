@@ -11,7 +11,7 @@ from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.block import BlockSection, Divided, Kernel
 from llmtrain.models.sections.layers import NoPosition, NormConfig, Position, RotaryPosition
 
 AttentionBackend = Literal[
@@ -110,6 +110,9 @@ class AttentionSection(BlockSection):
     def segments_refusal(self, d_model: int, documents: bool = False) -> str | None:
         spec = replace(self.spec(d_model, documents=documents), lower_right=True)
         return registry.refusal("attention", self.backend, spec)
+
+    def divided(self, d_model: int) -> list[Divided]:
+        return [Divided("n_heads", self.n_heads), Divided("n_kv_heads", self.kv_heads, repeats=True)]
 
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         """Keys and values of the others' segments, or of as many tokens at their ends as a window reaches."""

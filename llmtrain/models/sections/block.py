@@ -20,6 +20,20 @@ class Kernel(NamedTuple):
     backend: str
 
 
+class Divided(NamedTuple):
+    """A number of heads, groups or channels that tensor-parallel ranks divide between them.
+
+    repeats: with fewer of them than ranks several ranks have the same one.
+    """
+
+    name: str
+    count: int
+    repeats: bool = False
+
+    def fits(self, ranks: int) -> bool:
+        return self.count % ranks == 0 or (self.repeats and ranks % self.count == 0)
+
+
 class BlockSection(Section):
     """One named block of the model. A subclass adds `type: Literal[...]` and its own settings.
 
@@ -86,6 +100,15 @@ class BlockSection(Section):
         documents: as HybridLM's. Default: the mixer has no form for a part of a sequence.
         """
         return f"a block of type {getattr(self, 'type')} reads whole sequences; use train.parallel.context: 1"  # noqa: B009
+
+    def divided(self, d_model: int) -> list[Divided] | None:
+        """What tensor-parallel ranks divide of the mixer (train.parallel.tensor). Default: None, the mixer cannot be divided."""
+        return None
+
+    def divided_by_layer(self, d_model: int) -> list[Divided] | None:
+        """The same of the whole layer."""
+        mixer = self.divided(d_model)
+        return mixer if mixer is None or self.mlp is None else [*mixer, Divided("mlp.d_ff", self.mlp.d_ff)]
 
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         """Bytes that a rank receives, per sequence, from the others of `context` ranks that share it (train.parallel.context), in

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from llmtrain.config.base import PositiveFloat, Problem, Width, free
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.block import BlockSection, Divided, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
 GatedDeltaBackend = Literal["auto", "reference", "fla"]
@@ -74,6 +74,9 @@ class GatedDeltaNetBlock(BlockSection):
 
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
         return Kernel("gated_delta", self.spec(d_model, dtype), self.backend)
+
+    def divided(self, d_model: int) -> list[Divided]:
+        return [Divided("n_heads", self.n_heads), Divided("n_key_heads", self.key_heads, repeats=True)]
 
     def describe(self, d_model: int) -> str:
         groups = "" if self.key_heads == self.n_heads else f" ({self.key_heads} key heads)"

@@ -11,7 +11,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.block import BlockSection, Divided, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
 SSDBackend = Literal["auto", "reference", "triton", "mamba_ssm"]
@@ -114,6 +114,10 @@ class Mamba2Block(BlockSection):
 
     def segments_refusal(self, d_model: int, documents: bool = False) -> None:
         """No reason: each segment is a sequence of its own for the kernels."""
+
+    def divided(self, d_model: int) -> list[Divided]:
+        heads = self.inner_width(d_model) // self.head_dim
+        return [Divided("heads", heads), Divided("n_groups", self.n_groups, repeats=True)]
 
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         """Per segment of the others its state and total decays in fp32, and the convolution's inputs at its end."""

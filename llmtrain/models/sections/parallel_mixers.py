@@ -10,7 +10,7 @@ from pydantic import Field
 from llmtrain.config.base import Problem
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.attention import AttentionBlock
-from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.block import BlockSection, Divided
 from llmtrain.models.sections.layers import NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
 
@@ -57,6 +57,18 @@ class ParallelMixersBlock(BlockSection):
         for path, part in self.parts():
             for problem in part.width_problems(d_model):
                 yield Problem(path + problem.path, problem.found, problem.message)
+
+    def divided(self, d_model: int) -> list[Divided]:
+        return [
+            one._replace(name=path + one.name) for path, part in self.parts() for one in part.divided(d_model) or ()
+        ]
+
+    def segments_refusal(self, d_model: int, documents: bool = False) -> str | None:
+        reasons = (part.segments_refusal(d_model, documents) for part in self.mixers)
+        return next((reason for reason in reasons if reason), None)
+
+    def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
+        return sum(part.gathered_bytes(d_model, width, seq_len, context) for part in self.mixers)
 
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         mixers = {

@@ -14,6 +14,7 @@ from llmtrain.errors import RunError
 from llmtrain.logs import run_log
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.spike_window import SpikeWindow
+from llmtrain.train.tensor_gradients import TensorGradients
 
 
 class NonFiniteError(RunError):
@@ -27,11 +28,12 @@ class SpikeError(RunError):
 class Stability(Callback):
     """Measures and clips the global gradient norm before the optimizer step, and guards the step.
 
-    One host synchronisation a step, for the decision to take it or not. spikes: of train.spike.
+    One host synchronisation a step, for the decision to take it or not. spikes: of train.spike. divided: the gradients of a
+    model that tensor-parallel ranks divide, of which it sums first what they share.
     """
 
-    def __init__(self, config: TrainConfig, spikes: SpikeWindow | None = None):
-        self.spikes = spikes
+    def __init__(self, config: TrainConfig, spikes: SpikeWindow | None = None, divided: TensorGradients | None = None):
+        self.spikes, self.divided = spikes, divided
         self.max_norm = config.clip_grad_norm if config.clip_grad_norm is not None else math.inf
         self.policy, self.max_skipped = config.nonfinite, config.max_skipped_steps
         self.skipped = self.skipped_in_a_row = 0
@@ -50,9 +52,7 @@ class Stability(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         assert self._loss is not None
         parameters = [p for p in state.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = self._clip(parameters)
         # A loss is local to a rank, the norm is not; all ranks must take the step, or none.
         bad_loss = (~torch.isfinite(self._loss)).float().reshape(1)
         worst = bad_loss.clone()
@@ -83,6 +83,14 @@ class Stability(Callback):
         run_log.warning(f"skipped: {message}")
         for parameter in parameters:
             parameter.grad = None  # optimizers leave a parameter without gradient, and its state, as they are
+
+    def _clip(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Clip the gradients; return their norm before, the same on all ranks."""
+        if self.divided is not None:
+            self.divided.add_up()
+            return self.divided.clip(self.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _shared(self, norm: torch.Tensor) -> list[torch.Tensor]:
         """Sums over the ranks, the same on each of them: of losses times labels, of labels, of norms and of ranks. One tensor, or

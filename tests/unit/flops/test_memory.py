@@ -1,10 +1,11 @@
 """The memory estimate against hand counts, and the direction in which each setting moves it."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
-from llmtrain.flops.memory import ParameterSizes, estimate_memory, gathered_bytes
+from llmtrain.flops.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -122,6 +123,23 @@ def test_ranks_that_share_sequences_share_their_activations_but_for_keys_and_val
     assert shared.loss == whole.loss / 4
     gathered = 24 * 2 * 2 * d_model * tokens * 3 // 4  # in bf16
     assert shared.activations == whole.activations // 4 + gathered
+
+
+def test_ranks_that_share_layers_share_weights_activations_and_logits_but_keep_whole_inputs():
+    """Of 24 layers the inputs of attention and of the MLP, and in the forward pass those and their sums cross, and two more."""
+    whole, shared = (
+        estimate_memory(config("train.loss.type=plain", *more), sizes, 4)
+        for more, sizes in (
+            ((), SIZES),
+            (("train.parallel.tensor=4",), ParameterSizes(*(n // 4 for n in astuple(SIZES)))),
+        )
+    )
+    input_bytes = 2 * 2048 * 16 * 2048
+    assert shared.loss == whole.loss / 4
+    assert shared.optimizer == pytest.approx(whole.optimizer, abs=8)
+    assert shared.activations == pytest.approx(whole.activations / 4 + 2 * 24 * input_bytes * 3 / 4, abs=8)
+    assert exchanged_bytes(config("train.parallel.tensor=4")) == (4 * 24 + 2) * input_bytes * 3 / 4
+    assert exchanged_bytes(config()) == 0
 
 
 def test_a_mamba_layer_gathers_states_that_do_not_grow_with_the_sequence():

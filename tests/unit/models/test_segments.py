@@ -25,15 +25,6 @@ def test_the_ranks_hold_every_token_once_and_equal_shares_of_causal_attention(si
     assert len(set(keys_seen)) == 1
 
 
-@pytest.mark.parametrize(("seq_len", "padding"), [(8, 0), (9, 3), (11, 1), (1, 3)])
-def test_sequences_are_filled_up_at_their_end(seq_len, padding):
-    segments = Segments(1, 2)
-    assert segments.padding(seq_len) == padding
-    whole = torch.arange(seq_len)[None]
-    parts = [Segments(rank, 2).pad_and_take(whole, -7) for rank in range(2)]
-    assert sorted(torch.cat(parts, 1)[0].tolist()) == [-7] * padding + list(range(seq_len))
-
-
 def test_folded_segments_are_rows_of_a_batch():
     segments, local = Segments(0, 2), torch.arange(24).reshape(2, 6, 2)
     folded = segments.fold(local)

@@ -241,7 +241,24 @@ ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: at
             "must divide train.sharding.shard_size (3)",
         ),
         (ATTENTION, ["train.parallel.context=2"], 2, "train.parallel.context", "block m: attention backend 'triton'"),
-        (GOOD, ["train.parallel.tensor=2"], 2, "train.parallel.tensor", "no tensor parallelism yet"),
+        (GOOD, ["train.parallel.tensor=2"], 3, "train.parallel.tensor", "must divide the number of ranks (3)"),
+        (GOOD, ["train.parallel={tensor: 2, context: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
+        (GOOD, ["train.parallel.tensor=7"], 7, "train.parallel.tensor", "cannot divide vocab_size = "),
+        (GOOD, ["train.parallel.tensor=2", "optimizer={type: muon, lr: 1e-3}"], 2, "optimizer.type", "whole matrices"),
+        (
+            GOOD,
+            ["train.parallel.tensor=2", "train.precision=amp_bf16", "train.float8={}"],
+            2,
+            "train.float8",
+            "whole matrices",
+        ),
+        (
+            GOOD,
+            ["train.parallel={tensor: 2, context: 2}", "train.sharding={strategy: hybrid, shard_size: 6}"],
+            12,
+            "train.parallel.tensor",
+            "makes groups of 4 ranks",
+        ),
     ],
 )
 def test_ranks_that_cannot_share_sequences_are_told_why(load, text, overrides, world_size, path, message):

@@ -1,0 +1,82 @@
+"""Gradients of a model that tensor-parallel ranks divide: sums of what several ranks hold, and the norm over all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.init import clean_name
+from llmtrain.models.slices import boxes, local_of
+from llmtrain.models.tensor_parallel import TensorRanks, slices_of
+
+
+class TensorGradients:
+    """The gradients of a model after FSDP2 has reduced them, each rank's of its shard of its part.
+
+    Every rank of the run calls the methods, in the same order.
+    """
+
+    def __init__(self, model: HybridLM, ranks: TensorRanks):
+        self.ranks = ranks
+        slices = slices_of(model)
+        self.parameters = [(parameter, slices.get(clean_name(name))) for name, parameter in model.named_parameters()]
+
+    def _held(self) -> Iterator[tuple[Tensor, int]]:
+        """Every part of a gradient that this rank has, and how many ranks of its group have the same."""
+        for parameter, slices in self.parameters:
+            if parameter.grad is not None:
+                local = local_of(parameter.grad)
+                for box in boxes(parameter.grad, slices, copies=self.ranks.size):
+                    yield local[box.at], box.copies
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Sum the gradients of what several ranks of a group hold: each has what its own tokens, or its own heads, gave.
+
+        One message: every rank writes its summands in the place of the sharers that it belongs to, among zeros.
+        """
+        shared = [(local, copies) for local, copies in self._held() if copies > 1]
+        if not shared:
+            return
+        sizes = [self.ranks.size // copies * local.numel() for local, copies in shared]
+        message = shared[0][0].new_zeros(sum(sizes))
+        own = [
+            place.view(-1, *local.shape)[self.ranks.rank // copies]
+            for place, (local, copies) in zip(message.split(sizes), shared, strict=True)
+        ]
+        torch._foreach_copy_(own, [local for local, _ in shared])
+        dist.all_reduce(message, group=dist.distributed_c10d._resolve_process_group(self.ranks.group))
+        torch._foreach_copy_([local for local, _ in shared], own)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients, which `add_up` has summed, down to this norm over all parameters; return their norm before.
+
+        As torch.nn.utils.clip_grad_norm_ for a model in one piece.
+        """
+        found = list(self._held())
+        device = self.parameters[0][0].device
+        squares = torch.zeros((), device=device)
+        if found:
+            norms = torch.stack(torch._foreach_norm([local for local, _ in found]))
+            copies = torch.tensor([copies for _, copies in found], dtype=norms.dtype).to(device)
+            squares = (norms.square() / copies).sum()
+        dist.all_reduce(squares)
+        norm = (squares / _replicas(self.parameters[0][0])).sqrt()
+        if found and math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local for local, _ in found], scale)
+        return norm
+
+
+def _replicas(parameter: nn.Parameter) -> int:
+    """Ranks that hold the same shard, of hybrid sharding."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return mesh.size(0) if mesh.ndim == 2 else 1
