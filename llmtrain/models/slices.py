@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """What a rank holds of a parameter: `pieces` of dimension `dim`, which has `whole` entries, side by side."""
+    """A tensor-parallel rank's part of a parameter: `pieces` of dimension `dim`, which has `whole` entries, side by side."""
 
     dim: int
     whole: int
@@ -48,7 +48,7 @@ def hold(module: nn.Module, name: str, slices: Slices) -> None:
 
 
 def held(module: nn.Module) -> dict[str, Slices]:
-    """What this rank holds of those of the module's own parameters that are divided between tensor-parallel ranks."""
+    """This rank's part of each of the module's own parameters that tensor-parallel ranks divide."""
     return module.__dict__.get("_slices", {})
 
 

@@ -134,7 +134,7 @@ def padding_unit(segments: Segments | None, ranks: TensorRanks | None) -> int:
 
 
 def slices_of(model: nn.Module) -> dict[str, Slices]:
-    """What this rank holds of every parameter that is divided between tensor-parallel ranks, by the parameter's clean name."""
+    """This rank's part of every parameter that tensor-parallel ranks divide, by the parameter's clean name."""
     return {
         clean_name(f"{path}.{name}"): slices
         for path, module in model.named_modules()

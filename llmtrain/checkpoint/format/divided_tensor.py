@@ -11,7 +11,7 @@ from llmtrain.models.slices import Slices, boxes, local_of
 
 
 class DividedTensor:
-    """What a rank of tensor parallelism holds of a tensor, sharded by FSDP2 or not; to DCP a part of the whole one.
+    """A tensor-parallel rank's part of a tensor, sharded by FSDP2 or not; to DCP the boxes of the whole one that are here.
 
     tensor: what the rank holds, a DTensor or a plain tensor, which is loaded in place.
     """
