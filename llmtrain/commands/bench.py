@@ -51,7 +51,8 @@ def _add_tune(commands) -> None:
     sub.add_argument(
         "--variant",
         metavar="NAME",
-        help="attention: plain (default), alibi, window, documents, softcap or mixed; the row is for it alone",
+        help="attention: plain (default), alibi, documents, softcap, window, documents+window, softcap+window or mixed; "
+        "the row is for it alone",
     )
     dtypes = ("bfloat16", "float16", "float32")
     sub.add_argument("--dtype", default="bfloat16", choices=dtypes, help="default bfloat16")

@@ -24,6 +24,7 @@ from tests.support import attention
 from tests.support.attention import CASES, Case
 
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
+HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
 ALONE = ["causal", "full", "everything"]  # a sequence of one token, by default
 GRID = [
     pytest.param(CASES[name], T, tiles, id=f"{name}-{T}-{tiles[0]}x{tiles[1]}", marks=pytest.mark.slow)
@@ -57,26 +58,58 @@ def test_all_agrees_with_the_definition(case, seq_len, tiles):
     assert_agree(case, 2 if case.packed else 1, seq_len)
 
 
-@pytest.mark.parametrize("tiles", [(32, 16)], indirect=True)
-@pytest.mark.parametrize("case", [Case(), Case(causal=False, n_heads=4, n_kv_heads=2)])
-def test_tiles_through_descriptors(case, tiles, monkeypatch):
-    hopper = Platform("nvidia", "sm90", "", 1 << 36)
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, use_tma=True))
-    monkeypatch.setattr(kernels, "_platform_of", lambda device: hopper)
-    use_tma = []
-    made = kernels._descriptor
-    monkeypatch.setattr(kernels, "_descriptor", lambda t, rows: use_tma.append(rows) or made(t, rows))
+@pytest.fixture
+def described(monkeypatch):
+    """A list of the rows of each tensor descriptor that is made, on a GPU that has them."""
+    monkeypatch.setattr(kernels, "_platform_of", lambda device: HOPPER)
+    rows, made = [], kernels.Call._descriptor
+    monkeypatch.setattr(
+        kernels.Call, "_descriptor", lambda call, t, n, launch: rows.append(n) or made(call, t, n, launch)
+    )
+    return rows
+
+
+@pytest.mark.parametrize(
+    "case, part",
+    [
+        (Case(), None),
+        (Case(causal=False, n_heads=4, n_kv_heads=2), None),
+        (Case(24, n_heads=4, n_kv_heads=2, window=23), 32),
+        (Case(48), 32),
+        (Case(32), 16),
+    ],
+)
+def test_tiles_through_descriptors(case, part, monkeypatch, described):
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, use_tma=True, part=part))
     assert_agree(case, 2, 64)
-    assert use_tma == [16, 16, 16, 16, 32, 32]
-    use_tma.clear()
+    assert described == [16, 16, 16, 16, 32, 32]
+    described.clear()
     assert_agree(case, 2, 45)  # not in whole tiles: by pointers
-    assert not use_tma
+    assert not described
+
+
+def test_a_padded_part_does_not_see_the_head_beside_it(monkeypatch, described):
+    """Zeros, by TMA too: 0 times the NaN of another head would be NaN."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, use_tma=True, part=32))
+    case = Case(24, n_heads=2, n_kv_heads=2)
+    wanted = attention.ours(case, attention.inputs(case, 1, 32, torch.float32))
+    poisoned = attention.inputs(case, 1, 32, torch.float32)
+    with torch.no_grad():
+        for t in poisoned:
+            t[:, :, 1] = torch.nan
+    found = attention.ours(case, poisoned)
+    assert described
+    for name in ("out", "dq", "dk", "dv"):
+        torch.testing.assert_close(found[name][:, :, 0], wanted[name][:, :, 0], atol=0, rtol=0)
 
 
 FORMS = {
     "dv first": {"dv_first": True},
     "single_loop": {"single_loop": True},
     "both": {"dv_first": True, "single_loop": True},
+    "split": {"split": True},
+    "split, single_loop": {"split": True, "single_loop": True},
+    "padded": {"part": 64},
 }
 
 
@@ -85,6 +118,27 @@ FORMS = {
 def test_every_form_of_a_kernel(form, name, monkeypatch):
     monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))
     assert_agree(CASES[name], 1, 61)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("single_loop", [False, True])
+def test_a_program_takes_any_number_of_the_heads_that_share_keys(heads, single_loop, monkeypatch):
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, single_loop=single_loop))
+    monkeypatch.setattr(kernels.Call, "_heads_of_a_program", lambda *_: heads)
+    assert_agree(Case(16, 8, 2, window=20, alibi=True, packed=(20, 30, -5)), 2, 61)
+
+
+def test_programs_are_fewer_than_heads_where_they_fill_the_device(monkeypatch):
+    def heads(n_heads, n_kv, batch, seq_len):
+        q, k = (torch.empty(batch, seq_len, n, 64, device="meta", dtype=torch.bfloat16) for n in (n_heads, n_kv))
+        call = kernels.Call(q, k, k, 0.1, platform=HOPPER)
+        return call._heads_of_a_program(Launch(64, 64, 4, 2))
+
+    assert heads(32, 8, 2, 8192) == 4  # 2048 programs
+    assert heads(32, 8, 1, 1024) == 1
+    assert heads(32, 1, 4, 4096) == 8  # 1024 programs, where 16 heads would leave 512
+    assert heads(24, 8, 1, 4096) == 1  # 512 with 3
+    assert heads(16, 16, 1, 64) == 1
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])

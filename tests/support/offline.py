@@ -17,6 +17,7 @@ import ast
 import functools
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,8 @@ GROUP_SIZES = (64, 1001, 3584, 5120, 7168)
 WIDTHS = (64, 1001, 2048, 3584, 5120, 7168)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 TIMEOUT_S = 300.0  # of one compilation
+MEASURED_SPILL = 64
+"""Bytes a thread, of a row that was measured to be the fastest of its kind."""
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = (
     "_chunk_cumsum_fwd",
@@ -52,6 +55,7 @@ ALONE = {
         "attention/prefix_tree_triton.py",
         "attention/triton_forward.py",
         "attention/triton_tiles.py",
+        "sigmoid.py",
     ),
     "ssd_step": ("ssd/step_triton.py", "ssd/chunk_cumsum.py"),
     "ssd_prefix_tree": ("ssd/prefix_tree_triton.py", "ssd/triton_forward.py", "ssd/chunk_cumsum.py"),
@@ -155,7 +159,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         if row.kernel == "attention.dkdv":  # which writes fp32 where heads share keys
             yield f"{row.variant}, grouped", {**base, "kv_heads": 2, "variant": row.variant}, False
         for other in _others(arch, row, (row.variant, None)):
-            if not row.launch.use_tma or other & (other - 1) == 0:
+            if not row.launch.use_tma or row.launch.part is not None or other & (other - 1) == 0:
                 yield f"head_dim {other}", {**base, "variant": row.variant, "head_dim": other}, False
         return
     yield "plain", base, True
@@ -231,7 +235,7 @@ def source(operation: str) -> str:
         files.append(kernels / "reduce_partials.py")
     if operation in ("gated_norm", "norm"):
         files += [kernels / "row_kernels.py", kernels / "row_tiles.py"]
-    if operation in ("conv1d", "gated_norm"):
+    if operation in ("attention", "conv1d", "gated_norm"):
         files.append(kernels / "sigmoid.py")
     assert files
     return _sha([triton.__version__, *(_code(file) for file in files)])
@@ -276,7 +280,7 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
     assert limit is not None and found["kernels"]
     wrong = []
     for name, taken in found["kernels"].items():
-        if taken["spilled"] and not may_spill(check):
+        if taken["spilled"] > may_spill(check):
             wrong.append(f"{check.key}: {name} spills {taken['spilled']}")
         if taken["shared"] > limit:
             wrong.append(f"{check.key}: {name} takes {taken['shared']} bytes of shared memory, of {limit}")
@@ -293,24 +297,25 @@ def faults(check: Check, found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def may_spill(check: Check) -> bool:
-    """Cases for which no launch without spills was found.
+def may_spill(check: Check) -> float:
+    """Bytes that a thread may spill.
 
-    float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves comparisons. And
-    dkdv at head_dim 224, three parts, on NVIDIA (on sm90 only beyond plain attention). A scan whose row has the copy
-    engine fetch its tiles spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
+    A few registers, where the row was measured and was the fastest nevertheless. All that it takes where no launch without
+    spills was found: float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves
+    comparisons. And dkdv at head_dim 224, three parts, on sm80. A scan whose row has the copy engine fetch its tiles spills
+    where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
     if check.operation == "ssd_prefix_tree":
-        return check.key.endswith("fp32") and check.task.arch.startswith("sm")
+        return math.inf if check.key.endswith("fp32") and check.task.arch.startswith("sm") else 0
     if check.row is None or check.operation in MEMORY_BOUND:
-        return False
+        return 0
     if check.key.endswith("ragged, documents"):
-        return True
+        return math.inf
     single = check.row.dtype == "float32" and check.task.arch.startswith("sm")
-    three_parts = (("sm80", "sm90"), "attention.dkdv", (224,), None)
-    return single or (
-        check.task.arch in three_parts[0] and (check.row.kernel, check.row.shape, check.row.variant) == three_parts[1:]
-    )
+    three_parts = ("sm80", "attention.dkdv", (224,), None)
+    if single or (check.task.arch, check.row.kernel, check.row.shape, check.row.variant) == three_parts:
+        return math.inf
+    return MEASURED_SPILL if check.operation == "attention" and not isinstance(check.row.provenance, str) else 0
 
 
 def may_serialize(check: Check) -> bool:

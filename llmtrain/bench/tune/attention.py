@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 1024},
     "softcap": {"softcap": 30.0},
     "documents": {},
+    "documents+window": {"sliding_window": 1024},
+    "softcap+window": {"softcap": 50.0, "sliding_window": 1024},
     # All at once.
     "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
     "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
@@ -116,11 +118,22 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, leaves, self.first_group(dout).double())]
 
 
-def _forms(part: str) -> list[dict[str, Any]]:
+def _forms(part: str, launch: Launch, head_dim: int) -> list[dict[str, Any]]:
     """Forms of a kernel beside the plain one; see triton_launch.Launch."""
     if part != "dkdv":
         return []
-    return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
+    if head_dim <= 128:
+        return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
+    split = {"split": True, "single_loop": True}
+    return [{"single_loop": True, "dv_first": True}, split, *[{**split, "dv_block_m": 64}] * (launch.block_m < 64)]
+
+
+def _parts(head_dim: int) -> list[int | None]:
+    """Widths of the tiles that may make up head_dim; None: powers of two, as few as pad nothing."""
+    whole = 1 << (head_dim - 1).bit_length()
+    if whole == head_dim:
+        return [None]
+    return [None, whole, max(16, head_dim & -head_dim)]
 
 
 class Problem:
@@ -165,29 +178,31 @@ class Problem:
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
         head_dim, hopper = self.case.head_dim, self.where.vendor == "nvidia" and self.where.arch.startswith("sm9")
-        one_part, single = head_dim & (head_dim - 1) == 0, self.case.dtype == "float32"
+        single = self.case.dtype == "float32"
         seq_len, variant = self.case.seq_len, self.case.variant
         kernel: Any = part
         found = [choose(kernel, head_dim, self.case.dtype, self.where, seq_len, variant)]
-        queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (16, 32, 64, *([128] if head_dim <= 128 else []))
+        queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (32, 64, *([128] if head_dim <= 64 else []))
         keys: tuple[int, ...] = (32, 64, 128) if part != "dkdv" else (64, 128)
-        if quick and part == "dkdv":
-            queries = tuple(m for m in queries if m >= 32)
+        if single or not hopper:
+            queries = (16, *queries)
         if single:
             queries, keys = (16, 32, 64), (16, 32, 64)
-        num_stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3, 4)
+        num_stages = (1, 2) if self.where.vendor == "amd" or single else (2, 3)
         for m, n, num_warps, depth in itertools.product(queries, keys, (4, 8), num_stages):
             numbers = m * n // (32 * num_warps)  # scores of a thread
             if not 4 <= numbers <= 128 or (head_dim > 128 and m * n > 64 * 128) or (quick and depth > 2):
                 continue
-            both = (True, False) if hopper and one_part and not single else (False,)
-            # Without descriptors only for comparison; other forms only where their registers pay.
-            plain = [
-                Launch(m, n, num_warps, depth, d) for d in both if d or len(both) == 1 or (depth == 2 and not quick)
-            ]
-            found += plain
-            if not single and depth == min(2, max(num_stages)):
-                found += [replace(plain[0], **form) for form in _forms(part)]
+            # Four warps multiply 64 rows at a time: of eight, half would compute again what the others do.
+            rows = n if part == "dkdv" else m
+            if hopper and not single and num_warps * 16 != rows and (head_dim > 64 or num_warps * 16 > rows):
+                continue
+            for width in _parts(head_dim) if hopper and not single else [None]:
+                whole = width is not None or head_dim & (head_dim - 1) == 0
+                launch = Launch(m, n, num_warps, depth, hopper and not single and whole, part=width)
+                found.append(launch)
+                if not single and depth == 2:
+                    found += [replace(launch, **form) for form in _forms(part, launch, head_dim)]
         return [asdict(launch) for launch in dict.fromkeys(found)]
 
     def error(self, part: str, launch: dict[str, Any]) -> float:

@@ -6,7 +6,7 @@ The kernels are in triton_forward.py and triton_backward.py, their launch parame
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch
-from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight
+from llmtrain.kernels.attention.triton_select import MIXED, choose, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
+PROGRAMS_PER_SM = 4
+"""Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ class Call:
         self.group = self.n_heads // self.n_kv
         self.platform = platform or _platform_of(q.device)
         dtype = str(q.dtype).removeprefix("torch.")
-        self.selection, self.variant = (self.head_dim, dtype, self.platform, self.seq_len), self._variant()
+        reach = self.seq_len if self.window is None else self.window
+        self.selection, self.variant = (self.head_dim, dtype, self.platform, reach), self._variant()
         self.launches = {kernel: choose(kernel, *self.selection, self.variant) for kernel in KERNELS} | (launches or {})
         self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
@@ -201,7 +204,7 @@ class Call:
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
         launch, use_tma = self._choose_launch("forward", k, v)
         if use_tma:
-            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
+            k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_forward[grid](
             q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
@@ -225,7 +228,7 @@ class Call:
         dq = q.new_empty(q.shape)
         launch, use_tma = self._choose_launch("dq", k, v)
         if use_tma:
-            k, v = (_descriptor(t, launch.block_n) for t in (k, v))
+            k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
@@ -237,28 +240,42 @@ class Call:
         dout = _rows_contiguous(dout)
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
-        # Of every query head, in fp32 until heads that share keys are summed.
-        dk, dv = (q.new_empty(q.shape, dtype=q.dtype if self.group == 1 else torch.float32) for _ in range(2))
         launch, use_tma = self._choose_launch("dkdv", q, dout)
-        if use_tma:
-            q, dout = (_descriptor(t, launch.block_m) for t in (q, dout))
-        grid, sizes, fixed = self._launch(launch, launch.block_n, launch.block_m, use_tma)
-        attention_dkdv[grid](
-            q, k, v, dout, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
-            *self._strides(), *do_strides, *sizes, self.scale, **fixed,
-            DV_FIRST=launch.dv_first, SINGLE_LOOP=launch.single_loop,
-        )  # fmt: skip
-        return (dk, dv) if self.group == 1 else (self._sum_groups(dk), self._sum_groups(dv))
+        heads = self._heads_of_a_program(launch)
+        # Where not all heads that share keys are in one program, in fp32 until they are summed.
+        shape = (self.batch, self.seq_len, self.n_heads // heads, self.head_dim)
+        dk, dv = (q.new_empty(shape, dtype=q.dtype if heads == self.group else torch.float32) for _ in range(2))
+        for one, results in _passes(launch):
+            q_rows, dout_rows = (self._descriptor(t, one.block_m, one) if use_tma else t for t in (q, dout))
+            grid, sizes, fixed = self._launch(one, one.block_n, one.block_m, use_tma, heads)
+            attention_dkdv[grid](
+                q_rows, k, v, dout_rows, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
+                *self._strides(), *do_strides, *sizes, self.scale, **fixed,
+                HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop, **results,
+            )  # fmt: skip
+        return (dk, dv) if heads == self.group else (self._sum_groups(dk), self._sum_groups(dv))
+
+    def _heads_of_a_program(self, launch: Launch) -> int:
+        """Query heads that share keys which one program of dkdv sums over: as many as leave programs enough for the device."""
+        programs = self.batch * self.n_kv * triton.cdiv(self.seq_len, launch.block_n)
+        wanted = triton.cdiv(PROGRAMS_PER_SM * self.platform.num_sms, programs)  # per key head
+        return next(
+            heads
+            for heads in range(self.group, 0, -1)
+            if self.group % heads == 0 and (heads == 1 or self.group // heads >= wanted)
+        )
 
     def _sum_groups(self, t: Tensor) -> Tensor:
-        """[batch, T, n_heads, head_dim] in fp32 -> [batch, T, n_kv, head_dim] in the type of the keys."""
-        return t.unflatten(2, (self.n_kv, self.group)).sum(3).to(self.k.dtype)
+        """[batch, T, n_heads / heads, head_dim] in fp32 -> [batch, T, n_kv, head_dim] in the type of the keys."""
+        return t.unflatten(2, (self.n_kv, -1)).sum(3).to(self.k.dtype)
 
-    def _launch(self, launch: Launch, rows: int, steps: int, use_tma: bool) -> tuple[tuple[int], tuple, dict[str, Any]]:
-        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop."""
-        pairs = self.batch * self.n_heads
-        reads = 2 * self.seq_len * self.head_dim * self.q.element_size()
-        in_flight = pairs_in_flight(self.platform, reads, self.group)
+    def _launch(
+        self, launch: Launch, rows: int, steps: int, use_tma: bool, heads: int = 1
+    ) -> tuple[tuple[int], tuple, dict[str, Any]]:
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over."""
+        pairs = self.batch * self.n_heads // heads
+        reads = 2 * self.seq_len * self.head_dim * self.q.element_size() * heads
+        in_flight = pairs_in_flight(self.platform, reads, self.group // heads)
         softcap = None if self.softcap is None else self.softcap * _LOG2_E
         sizes = (self.seq_len, pairs, min(in_flight, pairs), self.scale * _LOG2_E, softcap)
         fixed = {
@@ -268,7 +285,7 @@ class Call:
             "N_HEADS": self.n_heads,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "PARTS": parts_of(self.head_dim),
+            "PARTS": parts_of(self.head_dim, launch.part),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "NUM_STAGES": launch.num_stages,
@@ -281,63 +298,70 @@ class Call:
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
         """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
 
-        A row for one variant is for whole tiles, loaded with or without TMA as it says: anything else takes registers that the
-        row uses for larger tiles. Other calls take the row without a variant.
+        A row for a variant is for whole tiles, loaded with or without TMA as it says: anything else takes registers that the
+        row uses for larger tiles. Other calls take the row without a variant, or `mixed`.
         """
 
         def use_tma(launch: Launch) -> bool:
             return self._fits_tma(launch, _loop_rows(kernel, launch), *tensors)
 
         launch = self.launches[kernel]
-        if self.variant == "mixed" or kernel in self.fixed:
-            return launch, use_tma(launch)
-        if self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma:
-            launch = choose(kernel, *self.selection)
+        if kernel not in self.fixed and (
+            self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma
+        ):
+            launch = choose(kernel, *self.selection, MIXED if self.variant == MIXED or "+" in self.variant else None)
         return launch, use_tma(launch)
 
     def _variant(self) -> str:
-        """Variant by its name in tuning tables; `mixed` without causality, or with several features beyond plain attention."""
-        if not self.causal:
-            return "mixed"
+        """Variant by its name in tuning tables; see choose()."""
         features = {
-            "window": self.window is not None,
-            "softcap": self.softcap is not None,
             "alibi": self.slopes is not None,
             "documents": self.starts is not None,
+            "softcap": self.softcap is not None,
+            "window": self.window is not None,
         }
-        found = [name for name, here in features.items() if here]
-        return "mixed" if len(found) > 1 else (found or ["plain"])[0]
+        return "+".join(name for name, here in features.items() if here) or "plain" if self.causal else MIXED
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
 
     def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
         """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
-        with heads and sequences that follow each other without gaps.
+        with sequences, and where no part is padded heads too, that follow each other without gaps.
         """
-        parts = parts_of(self.head_dim)
+        parts = parts_of(self.head_dim, launch.part)
         return (
             launch.use_tma
             and self.platform.vendor != "amd"
-            and parts == (parts[0],) * (self.head_dim // parts[0])
+            and len(set(parts)) == 1
             and self.seq_len % rows == 0
-            and all(t.stride(1) * t.element_size() % 16 == 0 for t in tensors)
-            and all(t.stride(2) == self.head_dim or t.shape[2] == 1 for t in tensors)
+            and all(t.stride(i) * t.element_size() % 16 == 0 for t in tensors for i in (1, 2))
+            and all(t.stride(2) == self.head_dim or t.shape[2] == 1 or sum(parts) > self.head_dim for t in tensors)
             and all(t.stride(0) == self.seq_len * t.stride(1) or self.batch == 1 for t in tensors)
             and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
         )
 
+    def _descriptor(self, t: Tensor, rows: int, launch: Launch) -> TensorDescriptor:
+        """Tensor descriptor of t in blocks of `rows` rows of a part of a head; see load_rows."""
+        batch, seq_len, heads, head_dim = t.shape
+        parts, rows_all, token = parts_of(head_dim, launch.part), batch * seq_len, t.stride(1)
+        if sum(parts) == head_dim:
+            return TensorDescriptor(t, [rows_all, heads * head_dim], [token, 1], [rows, parts[0]])
+        return TensorDescriptor(t, [heads, rows_all, head_dim], [t.stride(2), token, 1], [1, rows, parts[0]])
+
 
 def _loop_rows(kernel: Kernel, launch: Launch) -> int:
     """Rows of the tiles that a program loops over."""
-    return launch.block_m if kernel == "dkdv" else launch.block_n
+    return max(launch.block_m, launch.dv_block_m or 0) if kernel == "dkdv" else launch.block_n
+
+
+def _passes(launch: Launch) -> list[tuple[Launch, dict[str, bool]]]:
+    """The launches of dkdv, and what each computes."""
+    if not launch.split:
+        return [(launch, {"DK": True, "DV": True})]
+    dv = replace(launch, block_m=launch.dv_block_m or launch.block_m)
+    return [(dv, {"DK": False, "DV": True}), (launch, {"DK": True, "DV": False})]
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """Tensor descriptor of t as [batch * T, heads * head_dim], in blocks of `rows` rows of a head."""
-    batch, seq_len, heads, head_dim = t.shape
-    return TensorDescriptor(t, [batch * seq_len, heads * head_dim], [t.stride(1), 1], [rows, head_dim])

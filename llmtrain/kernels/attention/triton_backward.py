@@ -134,15 +134,14 @@ def attention_dkdv(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of every query head. Program: tile of BLOCK_N keys x (sequence, query head).
+    """dk and dv, summed over HEADS query heads that share keys. Program: tile of BLOCK_N keys x (sequence, HEADS query heads).
 
-    Arguments as of attention_dq, which has written delta; dk, dv: [batch, T, n_heads, head_dim], contiguous: heads that share
-    keys are summed afterwards. A loop over them here would leave a GPU with few programs, each with a loop in a loop, which
-    Triton does not pipeline across: half of the speed (BENCHMARKS.md). USE_TMA: q and dout are tensor descriptors. Scores are
-    kept with keys as rows: weights and their gradients are then left operands, from registers. The early keys, which the most
-    queries see, start first.
+    Arguments as of attention_dq, which has written delta; dk, dv: [batch, T, n_heads / HEADS, head_dim], contiguous; without
+    DK or DV the other alone. USE_TMA: q and dout are tensor descriptors. Scores are kept with keys as rows: weights and their
+    gradients are then left operands, from registers. The early keys, which the most queries see, start first.
 
     DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
     in one loop, which takes fewer registers than one loop with masks and one without.
@@ -152,8 +151,10 @@ def attention_dkdv(
     LOOK_BACK: tl.constexpr = 0 if CAUSAL else LOOK_AHEAD
     LOWER: tl.constexpr = LOOK_BACK is not None or starts is not None
     UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None or RAGGED
+    BLOCKS: tl.constexpr = N_HEADS // HEADS
     tile, pair = program_tile(tl.cdiv(seq_len, BLOCK_N), pairs, pairs_in_flight)
-    batch, head = pair // N_HEADS, pair % N_HEADS
+    batch, block = pair // BLOCKS, pair % BLOCKS
+    head = block * HEADS
     kv_head = head // GROUP
     begin = tile * BLOCK_N
     j = begin + tl.arange(0, BLOCK_N)
@@ -163,58 +164,99 @@ def attention_dkdv(
     k += batch.to(tl.int64) * k_batch + kv_head * k_head
     v += batch.to(tl.int64) * v_batch + kv_head * v_head
     if not USE_TMA:
-        q += batch.to(tl.int64) * q_batch + head * q_head
-        dout += batch.to(tl.int64) * do_batch + head * do_head
-    lse += pair.to(tl.int64) * seq_len
-    delta += pair.to(tl.int64) * seq_len
-    here = (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
-    slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
+        q += batch.to(tl.int64) * q_batch
+        dout += batch.to(tl.int64) * do_batch
+    lse += batch.to(tl.int64) * (N_HEADS * seq_len)
+    delta += batch.to(tl.int64) * (N_HEADS * seq_len)
+    here = (batch.to(tl.int64) * seq_len * BLOCKS + block) * HEAD_DIM
 
     k_tile = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
-    v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
+    v_tile = k_tile
+    if DK:
+        v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
     first, last = visible_range(j, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, LOOK_BACK, LOOK_AHEAD)
     dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)
     if LOWER and not SINGLE_LOOP:
-        for start in tl.range(a, b, BLOCK_M, num_stages=NUM_STAGES):
-            dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
-                batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
-            )  # fmt: skip
-    # All tiles of this head with SINGLE_LOOP, else those that need no mask.
-    for start in tl.range(a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, BLOCK_M, num_stages=NUM_STAGES):
-        dk_acc, dv_acc = _add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
-            batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-            SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
+        dk_acc, dv_acc = _add_queries(
+            dk_acc, dv_acc, a, b, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
+            batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, True, CAUSAL, LOWER, UPPER, RAGGED,
+            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
         )  # fmt: skip
+    # All tiles with SINGLE_LOOP, else those that need no mask.
+    dk_acc, dv_acc = _add_queries(
+        dk_acc, dv_acc, a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, k_tile, v_tile, q, dout, lse, delta,
+        q_token, q_head, do_token, do_head,
+        batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
+        BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+    )  # fmt: skip
     if UPPER and not SINGLE_LOOP:
-        for start in tl.range(c, end, BLOCK_M, num_stages=NUM_STAGES):
+        dk_acc, dv_acc = _add_queries(
+            dk_acc, dv_acc, c, end, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
+            batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, True, CAUSAL, LOWER, UPPER, RAGGED,
+            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+        )  # fmt: skip
+    if DK:
+        store_rows(dk + here, dk_acc, out_scale, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    if DV:
+        store_rows(dv + here, dv_acc, 1.0, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+
+
+@triton.jit
+def _add_queries(
+    dk_acc, dv_acc, start, end, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
+    batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_M: tl.constexpr, NUM_STAGES: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Add the tiles of queries from `start` to `end` of the heads from `head` on to dk_acc and dv_acc.
+
+    One loop over heads and tiles: Triton does not pipeline a loop across the iterations of another.
+    """
+    if HEADS == 1:
+        for at in tl.range(start, end, BLOCK_M, num_stages=NUM_STAGES):
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token,
-                batch, head, start, seq_len, j, begin, first, last, scale, softcap, slopes, slope,
-                True, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST,
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
+                batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
+                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
             )  # fmt: skip
-    store_rows(dk + here, dk_acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
-    store_rows(dv + here, dv_acc, 1.0, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+    else:
+        at = start
+        for _ in tl.range(0, HEADS * tl.cdiv(end - start, BLOCK_M), num_stages=NUM_STAGES):
+            dk_acc, dv_acc = _add_dkdv(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
+                batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
+                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
+            )  # fmt: skip
+            at += BLOCK_M
+            head += tl.where(at < end, 0, 1)
+            at = tl.where(at < end, at, start)
+    return dk_acc, dv_acc
 
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, do_token, batch, head, start, seq_len,
-    j, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head, batch, head, start, seq_len,
+    j, begin, first, last, scale, softcap, slopes, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DV_FIRST: tl.constexpr,
+    DV_FIRST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of queries to dk_acc = dS^T Q and dv_acc = P^T dO."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_M)
     i = start + tl.arange(0, BLOCK_M)
+    if not USE_TMA:
+        q += head * q_head
+        dout += head * do_head
+    lse += head * seq_len
+    delta += head * seq_len
+    slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
     q_tile = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
     score = dot_transposed(k_tile, q_tile, PARTS, PRECISION)
-    if not DV_FIRST:
+    if DK and not DV_FIRST:
         dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
         dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
     lse_log2 = tl.load(lse + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None) * LOG2_E
@@ -225,17 +267,19 @@ def _add_dkdv(
         score, lse_log2[None, :], (j - begin)[:, None], i[None, :] - j[:, None], visible,
         scale, softcap, slopes, slope, MASKED, CAUSAL,
     )  # fmt: skip
-    if DV_FIRST:
+    if DV_FIRST or not DK:
         dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
-    dv_acc = dot_accumulate(weight, dout_tile, dv_acc, PARTS, PRECISION)
-    if DV_FIRST:
-        dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
-    # Loaded late: it takes as many registers as a score has columns.
-    sums = tl.load(delta + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None)
-    dscore = weight * (dweight - sums[None, :])
-    if softcap is not None:
-        dscore *= d_softcap
-    dk_acc = dot_accumulate(dscore, q_tile, dk_acc, PARTS, PRECISION)
+    if DV:
+        dv_acc = dot_accumulate(weight, dout_tile, dv_acc, PARTS, PRECISION)
+    if DK:
+        if DV_FIRST:
+            dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
+        # Loaded late: it takes as many registers as a score has columns.
+        sums = tl.load(delta + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None)
+        dscore = weight * (dweight - sums[None, :])
+        if softcap is not None:
+            dscore *= d_softcap
+        dk_acc = dot_accumulate(dscore, q_tile, dk_acc, PARTS, PRECISION)
     return dk_acc, dv_acc
 
 

@@ -17,7 +17,9 @@ class Launch(Options):
     """block_m: queries, block_n: keys of a tile. num_stages: tiles in flight in a loop, through shared memory.
 
     use_tma: load tiles through tensor descriptors by Hopper's TMA where the tensors allow it.
-    maxnreg: most registers per thread (NVIDIA only). dv_first, single_loop: of dkdv; see attention_dkdv.
+    part: width of the tiles that make up head_dim, the last padded with zeros; None: powers of two that pad nothing.
+    maxnreg: most registers per thread (NVIDIA only). dv_first, single_loop, split: of dkdv; see attention_dkdv. split:
+    dk and dv in launches of their own, which takes half the registers, and q k^T once more; dv_block_m: block_m of dv's.
     """
 
     block_m: Count
@@ -28,6 +30,9 @@ class Launch(Options):
     maxnreg: Count | None = None
     dv_first: Flag = False
     single_loop: Flag = False
+    part: Count | None = None
+    split: Flag = False
+    dv_block_m: Count | None = None
 
     def options(self, platform: Platform) -> dict[str, Any]:
         """Triton's own launch options, beside the kernel's arguments."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning_table import Row
 
+MIXED = "mixed"
 _INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
 
 
@@ -19,12 +21,19 @@ def choose(
 ) -> Launch:
     """Launch parameters of the row that serves this shape.
 
-    variant: `plain`; the one thing beyond it: alibi, window, documents or softcap; or `mixed`, several, or no causality,
-    which takes registers that the others can use for larger tiles. None: rows that name no variant.
+    seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.
+    variant: `plain`, what is beyond it (alibi, documents, softcap, window), or several of these, joined by `+` in this order;
+    or `mixed`: without causality. Several without a row of their own take the rows for `mixed`, whose small tiles leave
+    registers for everything. None: rows that name no variant.
     """
     if platform.vendor == "cpu":
         return _INTERPRETED
-    return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant).launch
+
+    def select(variant: str | None) -> Row:
+        return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant)
+
+    row = select(variant)
+    return (select(MIXED) if variant is not None and "+" in variant and row.variant != variant else row).launch
 
 
 def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:

@@ -2,7 +2,8 @@
 
 Width. Triton's tiles are powers of two wide. A head_dim of another width is cut into parts (160 = 128 + 32), each a
 tile of its own: padding 160 to 256 would cost 1.6 x the products, the shared memory and the registers. A tile of width
-head_dim is therefore a tuple of tensors here. Only a last part below 16 (head_dim 8 mod 16) is padded and masked.
+head_dim is therefore a tuple of tensors here. A launch can ask for parts of one width instead, of which the last is
+padded with zeros: 96 as 128 multiplies a third more, but in one product instead of two, and TMA can load it.
 
 Visible range. Under causality, a sliding window, documents and the end of the sequence alike, query i sees the keys of one
 interval, and neither end of the interval falls when i grows. So the keys of a tile of queries, and those that all of its
@@ -15,12 +16,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmtrain.kernels.sigmoid import sigmoid
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # below every score, and finite: -inf - -inf would be NaN
 
 
-def parts_of(head_dim: int) -> tuple[int, ...]:
-    """Widths of the tiles that make up head_dim, at most 256: powers of two from 16 on, falling."""
+def parts_of(head_dim: int, part: int | None = None) -> tuple[int, ...]:
+    """Widths of the tiles that make up head_dim, at most 256: powers of two from 16 on, falling.
+
+    part: as many tiles of this width as are needed instead.
+    """
+    if part is not None:
+        return (part,) * -(-head_dim // part)
     rounded = (head_dim + 15) // 16 * 16
     return tuple(1 << bit for bit in reversed(range(4, 9)) if rounded >> bit & 1)
 
@@ -63,13 +71,18 @@ def load_rows(
 ):  # fmt: skip
     """Rows start .. start + ROWS of [T, head_dim] as parts; zeros, not read, from row `limit` on if MASKED.
 
-    source: a pointer to row 0 (batch and head are not used), or with with USE_TMA, a tensor descriptor of [batch * T, heads *
-    head_dim], for a T (the limit) in whole tiles and parts of one width: TMA then computes the addresses.
+    source: a pointer to row 0 (batch and head are not used), or with USE_TMA, a tensor descriptor, for a T (the limit) in whole
+    tiles and parts of one width: TMA then computes the addresses. Of [batch * T, heads * head_dim]; or where the last part is
+    wider than what is left, of [heads, batch * T, head_dim], beyond whose ends TMA reads zeros.
     """
     if USE_TMA:
         out = ()
         for i in tl.static_range(len(PARTS)):
-            out = out + (source.load([batch * limit + start, head * HEAD_DIM + before(PARTS, i)]),)
+            if padded(PARTS, HEAD_DIM, len(PARTS) - 1):
+                tile = source.load([head, batch * limit + start, before(PARTS, i)])
+                out = out + (tile.reshape([ROWS, width(PARTS, i)]),)
+            else:
+                out = out + (source.load([batch * limit + start, head * HEAD_DIM + before(PARTS, i)]),)
         return out
     else:
         row = tl.arange(0, ROWS)
@@ -188,6 +201,7 @@ def softcap_score(score, scale, softcap):
     """log2(e) times the soft-capped score from q k^T, before ALiBi, and the cap's derivative. scale and softcap are already
     multiplied by log2(e): the hardware computes 2^x.
     """
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), correct at both infinities; libdevice.tanh fails in the interpreter.
-    tanh = 1.0 - 2.0 / (tl.exp2(score * (scale * (2.0 * LOG2_E) / softcap)) + 1.0)
+    # tanh(x) = 2 sigmoid(2 x) - 1, correct at both infinities; libdevice.tanh fails in the interpreter. In scale / softcap no
+    # log2(e) is left: sigmoid() multiplies by it.
+    tanh = 2.0 * sigmoid(score * (2.0 * scale / softcap)) - 1.0
     return softcap * tanh, 1.0 - tanh * tanh

@@ -1,0 +1,91 @@
+"""Which row of the tuning tables launches an attention kernel."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmtrain.kernels import tuning, tuning_table
+from llmtrain.kernels.attention import triton as attention
+from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.attention.triton_select import choose
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning_table import Row
+
+HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
+
+
+def call(seq_len: int = 4096, head_dim: int = 128, **features) -> attention.Call:
+    q = torch.empty(1, seq_len, 2, head_dim, device="meta", dtype=torch.bfloat16)
+    for name in ("slopes", "starts"):
+        if features.pop(name, False):
+            features[name] = torch.empty((1, seq_len) if name == "starts" else (2,), device="meta", dtype=torch.int32)
+    return attention.Call(q, q, q, 0.1, platform=HOPPER, **features)
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """Rows of one's own, which come first: (block_m, variant, length) of the forward at head_dim 128."""
+
+    def write(*wanted: tuple[int, str | None, int | None]) -> None:
+        made = [
+            Row("attention.forward", "bfloat16", (128,), Launch(m, 64, 4, 2), 1, "compiled only", length, variant)
+            for m, variant, length in wanted
+        ]
+        tuning_table.save(tmp_path / "own.yaml", "sm90", made)
+        monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "own.yaml"))
+        tuning.forget()
+
+    yield write
+    tuning.forget()
+
+
+def block_m(variant: str | None, seq_len: int = 4096) -> int:
+    return choose("forward", 128, "bfloat16", HOPPER, seq_len, variant).block_m
+
+
+@pytest.mark.parametrize(
+    "features, name",
+    [
+        ({}, "plain"),
+        ({"window": 100}, "window"),
+        ({"window": 4096}, "plain"),  # hides nothing
+        ({"starts": True, "window": 100}, "documents+window"),
+        ({"softcap": 30.0, "window": 100, "slopes": True, "starts": True}, "alibi+documents+softcap+window"),
+        ({"causal": False}, "mixed"),
+        ({"causal": False, "window": 100}, "mixed"),
+    ],
+)
+def test_a_variant_is_named_after_what_it_adds_to_plain_attention(features, name):
+    assert call(**features).variant == name
+
+
+def test_several_features_take_their_own_row_or_else_that_for_mixed(rows):
+    rows((16, None, None), (32, "mixed", None), (64, "documents+window", None), (128, "window", None))
+    assert block_m("documents+window") == 64
+    assert block_m("softcap+window") == block_m("mixed") == 32
+    assert block_m("window") == 128
+    assert block_m("alibi") == block_m(None) == 16
+
+
+def test_the_length_of_a_row_for_windows_is_how_far_back_a_query_sees(rows):
+    rows((16, None, None), (64, "window", 1024), (128, "window", 8192))
+    assert call(16384, window=1500).launches["forward"].block_m == 64
+    assert call(16384, window=6000).launches["forward"].block_m == 128
+
+
+@pytest.mark.parametrize("features, general", [({"window": 100}, 16), ({"window": 100, "softcap": 9.0}, 32)])
+def test_a_sequence_that_is_not_in_whole_tiles_takes_a_row_that_serves_all(features, general, rows):
+    rows((16, None, None), (32, "mixed", None), (64, "window", None), (128, "softcap+window", None))
+    for seq_len, wanted in ((4096, call(**features).launches["forward"].block_m), (4095, general)):
+        made = call(seq_len, **features)
+        assert made._choose_launch("forward", made.k, made.v)[0].block_m == wanted
+
+
+def test_tma_loads_parts_of_one_width_padded_or_not():
+    def fits(head_dim: int, part: int | None, seq_len: int = 4096) -> bool:
+        made = call(seq_len, head_dim)
+        return made._fits_tma(replace(Launch(64, 64, 4, 2), use_tma=True, part=part), 64, made.k, made.v)
+
+    assert fits(128, None) and fits(96, 32) and fits(96, 128) and fits(224, 256)
+    assert not fits(96, None) and not fits(96, 128, 4095)
