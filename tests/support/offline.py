@@ -302,7 +302,7 @@ def may_spill(check: Check) -> float:
 
     A few registers, where the row was measured and was the fastest nevertheless. All that it takes where no launch without
     spills was found: float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves
-    comparisons. And dkdv at head_dim 224, three parts, on sm80. A scan whose row has the copy engine fetch its tiles spills
+    comparisons. And dkdv at head_dim 224, three parts, on sm80. A scan whose row loads tiles through TMA spills
     where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
     if check.operation == "ssd_prefix_tree":
