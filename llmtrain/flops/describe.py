@@ -13,9 +13,18 @@ from torch import nn
 
 from llmtrain.data.shards import steps_per_epoch
 from llmtrain.errors import UserError
+from llmtrain.flops.automatic import settle
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.fitting import USABLE, Fit, fits
-from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes, shard_ranks
+from llmtrain.flops.memory import (
+    GPUS_PER_NODE,
+    Memory,
+    ParameterSizes,
+    estimate_memory,
+    exchanged_bytes,
+    gathered_bytes,
+    shard_ranks,
+)
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
@@ -102,6 +111,10 @@ class Description:
     training_causal: float
     world_size: int
     shard_ranks: int
+    settled: tuple[str, ...]
+    """What `auto` stands for in sharding and recomputation, with the reason."""
+    sharding: str
+    checkpointing: str
     memory: Memory
     memory_total: int
     gpu_memory: float | None
@@ -132,8 +145,10 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
-    memory = estimate_memory(config, sizes, world_size)
     gpu_memory = device.memory_gb * 1e9 if device else None
+    settled = settle(config, sizes, world_size, min(world_size, GPUS_PER_NODE), gpu_memory)
+    config = settled.config
+    memory = estimate_memory(config, sizes, world_size)
     too_much = gpu_memory is not None and memory.total > gpu_memory
     per_epoch = steps_per_epoch(config.data, config.train.global_batch_size)
     steps = schedule = None
@@ -165,6 +180,9 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         training_causal=training["causal"],
         world_size=world_size,
         shard_ranks=shard_ranks(config, world_size),
+        settled=settled.reasons if device else (),
+        sharding=config.train.sharding.strategy,
+        checkpointing=config.train.activation_checkpointing.type,
         memory=memory,
         memory_total=memory.total,
         gpu_memory=gpu_memory,

@@ -93,7 +93,7 @@ def _shardings(config: Config, world_size: int) -> Iterator[_Change]:
     if world_size == 1:
         return
     settings = {}
-    if sharding.strategy != "full":
+    if sharding.strategy not in ("full", "auto"):
         settings["strategy"] = "full"
     if sharding.sync_every_microbatch is False:
         settings["sync_every_microbatch"] = True
@@ -107,7 +107,7 @@ def _shardings(config: Config, world_size: int) -> Iterator[_Change]:
 def _recomputations(config: Config) -> Iterator[_Change]:
     yield _Change()
     current = config.train.activation_checkpointing.type
-    if current in ("none", "every_k"):
+    if current in ("none", "every_k", "budget"):
         yield _checkpointing(config, "selective", "a part of the forward pass runs twice")
     if current != "full":
         yield _checkpointing(config, "full", "the forward pass runs twice, about a third more work")
@@ -115,8 +115,12 @@ def _recomputations(config: Config) -> Iterator[_Change]:
 
 def _checkpointing(config: Config, kind: str, price: str) -> _Change:
     changed = ActivationCheckpointing.model_validate({"type": kind})
-    every = ("train.activation_checkpointing.k=null",) if config.train.activation_checkpointing.k is not None else ()
-    settings = (f"train.activation_checkpointing.type={kind}", *every)
+    current = config.train.activation_checkpointing
+    given = [name for name in ("k", "fraction") if getattr(current, name) is not None]
+    settings = (
+        f"train.activation_checkpointing.type={kind}",
+        *(f"train.activation_checkpointing.{n}=null" for n in given),
+    )
     return _Change(settings, (("activation_checkpointing", changed),), price)
 
 

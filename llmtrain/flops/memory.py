@@ -8,7 +8,8 @@ computation's format (2 in bf16, 4 in fp32):
     weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op, sync_every_microbatch: false or S = 1;
                  otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
                  work and the next)
-    gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + 4) * the largest group during its reduction
+    gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
+                 reduce_dtype
     optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon
     average      4 P / S with train.ema
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
@@ -22,7 +23,8 @@ computation's format (2 in bf16, 4 in fp32):
 The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
 of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
 chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
-output and those of the operators that its backends declare (saved_ops in kernels/registry.py).
+output and those of the operators that its backends declare (saved_ops in kernels/registry.py). Where sharding or checkpointing is
+`auto`, the estimate is that of full sharding and of no checkpointing; automatic.py settles them by it.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
     gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
+    reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gradients = sizes.total if once_a_step else -(-sizes.total // shards)
     return Memory(
         weights=-(-4 * sizes.total // shards) + width * gathered,
-        gradients=4 * gradients + (width + 4) * max(sizes.root, sizes.largest_layer),
+        gradients=4 * gradients + (width + reduced) * max(sizes.root, sizes.largest_layer),
         optimizer=-(-_optimizer_bytes(config.optimizer, sizes) // shards),
         activations=_activations(config, width),
         loss=_loss(config, width),
@@ -145,11 +148,13 @@ def _activations(config: Config, width: int) -> int:
         per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
     kept = 0.0
     for index, saved in enumerate(per_layer):
-        if checkpointing.type == "none" or (checkpointing.k is not None and index % checkpointing.k):
+        if checkpointing.fraction is not None:
+            kept += residual + checkpointing.fraction * (saved.everything - residual)
+        elif checkpointing.type in ("none", "auto") or (checkpointing.k is not None and index % checkpointing.k):
             kept += saved.everything
         else:
             kept += residual + (saved.selective if checkpointing.type == "selective" else 0)
-    recomputed = max(saved.everything for saved in per_layer) if checkpointing.type != "none" else 0
+    recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output.
     tokens = config.train.microbatch_size * local
     return round(tokens * (kept + recomputed + 3 * residual))

@@ -41,6 +41,8 @@ def print_description(description: Description, config: Config, console: Console
         + (" scan: a recurrence, token by token, in both." if d.forward_full["scan"] else ""),
     )
     console.print(_memory(d, config))
+    for line in d.settled:
+        _note(console, line)
     for fit in d.fits:
         _note(console, f"Would fit, with {binary(fit.memory.total)}: {' '.join(fit.settings)} ({fit.price}).")
     _note(
@@ -125,12 +127,12 @@ def _memory(d: Description, config: Config) -> Table:
     divided = f", tensor {train.parallel.tensor}" if train.parallel.tensor > 1 else ""
     table = _table(f"Memory per GPU, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
     rows = {
-        f"weights ({train.precision}, {train.sharding.strategy} sharding over {d.shard_ranks}{divided})": d.memory.weights,
+        f"weights ({train.precision}, {d.sharding} sharding over {d.shard_ranks}{divided})": d.memory.weights,
         "gradients": d.memory.gradients,
         f"optimizer ({config.optimizer.title})": d.memory.optimizer,
         **({"moving average of the weights": d.memory.average} if train.ema else {}),
         f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}{shared}, "
-        f"checkpointing {train.activation_checkpointing.type})": d.memory.activations,
+        f"checkpointing {d.checkpointing})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
     }
     for name, size in rows.items():

@@ -27,13 +27,18 @@ from llmtrain.schema.wandb import WandbConfig
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward pass rather than keep them."""
 
-    type: Literal["none", "full", "every_k", "selective"] = free("none")
+    type: Literal["none", "full", "every_k", "selective", "budget", "auto"] = free("none")
     """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every
-    second matmul."""
+    second matmul. budget: the compiler chooses what to recompute, the cheapest first, within a share of the memory. auto: none,
+    selective or full, the least that fits by the estimate of `llmtrain describe`."""
     k: PositiveInt | None = free(None)
     """With every_k: recompute one layer in so many."""
+    fraction: UnitInterval | None = free(None)
+    """With budget: the share of a compiled layer's activations that may be kept; 0 recomputes like full, 1 nothing."""
 
     def problems(self) -> Iterator[Problem]:
+        if (self.type == "budget") != (self.fraction is not None):
+            yield Problem("fraction", self.fraction, "must be given with type: budget, and only then")
         if (self.type == "every_k") != (self.k is not None):
             yield Problem("k", self.k, "must be given with type: every_k, and only then")
 
@@ -41,14 +46,18 @@ class ActivationCheckpointing(Section):
 class Sharding(Section):
     """FSDP2 over the data-parallel ranks."""
 
-    strategy: Literal["full", "grad_op", "hybrid"] = free("full")
+    strategy: Literal["auto", "full", "grad_op", "hybrid"] = free("auto")
     """full: parameters, gradients and optimizer state, gathered again in the backward pass. grad_op: parameters stay gathered
-    between forward and backward. hybrid: shard within groups of `shard_size` ranks, replicate between them."""
+    between forward and backward. hybrid: shard within groups of `shard_size` ranks, replicate between them. auto: the fastest of
+    them that fits, by the estimate of `llmtrain describe`; a run says which, and why."""
     shard_size: PositiveInt | None = free(None)
     """For hybrid: ranks per sharding group. Default: the ranks of one node."""
     sync_every_microbatch: bool | None = free(None)
     """true reduces gradients after every microbatch (least memory); false once a step, at the cost of unsharded weights
-    and gradients in between. Default: false where a sharding group has a single rank, true elsewhere."""
+    and gradients in between. Default: with auto, false where it fits; else false where a sharding group has a single rank, true
+    elsewhere."""
+    reduce_dtype: Literal["fp32", "bf16"] = free("fp32")
+    """Format in which ranks sum gradients. bf16, with precision: amp_bf16, halves that communication and rounds each sum."""
 
     def problems(self) -> Iterator[Problem]:
         if self.shard_size is not None and self.strategy != "hybrid":
@@ -150,6 +159,12 @@ class TrainConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
             yield Problem("float8", self.precision, "needs train.precision: amp_bf16")
+        if self.sharding.reduce_dtype == "bf16" and self.precision != "amp_bf16":
+            yield Problem("sharding.reduce_dtype", "bf16", "needs train.precision: amp_bf16")
+        if self.activation_checkpointing.type == "budget" and self.compile == "off":
+            yield Problem(
+                "activation_checkpointing.type", "budget", "is the compiler's; it needs train.compile: auto or on"
+            )
         if self.duration.unit == "fraction" or self.duration.value <= 0:
             yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
         if self.global_batch_size % self.microbatch_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmtrain.errors import UserError
+from llmtrain.flops.automatic import settle
 from llmtrain.flops.describe import meta_model, parameter_sizes
 from llmtrain.flops.fitting import USABLE, fits, ranks_that_fit
 from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory
@@ -12,9 +13,13 @@ from llmtrain.flops.units import binary
 from llmtrain.schema.config import Config
 
 
-def explain(error: torch.OutOfMemoryError, config: Config, world_size: int, available: int) -> str:
-    """available: bytes of memory of this rank's GPU."""
+def explain(
+    error: torch.OutOfMemoryError, config: Config, world_size: int, available: int, local_size: int | None = None
+) -> str:
+    """available: bytes of memory of this rank's GPU. local_size: ranks of a node; default: all."""
+    local_size = local_size or world_size
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    config = settle(config, sizes, world_size, local_size, available).config
     # torch's message goes on with how much is in use, and with advice about its allocator.
     first = str(error).strip().splitlines()[0].split(". GPU ")[0].rstrip(".")
     estimate = estimate_memory(config, sizes, world_size)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
+from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
@@ -52,7 +53,11 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
+        fraction = config.activation_checkpointing.fraction
+        torch._functorch.config.activation_memory_budget = 1.0 if fraction is None else fraction
         compile_layers(model.hybrid)
+    elif config.activation_checkpointing.type == "budget":
+        run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
     shard(model, sharding, config)
     model.to_empty(device=device)
     return segments
@@ -60,7 +65,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
     """kept: operators whose outputs the selective kind keeps, beside those that the mixers name."""
-    if config.type == "none":
+    if config.type in ("none", "budget"):
         return
     every = config.k if config.type == "every_k" else 1
     assert every is not None
@@ -167,7 +172,8 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
         # finds tensors (in tuples, dicts and dataclasses): rotary tables, ALiBi's slopes, the states of a cache.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        summed = torch.bfloat16 if config.sharding.reduce_dtype == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=summed, cast_forward_inputs=False)
         _shard_fp32(model, mesh)
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1

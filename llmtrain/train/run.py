@@ -25,6 +25,9 @@ from llmtrain.data.streaming import TokenDataset
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
 from llmtrain.errors import UserError
+from llmtrain.flops.automatic import settle
+from llmtrain.flops.describe import meta_model, parameter_sizes
+from llmtrain.kernels.platform import detect
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
@@ -93,8 +96,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
         model = HybridLM(config.model, dtype=dtype, documents=documents)
     causal_lm = CausalLM(model, config.train.loss)
-    cost = token_cost(model, config.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    segments = parallelize(causal_lm, config.train, world, device)
+    settled = settled_config(config, world, device)
+    cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers
+    segments = parallelize(causal_lm, settled.train, world, device)
     ranks = model.ranks
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
@@ -169,7 +173,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         callbacks=[
             StepRNG(config.seed),
             LearningRate(schedule, peaks),
-            GradientSync(causal_lm, config.train.sharding.sync_every_microbatch),
+            GradientSync(causal_lm, settled.train.sharding.sync_every_microbatch),
             Stability(config.train, spikes, ranks and TensorGradients(model, ranks)),
             *([average] if average is not None else []),
             Throughput(cost),
@@ -225,6 +229,20 @@ def resolved_schedule(config: Config, steps_per_epoch: int) -> Schedule:
     if problems := list(schedule_problems(config, steps_per_epoch)):
         raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))
     return resolve(config, steps_per_epoch)
+
+
+def settled_config(config: Config, world: World, device: torch.device) -> Config:
+    """The config without `auto`, the same on all ranks."""
+    available = None
+    if device.type == "cuda":
+        smallest = torch.tensor(detect(device).memory_bytes, device=device)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
+        available = smallest.item()
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    settled = settle(config, sizes, world.size, world.local_size, available)
+    for line in settled.reasons:
+        run_log.info(line)
+    return settled.config
 
 
 def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:

@@ -158,7 +158,8 @@ def _memory_explained(config: Config) -> Iterator[None]:
         from llmtrain.train.out_of_memory import explain
 
         available = torch.cuda.mem_get_info()[1]
-        raise RunError(explain(error, config, world_from_environment().size, available)) from error
+        world = world_from_environment()
+        raise RunError(explain(error, config, world.size, available, world.local_size)) from error
 
 
 def silence_warnings() -> None:

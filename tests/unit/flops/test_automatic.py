@@ -1,0 +1,97 @@
+"""What `auto` stands for: the fastest that fits, and no choice that was not left to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.flops.automatic import USABLE, settle
+from llmtrain.flops.memory import ParameterSizes, estimate_memory
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
+SIZES = ParameterSizes(total=1_300_000_000, root=100_000_000, largest_layer=50_000_000)
+BATCH = ("train.microbatch_size=16", "train.global_batch_size=128")
+CHECKPOINTING = "train.activation_checkpointing.type=auto"
+
+
+def config(*overrides: str) -> Config:
+    return load_config(MPT_1B, (*BATCH, *overrides))
+
+
+def chosen(*overrides: str, available: float | None = 1e12, ranks: int = 2, per_node: int = 8) -> tuple:
+    """(strategy, sync_every_microbatch, checkpointing)"""
+    train = settle(config(*overrides), SIZES, ranks, min(ranks, per_node), available).config.train
+    return train.sharding.strategy, train.sharding.sync_every_microbatch, train.activation_checkpointing.type
+
+
+def memory_of(*overrides: str, ranks: int = 2) -> float:
+    """GPU memory in which these settings just fit."""
+    return estimate_memory(config(*overrides), SIZES, ranks).total / USABLE
+
+
+GRAD_OP_ONCE = ("train.sharding={strategy: grad_op, sync_every_microbatch: false}",)
+GRAD_OP = ("train.sharding={strategy: grad_op}",)
+FULL = ("train.sharding={strategy: full}",)
+SELECTIVE = ("train.activation_checkpointing.type=selective",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (GRAD_OP_ONCE, ("grad_op", False, "none")),
+        (GRAD_OP, ("grad_op", True, "none")),
+        (FULL, ("full", True, "none")),
+        ((*GRAD_OP_ONCE, *SELECTIVE), ("grad_op", False, "selective")),
+        ((*FULL, *SELECTIVE), ("full", True, "selective")),
+    ],
+)
+def test_the_fastest_that_fits(settings, expected):
+    """Where the settings just fit, they are taken; with one byte less, something slower."""
+    limit = memory_of(*settings)
+    assert chosen(CHECKPOINTING, available=limit * 1.0001) == expected
+    assert chosen(CHECKPOINTING, available=limit * 0.9999) != expected
+
+
+def test_where_nothing_fits_it_is_the_least():
+    assert chosen(CHECKPOINTING, available=1e9) == ("full", True, "full")
+    settled = settle(config(), SIZES, 2, 2, 1e9)
+    assert "may be too much" in settled.reasons[0]
+
+
+def test_one_gpu_has_nothing_to_shard():
+    assert chosen(ranks=1)[:2] == ("full", None)
+
+
+def test_without_a_gpu_nothing_is_gained_by_memory():
+    assert chosen(CHECKPOINTING, available=None) == ("full", None, "none")
+
+
+def test_several_nodes_exchange_gradients_alone():
+    batch = "train.global_batch_size=512"
+    assert chosen(batch, ranks=16)[:2] == ("hybrid", False)
+    assert settle(config(batch), SIZES, 16, 8, 1e12).config.train.sharding.shard_size == 8
+
+
+def test_one_microbatch_a_step_is_one_sync_in_any_case():
+    assert chosen("train.global_batch_size=32")[:2] == ("grad_op", True)
+
+
+@pytest.mark.parametrize("overrides", [FULL, GRAD_OP, GRAD_OP_ONCE])
+def test_what_is_named_stays(overrides):
+    settled = settle(config(*overrides), SIZES, 2, 2, 1e12)
+    assert settled.config == config(*overrides) and settled.reasons == ()
+
+
+def test_a_sync_that_is_named_stays():
+    assert chosen("train.sharding.sync_every_microbatch=true")[:2] == ("grad_op", True)
+
+
+def test_the_reason_names_choice_and_memory():
+    [line] = settle(config(), SIZES, 2, 2, 150e9).reasons
+    assert line.startswith(
+        "train.sharding.strategy auto: grad_op, gradients reduced once a step (the fastest that fits: "
+    )
+    assert line.endswith("of 139.7 GiB by the estimate)")
