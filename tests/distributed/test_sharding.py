@@ -7,7 +7,7 @@ import pytest
 from tests.support.runs import train
 from tests.support.tiny import tiny_config
 
-SHORT = {"train.duration": "3 steps", "train.precision": "amp_bf16", "train.microbatch_size": 2}
+SHORT = {"train.duration": "6 steps", "train.precision": "amp_bf16", "train.microbatch_size": 2}
 
 
 def test_a_named_sharding_changes_nothing(ranks, shards, tmp_path):
