@@ -1,4 +1,4 @@
-"""What `auto` stands for in train.sharding and train.activation_checkpointing: the fastest that fits, by the estimate of memory.py.
+"""Choices for `auto` in train.sharding and train.activation_checkpointing: the fastest that fits, by the estimate of memory.py.
 
 Shardings from fast to slow, as measured on two H200s over NVLink (MPT-1B; tokens/s kept of one GPU's): grad_op with one gradient
 sync a step 97 %, grad_op 94 %, full 92 %. Over several nodes hybrid comes first, where only gradients cross the network, once a
@@ -23,7 +23,7 @@ choice that nobody made must not fail."""
 
 @dataclass(frozen=True)
 class Settled:
-    """config: without `auto`. reasons: a line for each choice, for the user; empty where there was none."""
+    """config: free of `auto`. reasons: a line for each choice, for the user; empty where there was none."""
 
     config: Config
     reasons: tuple[str, ...]
@@ -85,7 +85,7 @@ def _recomputations(given: ActivationCheckpointing) -> Iterator[ActivationCheckp
 
 
 def _shardings(config: Config, world_size: int, local_size: int) -> Iterator[Sharding]:
-    """From fast to slow."""
+    """Candidates from fast to slow."""
     given = config.train.sharding
     if given.strategy != "auto":
         yield given

@@ -1,4 +1,4 @@
-"""What `auto` stands for: the fastest that fits, and no choice that was not left to it."""
+"""Choices for `auto`: the fastest that fits, and none that was not left to it."""
 
 from __future__ import annotations
 
