@@ -55,8 +55,8 @@ def makers() -> dict[str, Makers]:
     """Functions that build the cells, by operation: a cell is built when it is its turn."""
     return {
         "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in grid_cells.attention()],
-        "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
         "others": list(grid_cells.others()),
+        "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
     }
 
 
@@ -89,6 +89,13 @@ class Task:
     def compiles(self) -> bool:
         return not self.name.startswith(("sdpa", "varlen", "aten"))
 
+    @property
+    def code(self) -> tuple[str, str]:
+        """The cell and contender of what is compiled: mamba_ssm's kernels are those of any number of heads and groups, and of any
+        length."""
+        cell = re.sub(r"^ssd \d+x|, \d+ groups.*", "", self.label) if self.name.startswith("mamba_ssm") else self.label
+        return cell, self.name
+
 
 def tasks(only: list[str], backends: list[str] | None, match: str, done: set[tuple[str, ...]]) -> list[Task]:
     """Tasks that are wanted and not measured yet, in order of value. A backend's first word names all of it (mamba_ssm)."""
@@ -114,19 +121,12 @@ def compile_all(wanted: list[Task], seconds: float, workers: int) -> set[Task]:
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     others = active_children()
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
-    futures: dict[Future[None], Task] = {}
-    shared: set[tuple[str, str]] = set()
+    futures: dict[Future[None], tuple[str, str]] = {}
     for task in wanted:
-        kind = (
-            re.sub(r"^\d+x", "", task.label.split(" T=")[0]),
-            task.name,
-        )  # their code is that of any number of heads
-        if task.name.startswith("mamba_ssm"):
-            if kind not in shared:
-                futures |= {pool.submit(_compile, task, share): task for share in range(SHARES)}
-            shared.add(kind)
-        elif task.compiles:
-            futures[pool.submit(_compile, task, None)] = task
+        if not task.compiles or task.code in futures.values():
+            continue
+        for share in range(SHARES) if task.name.startswith("mamba_ssm") else [None]:
+            futures[pool.submit(_compile, task, share)] = task.code
     done, left = wait(futures, seconds)
     if left:
         print(f"compiled {len(done)} of {len(futures)} parts; what is left is not measured", flush=True)
@@ -135,7 +135,7 @@ def compile_all(wanted: list[Task], seconds: float, workers: int) -> set[Task]:
                 process.terminate()
     pool.shutdown(cancel_futures=True)
     unfinished = {futures[future] for future in left}
-    return {task for task in wanted if task not in unfinished}
+    return {task for task in wanted if task.code not in unfinished}
 
 
 _MAKERS: dict[str, Makers] = {}

@@ -48,6 +48,13 @@ def refuse_package(packages: tuple[str, ...], install: str, platform: Platform |
     if platform.vendor == "cpu":
         return f"{packages[0]} needs a GPU; use reference"
     for name in packages:
-        if importlib.util.find_spec(name) is None:
+        if not _installed(name):
             return f"{name} is not installed: pip install {install}"
     return None
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of what a.b is in
+        return False

@@ -43,12 +43,14 @@ class Backend:
         platform=None asks only for reasons that hold on every machine.
     saved_ops: names of its operators whose outputs selective checkpointing keeps, since they are costly to compute and
         cheap to keep. As str() of a torch operator, without importing torch.
+    named_only: neither `auto` nor a family means it; it changes what others in its process compute with, say.
     """
 
     name: str
     module: str
     refusal: Callable[[Spec, Platform | None], str | None] = lambda spec, platform: None
     saved_ops: tuple[str, ...] = ()
+    named_only: bool = False
 
     @property
     def family(self) -> str:
@@ -97,6 +99,8 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         ),
         # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
+        Backend("sdpa:flash3", _SDPA, attention.refuse_sdpa_flash3, _sdpa_op("flash_attention"), named_only=True),
+        Backend("sdpa:flash4", _SDPA, attention.refuse_sdpa_flash4, _sdpa_op("flash_attention"), named_only=True),
     ),
     "rotary": (
         Backend("reference", "llmtrain.kernels.rotary.reference"),
@@ -240,7 +244,7 @@ def saved_ops(operation: Operation, name: str) -> set[str]:
 
 def _candidates(operation: Operation, name: str) -> list[Backend]:
     backends = _BACKENDS[operation]
-    found = [b for b in backends if name in ("auto", b.name, b.family)]
+    found = [b for b in backends if name == b.name or (name in ("auto", b.family) and not b.named_only)]
     if not found:
         names = sorted({"auto", *(b.name for b in backends), *(b.family for b in backends)})
         raise UserError(f"no {operation} backend named '{name}'; there is {', '.join(names)}")

@@ -34,7 +34,7 @@ SPECS = {
     "documents-alibi": AttentionSpec(6, 6, 64, 0.125, alibi_max_bias=8.0, documents=True),
 }
 DOCUMENTS = (1, 100, 31, 128, 73)
-BACKENDS = ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex"]
+BACKENDS = ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex", "varlen"]
 HYBRID = {
     "m": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 64},
     "a": {"type": "attention", "n_heads": 4, "position": {"type": "rotary"}, "mlp": {"type": "swiglu", "d_ff": 256}},

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.kernels.attention import flash_implementation
 from llmtrain.kernels.attention.reference import score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
+
+_FLASH: dict[str, flash_implementation.Implementation] = {"flash": "FA2", "flash3": "FA3", "flash4": "FA4"}
 
 # (q, k, v [batch, heads, T, head_dim], bias or None, scale) -> [batch, n_heads, T, head_dim]
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -25,11 +28,14 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> SDPA:
 
 
 class SDPA:
-    """Causal attention by the kernel that `variant` names: flash, cudnn, efficient or cpu."""
+    """Causal attention by the kernel that `variant` names: flash, flash3, flash4, cudnn, efficient or cpu."""
 
     def __init__(self, spec: AttentionSpec, variant: str):
         self.spec = spec
-        self.kernel: _Kernel = {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "cpu": _cpu}[variant]
+        kernels: dict[str, _Kernel] = {"cudnn": _cudnn, "efficient": _efficient, "cpu": _cpu}
+        self.kernel = kernels.get(variant, _flash)
+        if variant in _FLASH:
+            flash_implementation.use(self, _FLASH[variant])
         self.needs_bias = not spec.plain
         # The efficient kernel wants as many key as query heads; the others share them without a copy.
         self.repeat = spec.n_heads // spec.n_kv_heads if variant == "efficient" else 1

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from llmtrain.kernels import refusals
 from llmtrain.kernels.platform import Platform
 
+_FLASH3 = "flash-attn-3 (from its sources, folder hopper)"
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -78,6 +80,24 @@ def alibi_slopes(n_heads: int, max_bias: float) -> Sequence[float]:
 
 def refuse_sdpa_flash(spec: AttentionSpec, platform: Platform | None) -> str | None:
     return _refuse_fused("flash", spec) or _refuse_platform("flash", spec, platform, max_head_dim=256)
+
+
+def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    if reason := refuse_sdpa_flash(spec, platform):
+        return reason
+    if platform is not None and platform.arch != "sm90":
+        return f"FlashAttention-3 runs on Hopper (sm90) only, not {platform.arch}; use sdpa:flash"
+    return refusals.refuse_package(("flash_attn_interface",), _FLASH3, platform)
+
+
+def refuse_sdpa_flash4(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    if reason := refuse_sdpa_flash(spec, platform):
+        return reason
+    if platform is not None and (platform.vendor != "nvidia" or platform.arch[:-1] not in ("sm9", "sm10")):
+        return f"FlashAttention-4 runs on Hopper and data-center Blackwell (sm90, sm100), not {platform.arch}; use sdpa:flash"
+    if platform is not None and platform.arch != "sm90" and 128 < spec.head_dim < 256:
+        return f"FlashAttention-4 takes a head_dim up to 128, or 256, on Blackwell, not {spec.head_dim}; use sdpa:flash"
+    return refusals.refuse_package(("flash_attn.cute",), "flash-attn-4", platform)
 
 
 def refuse_sdpa_cudnn(spec: AttentionSpec, platform: Platform | None) -> str | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from llmtrain.kernels.attention import flash_implementation
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
@@ -32,6 +33,7 @@ class VarlenAttention:
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
+        flash_implementation.use(self, "FA2")
         # Counts the tokens before a query, where the spec counts the query too; -1: all of them.
         self.window = (-1 if spec.sliding_window is None else spec.sliding_window - 1, 0)
 

@@ -19,6 +19,8 @@ AttentionBackend = Literal[
     "reference",
     "sdpa",
     "sdpa:flash",
+    "sdpa:flash3",
+    "sdpa:flash4",
     "sdpa:cudnn",
     "sdpa:efficient",
     "sdpa:cpu",

@@ -113,6 +113,8 @@ def test_table_has_every_backend_once():
         "varlen": False,
         "triton": True,
         "flash_attn": False,
+        "sdpa:flash3": False,
+        "sdpa:flash4": False,
     }
 
 
