@@ -1,4 +1,4 @@
-"""Which FlashAttention answers PyTorch's own operators: version 2, which it has, or 3 or 4 from a package (torch.nn.attention).
+"""The FlashAttention that answers PyTorch's own operators: version 2, which it has, or 3 or 4 from a package (torch.nn.attention).
 
 PyTorch has one answer per process, so kernels of two versions cannot stand side by side in one.
 """
