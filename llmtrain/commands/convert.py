@@ -57,11 +57,15 @@ def add_import(commands) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.repository import Repository
+    from llmtrain.config.addresses import is_remote
     from llmtrain.config.output_folder import refuse_existing
     from llmtrain.progress import format_bytes
 
     size = parse_size(args.max_shard_size)
     refuse_existing(args.out)  # before torch is imported
+    if not is_remote(args.checkpoint):
+        Repository(args.checkpoint).require_any()
     import torch
 
     from llmtrain.convert.export import export

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 from llmtrain.errors import UserError
+
+_MOST_PER_CORE, _MOST = 4, 64
 
 
 def joins_a_launcher(nproc: int | None) -> bool:
     """True for a rank that a launcher started; it then ends with its launcher.
 
-    nproc: of --nproc. Raises UserError for a number below 1, and in a rank, which starts no processes.
+    nproc: of --nproc. Raises UserError for a number below 1 or far above the cores, and in a rank, which starts no processes.
     """
     from llmtrain.distributed.processes import end_with_launcher
     from llmtrain.distributed.world import launched_by_a_launcher
 
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc}: expected at least 1")
+    most = max(_MOST, _MOST_PER_CORE * (os.cpu_count() or 1))
+    if nproc is not None and nproc > most:
+        raise UserError(f"--nproc {nproc}: expected at most {most} processes on this machine, of one GPU or core each")
     if not launched_by_a_launcher():
         return False
     end_with_launcher()

@@ -63,7 +63,7 @@ LAUNCHERS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "composer"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.slow)])
 def test_other_launchers_run_two_ranks(project, finished, launcher):
     status, text = project.run(*LAUNCHERS[launcher](), "run.yaml")
     assert status == 0, text
@@ -87,10 +87,10 @@ def test_the_same_command_again_finds_the_run_complete(ranks, finished, tmp_path
     assert project.checkpoints() == ["step-00000006"]
 
 
-def test_what_is_free_may_change_and_the_run_goes_on(finished, tmp_path):
+def test_what_is_free_may_change_and_the_run_goes_on(ranks, finished, tmp_path):
     project = copy_of(finished, tmp_path)
     changes = ["train.microbatch_size=4", "train.activation_checkpointing={type: selective}", "train.duration=9 steps"]
-    status, text = project.run(*LLMTRAIN, "train", "--nproc", "2", "run.yaml", *changes)
+    [(status, text), _] = ranks(2).run(command, "train", str(project.folder / "run.yaml"), *changes)
     assert status == 0, text
     assert "(step 6 of 9)" in text and "step 9/9" in text
     assert project.checkpoints() == ["step-00000006", "step-00000009"]
@@ -211,6 +211,7 @@ def test_fresh_starts_anew_and_keeps_the_old_run_aside(ranks, finished, tmp_path
         (["data.train.streams.text.local=/nowhere"], "data.train.streams.text.local"),
         (["--nproc", "3"], "must be a multiple of"),
         (["--nproc", "0"], "0"),
+        (["--nproc", "1000000", "train.global_batch_size=8000000"], "expected at most"),
     ],
 )
 def test_a_bad_config_starts_nothing(project, arguments, expected):
@@ -283,7 +284,9 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     assert f"(step {last} of {last + 6})" in text
 
 
-@pytest.mark.parametrize("launcher", ["llmtrain", "torchrun", pytest.param("composer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "composer"))]
+)
 def test_a_rank_that_fails_is_reported_once(project, launcher):
     """A shard that turns out damaged on the way: what a user meets, without a hook in the code."""
     shards = project.folder / "shards"

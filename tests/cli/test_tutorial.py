@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shlex
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import main
-from tests.support.project import LLMTRAIN, Project
+from tests.cli.test_train import command
+from tests.support.project import Project
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 HOME = "/home/you/stories"
@@ -63,7 +65,13 @@ def alike(shown: str, printed: list[str]) -> bool:
     return close and re.sub(number, "#", left) == re.sub(number, "#", right)
 
 
-def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
+def train(folder: Path, arguments: list[str]) -> tuple[int, str]:
+    """A job: `llmtrain ARGUMENTS` as one of the ranks that --nproc asks for."""
+    with contextlib.chdir(folder):
+        return command(*arguments)
+
+
+def test_the_page_is_what_happens(ranks, tmp_path, monkeypatch, capsys):
     project = Project(tmp_path, shards=tmp_path)  # for its subprocesses; the page brings run.yaml and the shards
     stories = []
     for language, text in blocks():
@@ -71,12 +79,16 @@ def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
             name = text.partition("\n")[0].removeprefix("# ")
             (tmp_path / name).write_text(text, encoding="utf-8")
             continue
-        for command, shown in commands(text):
-            program, *arguments = shlex.split(command)
+        for line, shown in commands(text):
+            program, *arguments = shlex.split(line)
             if program == "python":
                 status, printed = project.run(sys.executable, *arguments)
             elif arguments[0] == "train":
-                status, printed = project.run(*LLMTRAIN, *arguments)
+                size = 1
+                if "--nproc" in arguments:
+                    place = arguments.index("--nproc")
+                    _, size = arguments.pop(place), int(arguments.pop(place))
+                status, printed = ranks(size).run(train, tmp_path, arguments)[0]
             else:
                 assert program == "llmtrain"
                 with monkeypatch.context() as patch:
@@ -86,7 +98,7 @@ def test_the_page_is_what_happens(tmp_path, monkeypatch, capsys):
                 printed = streams.err if status else streams.out
             printed = printed.replace(str(tmp_path), HOME)
             refused = "errors" in shown or "lr: 0.01 ->" in shown
-            assert status == (2 if refused else 0), f"{command}:\n{printed}"
+            assert status == (2 if refused else 0), f"{line}:\n{printed}"
             if arguments[0] == "generate":
                 stories.append(printed)
                 shown, printed = (re.sub(CHOSEN, "#", part).partition("says")[0] for part in (shown, printed))

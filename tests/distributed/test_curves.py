@@ -43,7 +43,10 @@ def test_a_run_learns(one_batch):
 
 @pytest.mark.parametrize(
     ("size", "microbatch", "sync"),
-    [(1, 4, None), (1, 1, None), (1, 1, True), (2, 4, None), (2, 1, True), (2, 1, False)],
+    [
+        *((1, 1, None), (2, 4, None), (2, 1, True)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 4, None), (1, 1, True), (2, 1, False))),
+    ],
 )
 def test_ranks_and_microbatches_do_not_change_the_curve(ranks, shards, folder, one_batch, size, microbatch, sync):
     changes = {"train.microbatch_size": microbatch, "train.sharding.sync_every_microbatch": sync}
@@ -58,7 +61,7 @@ def test_another_seed_is_another_curve(ranks, shards, folder, one_batch):
     assert other.losses != pytest.approx(one_batch.losses, rel=1e-4, abs=0)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def size(request) -> int:
     return request.param
 
@@ -82,9 +85,9 @@ def interrupt_and_resume(ranks, shards, run_dir, size, stop_before, changes=DROP
 @pytest.mark.parametrize(
     ("stop_before", "interval"),
     [
-        pytest.param(10, 5, id="mid-epoch, nothing lost"),
+        pytest.param(10, 5, id="mid-epoch, nothing lost", marks=pytest.mark.slow),
         pytest.param(13, 5, id="mid-epoch, three steps lost"),
-        pytest.param(STEPS_PER_EPOCH, STEPS_PER_EPOCH, id="between epochs"),
+        pytest.param(STEPS_PER_EPOCH, STEPS_PER_EPOCH, id="between epochs", marks=pytest.mark.slow),
         pytest.param(STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH, id="after an epoch's end, two steps lost"),
     ],
 )
@@ -106,6 +109,7 @@ def assert_equal_tensors(a, b) -> None:
         assert torch.equal(a[name], b[name]) if torch.is_tensor(a[name]) else a[name] == b[name], name
 
 
+@pytest.mark.slow
 def test_without_step_rng_dropout_would_not_continue(ranks, shards, folder, tmp_path):
     whole = ranks(1).run(train_without_step_rng, tiny_config(shards, tmp_path / "whole", DROPOUT))[0]
     config = tiny_config(shards, tmp_path / "run", DROPOUT)
@@ -120,6 +124,7 @@ def train_without_step_rng(*args) -> Run:
         return train(*args)
 
 
+@pytest.mark.slow
 def test_without_the_data_position_the_epoch_would_start_again(ranks, shards, folder, tmp_path, one_batch):
     config = tiny_config(shards, tmp_path / "run", {"checkpoint.interval": "5 steps"})
     ranks(1).run(train_without_position, config, 10)
@@ -154,6 +159,7 @@ def test_loader_processes_do_not_change_what_is_resumed(ranks, shards, tmp_path,
     assert_same_curve(resumed, one_batch)
 
 
+@pytest.mark.slow
 def test_a_run_moves_over_four_two_one_and_four_ranks(ranks, shards, tmp_path, one_batch):
     changes = {"checkpoint.interval": "3 steps", "train.microbatch_size": 2, "checkpoint.keep_last": 2}
     config = tiny_config(shards, tmp_path / "run", changes)

@@ -54,7 +54,10 @@ def documents_apart(config: Config, batch: dict[str, torch.Tensor]) -> Step:
 
 @pytest.mark.parametrize(
     ("size", "microbatch", "compiled_by", "kind"),
-    [(1, 8, None, "none"), (2, 1, None, "full"), (2, 2, "aot_eager", "selective")],
+    [
+        *((1, 8, None, "none"), (2, 1, None, "full")),
+        pytest.param(2, 2, "aot_eager", "selective", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_that_of_the_documents_apart(ranks, shards, tmp_path, size, microbatch, compiled_by, kind):
     changes = {

@@ -46,9 +46,11 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
-        (1, {"train.microbatch_size": 8}),
+        pytest.param(1, {"train.microbatch_size": 8}, marks=pytest.mark.slow),
         (2, {"train.microbatch_size": 2, "train.activation_checkpointing": {"type": "full"}}),
-        (2, {"train.microbatch_size": 4, "train.sharding": {"strategy": "grad_op"}}),
+        pytest.param(
+            2, {"train.microbatch_size": 4, "train.sharding": {"strategy": "grad_op"}}, marks=pytest.mark.slow
+        ),
         pytest.param(1, {"train.microbatch_size": 8, "train.compile": "on"}, marks=pytest.mark.slow),
         pytest.param(2, {"train.microbatch_size": 4, "train.parallel.context": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"train.microbatch_size": 4, "train.parallel.tensor": 2}, marks=pytest.mark.slow),
@@ -85,7 +87,7 @@ def assert_kept(kept: Path, report: Report, again: Path) -> None:
     assert earlier.a.endswith("/step-00000003") and any(one.headline.value for one in earlier.tasks)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bf16_scores_are_those_of_the_checkpoint_read_in_bf16(ranks, shards, tmp_path, place, size):
     changes = {"train.precision": "amp_bf16", "train.microbatch_size": 4}
     made = config(shards, tmp_path / "run", place, changes)

@@ -48,6 +48,8 @@ WIRED = {
     "model.layers": "both after parallel",
 }
 
+SLOW = pytest.mark.slow
+
 
 @dataclass
 class Step:
@@ -168,7 +170,10 @@ def config(shards, tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "microbatch", "sync"),
-    [(1, 8, None), (1, 1, True), (1, 2, False), (2, 4, True), (2, 1, True), (2, 2, False)],
+    [
+        *((1, 8, None), (1, 2, False), (2, 4, True), (2, 2, False)),
+        *(pytest.param(*one, marks=SLOW) for one in ((1, 1, True), (2, 1, True))),
+    ],
 )
 def test_unequal_numbers_of_labels_weigh_by_tokens(ranks, config, size, microbatch, sync):
     made = config({"train.microbatch_size": microbatch, "train.sharding.sync_every_microbatch": sync})
@@ -195,15 +200,13 @@ ACTIVATION_CHECKPOINTING = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("size", "compiled_by", "kind"),
     [
-        *((size, None, kind) for size in (1, 2) for kind in ACTIVATION_CHECKPOINTING),
-        *((2, "aot_eager", kind) for kind in ("none", "selective")),
-        *(pytest.param(2, "aot_eager", kind, marks=SLOW) for kind in ("full", "every_k")),
+        *((2, None, kind) for kind in ACTIVATION_CHECKPOINTING),
+        (2, "aot_eager", "selective"),
+        *(pytest.param(1, None, kind, marks=SLOW) for kind in ACTIVATION_CHECKPOINTING),
+        *(pytest.param(2, "aot_eager", kind, marks=SLOW) for kind in ("none", "full", "every_k")),
         *(pytest.param(1, "inductor", kind, marks=SLOW) for kind in ACTIVATION_CHECKPOINTING),
     ],
 )
@@ -275,7 +278,7 @@ def test_what_each_kind_of_activation_checkpointing_computes_twice(config):
     [
         (2, {"strategy": "full"}),
         (2, {"strategy": "grad_op"}),
-        (2, {"strategy": "hybrid", "shard_size": 1}),
+        pytest.param(2, {"strategy": "hybrid", "shard_size": 1}, marks=SLOW),
         (4, {"strategy": "hybrid", "shard_size": 2}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(map(str, value.values())),
@@ -287,7 +290,7 @@ def test_sharding_leaves_gradients_alone(ranks, config, size, sharding):
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
-@pytest.mark.parametrize(("size", "microbatch"), [(1, 8), (2, 2)])
+@pytest.mark.parametrize(("size", "microbatch"), [pytest.param(1, 8, marks=SLOW), (2, 2)])
 def test_bf16_keeps_the_recurrence_and_positions_in_fp32(ranks, config, kind, size, microbatch):
     changes = {"train.precision": "amp_bf16", "train.microbatch_size": microbatch}
     made = config(DENSE_ATTENTION | ACTIVATION_CHECKPOINTING[kind] | changes)

@@ -30,7 +30,10 @@ def scored(model: CausalLM, requests, **options):
     return found, made.plan
 
 
-@pytest.mark.parametrize("name", [*(name for name in PACKABLE if "2.7B" not in name), "capped"])  # that one on a GPU
+NAMES = [name for name in PACKABLE if "B" not in name]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "capped", pytest.param("zamba2 as the 1.2B", marks=pytest.mark.slow)])
 def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     monkeypatch.setitem(MODELS, "capped", CAPPED)
     model = build(name, platform.cpu())

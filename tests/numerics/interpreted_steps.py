@@ -1,4 +1,4 @@
-"""Cases of test_step_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+"""Cases of test_ssd_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 import pytest
 import torch

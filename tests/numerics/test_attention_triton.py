@@ -1,7 +1,7 @@
 """The Triton attention kernels through Triton's interpreter, on a CPU; and what needs no kernel.
 
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in
-interpreted_attention.py.
+interpreted_attention.py and interpreted_prefix_trees.py.
 """
 
 import pytest
@@ -12,13 +12,14 @@ from llmtrain.kernels.attention.triton_tiles import parts_of
 from tests.support.interpreter import run_interpreted
 
 
-@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_interpreted_kernels_agree_with_the_definition(cases):
-    run_interpreted("attention", cases, timeout=3000 if cases == "slow" else 900)
+def test_the_interpreted_kernels_agree_with_the_definition():
+    """And scores of packed texts are those of a forward pass per request: interpreted_prefix_trees.py."""
+    run_interpreted("attention", "prefix_trees")
 
 
-def test_scores_of_packed_texts_are_those_of_a_forward_pass_per_request():
-    run_interpreted("prefix_trees")
+@pytest.mark.slow
+def test_all_of_their_cases():
+    run_interpreted("attention", "prefix_trees", cases="slow", timeout=3000)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

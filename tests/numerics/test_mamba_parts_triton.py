@@ -1,6 +1,6 @@
 """The Triton kernels around the scan through Triton's interpreter on a CPU, and how they are launched.
 
-Each in a process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
+In a process of their own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_conv1d.py,
 interpreted_documents.py (whole models), interpreted_gated_norm.py, interpreted_mixer.py, interpreted_norm.py,
 interpreted_rotary.py and, of `bench tune`, in interpreted_tuning.py.
 """
@@ -32,9 +32,13 @@ from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import launches, peak_mib
 
 
-@pytest.mark.parametrize("operation", ["conv1d", "documents", "gated_norm", "mixer", "norm", "rotary", "tuning"])
-def test_the_interpreted_kernels_agree_with_the_reference(operation):
-    run_interpreted(operation)
+def test_the_interpreted_kernels_agree_with_the_reference():
+    run_interpreted("conv1d", "documents", "gated_norm", "mixer", "norm", "rotary", "tuning")
+
+
+@pytest.mark.slow
+def test_all_of_their_cases():
+    run_interpreted("documents", cases="slow")
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])

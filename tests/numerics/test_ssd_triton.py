@@ -1,6 +1,7 @@
 """The Triton kernels of the scan through Triton's interpreter, on a CPU.
 
-In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_ssd.py.
+In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_ssd.py,
+interpreted_prefix_tree_kernels.py and interpreted_steps.py.
 """
 
 from typing import Any
@@ -19,14 +20,14 @@ from tests.support.live_bytes import peak_mib
 H200 = Platform("nvidia", "sm90", "", 1 << 36, 132)
 
 
-@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_interpreted_kernels_agree_with_the_reference(cases):
-    run_interpreted("ssd", cases, timeout=7200 if cases == "slow" else 900)
+def test_the_interpreted_kernels_agree_with_the_reference():
+    """Those of packed requests that share prefixes and of cached decoding, too."""
+    run_interpreted("ssd", "prefix_tree_kernels", "steps")
 
 
-def test_packed_requests_that_share_prefixes():
-    """Cases of interpreted_prefix_tree_kernels.py."""
-    run_interpreted("prefix_tree_kernels")
+@pytest.mark.slow
+def test_all_of_their_cases():
+    run_interpreted("ssd", cases="slow", timeout=7200)
 
 
 def test_the_sequential_scan_is_taken_where_it_fills_the_device():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import gc
 import os
 import subprocess
 import sys
@@ -11,15 +14,16 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(operation: str, cases: str = "not slow", timeout: float = 900) -> None:
+def run_interpreted(*operations: str, cases: str = "not slow", timeout: float = 900) -> None:
     """Runs tests/numerics/interpreted_OPERATION.py, in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+    Several operations in one, which imports for many seconds.
 
     cases: as for pytest's -m. timeout: in seconds. Raises AssertionError with what was printed if a case fails or is skipped.
     """
-    file = ROOT / "tests" / "numerics" / f"interpreted_{operation}.py"
+    files = [str(ROOT / "tests" / "numerics" / f"interpreted_{operation}.py") for operation in operations]
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, str(file)],
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, *files],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
         timeout=timeout,
@@ -31,15 +35,27 @@ def run_interpreted(operation: str, cases: str = "not slow", timeout: float = 90
     assert "skipped" not in done.stdout, done.stdout
 
 
+@functools.cache
 def speed_up() -> None:
-    """To be called once in a process that interprets kernels (TRITON_INTERPRET=1), before the first of them.
+    """To be called in a process that interprets kernels (TRITON_INTERPRET=1), before the first of them.
 
     - Every call of a device function replaces the whole of `triton.language` anew. The launch has done that already.
     - Every integer sum is computed a second time in 64 bits, to see whether it overflows: not at the sizes of a test.
+    - Types and shapes, of which a kernel has a few dozen, are made anew for every value: they are kept.
     """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _replace_languages_once(interpreter)
+    _keep_shapes(core)
+    _keep_numpy_types(core, interpreter)
+    _broadcast_only_unlike_shapes(TritonSemantic)
+    gc.set_threshold(100_000, 50, 50)  # every value is several objects, which go without the collector
+
+
+def _replace_languages_once(interpreter: Any) -> None:
     replace = interpreter._patch_lang
     replaced: set[tuple[str, ...]] = set()
 
@@ -65,3 +81,53 @@ def _languages(fn: Any, interpreter: Any) -> tuple[str, ...]:
     """Under which of its modules `fn` sees the language."""
     seen = fn.__globals__.values()
     return tuple(module.__name__ for module in (interpreter.tl, interpreter.tl.core) if any(v is module for v in seen))
+
+
+def _keep_shapes(core: Any) -> None:
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = builtins.tuple(one.value if isinstance(one, core.constexpr) else one for one in shape)
+        if key not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[key]
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = builtins.tuple(type.shape.values) if type.is_block() else ()
+        if key not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
+def _keep_numpy_types(core: Any, interpreter: Any) -> None:
+    find = interpreter._get_np_dtype
+    found: dict[Any, Any] = {}
+
+    def numpy_type(of: Any) -> Any:
+        scalar = of.element_ty if isinstance(of, core.block_type) else of
+        if isinstance(scalar, core.pointer_type):
+            return find(scalar)
+        if scalar not in found:
+            found[scalar] = find(scalar)
+        return found[scalar]
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _broadcast_only_unlike_shapes(semantic: Any) -> None:
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = (value.type.shape.values if value.type.is_block() else None for value in (lhs, rhs))
+        return (lhs, rhs) if one == other else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unlike

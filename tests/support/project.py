@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -13,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmtrain.cli import main
+from llmtrain.errors import exit_with
+from tests.support.ranks import warm
 from tests.support.tiny import tiny_settings
 
 LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
@@ -54,11 +58,28 @@ class Project:
             stop(process, self.folder)
         return process.returncode, text
 
-    def train(self, *arguments: str) -> tuple[int, str]:
-        return self.run(*LLMTRAIN, "train", "run.yaml", *arguments)
+    def llmtrain(self, *arguments: str, timeout: float = 600) -> tuple[int, str]:
+        """(exit status, everything printed) of `llmtrain ARGUMENTS` in a process that need not import Composer."""
+        printed = self.folder / ".printed"
+        process = warm().Process(target=_llmtrain, args=(self.folder, arguments, printed), daemon=False)
+        process.start()
+        process.join(timeout)
+        process.kill()
+        process.join()
+        return process.exitcode, printed.read_text()
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
+
+
+def _llmtrain(folder: Path, arguments: tuple[str, ...], printed: Path) -> None:
+    os.chdir(folder)
+    with printed.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a command of its own
+    sys.argv[1:] = arguments
+    exit_with(main)
 
 
 def seconds_of_children() -> float:

@@ -21,6 +21,15 @@ class RankFailed(Exception):
     """A job raised on some ranks; the text holds what each of them raised."""
 
 
+def warm() -> Any:
+    """The context of processes that are forked from one that has imported Composer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["llmtrain.train.run"])
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
+        forkserver.ensure_running()
+    return context
+
+
 class Ranks:
     """A gloo group of `size` processes, forked from one that has imported Composer.
 
@@ -28,10 +37,7 @@ class Ranks:
     """
 
     def __init__(self, size: int):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["llmtrain.train.run"])
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
-            forkserver.ensure_running()
+        context = warm()
         port = free_port()
         self.alive = True
         self.jobs = 0

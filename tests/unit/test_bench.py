@@ -82,6 +82,7 @@ def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_
     tuning.forget()
 
 
+@pytest.mark.slow
 def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, capsys):
     """With a problem whose launches fail in every way, on no GPU."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -224,6 +225,7 @@ def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
     assert "power of 2" in (found[1].failed or "")
 
 
+@pytest.mark.slow
 def test_candidates_around_the_scan_compile_without_a_gpu():
     tokens = {"tokens": 64, "seq_len": 64}
     cases = [

@@ -103,7 +103,7 @@ def global_batches(per_rank: list[Order]) -> list[list[int]]:
     return [sorted(id for rank in step for id in rank) for step in zip(*per_rank, strict=True)]
 
 
-@pytest.mark.parametrize("samples", [96, 101])
+@pytest.mark.parametrize("samples", [pytest.param(96, marks=pytest.mark.slow), 101])
 def test_global_batches_do_not_depend_on_ranks_or_workers(data, on_ranks, samples):
     orders = {}
     for ranks, workers in ((1, 0), (1, 3), (2, 2), (4, 0)):
@@ -219,7 +219,11 @@ MIXTURE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "options", [SEEKABLE, MIXTURE, {**MIXTURE, "stratified": True}, {**SEEKABLE, "shuffle": False}]
+    "options",
+    [
+        *(SEEKABLE, {**MIXTURE, "stratified": True}),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (MIXTURE, {**SEEKABLE, "shuffle": False})),
+    ],
 )
 def test_the_seekable_order_continues_anywhere_on_any_ranks_and_workers(data, on_ranks, options):
     configs = [data({"a": 300, "b": 90, "c": 41}, num_workers=workers, **options) for workers in (0, 2)]
