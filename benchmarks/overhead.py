@@ -68,6 +68,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.schema.schedule import resolve
+    from llmtrain.train.cuda_graphs import graphed_loss
     from llmtrain.train.optim import build_optimizer
     from llmtrain.train.parallel import compile_layers
 
@@ -84,6 +85,7 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     causal_lm = CausalLM(model, config.train.loss)
+    loss_of = graphed_loss(causal_lm, config.train, 1) or causal_lm.loss
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]
@@ -104,9 +106,10 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
             torch._foreach_zero_(gradients)
         total = torch.zeros((), device=device)
         for at in range(0, per_step, size):
-            loss = causal_lm.loss(ids[at : at + size], labels[at : at + size]).loss
+            loss = loss_of(ids[at : at + size], labels[at : at + size]).loss
             (loss * size / per_step).backward()
             total += loss.detach() * size / per_step
+            del loss  # with its autograd graph, before the next
             reached = [
                 (sum_, p.grad) for sum_, p in zip(gradients, model.parameters(), strict=True) if p.grad is not None
             ]

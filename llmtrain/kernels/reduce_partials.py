@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from llmtrain.kernels.launch import cdiv, jit
 
 # A program's tile: few columns, for many programs, and many rows, for many bytes in flight; columns are in fp32, so 32 of them
 # fill 128 bytes.
@@ -23,7 +24,7 @@ def reduce_partials(partials: Tensor, first: Tensor, second: Tensor | None = Non
     assert columns == third_at + (0 if third is None else third.numel())
     assert partials.dtype == torch.float32
     assert all(t is None or t.is_contiguous() for t in (partials, first, second, third))
-    _reduce_partials[(triton.cdiv(columns, _COLUMNS),)](
+    _reduce_partials[(cdiv(columns, _COLUMNS),)](
         *(partials, first, second, third, rows, columns, second_at, third_at),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -31,7 +32,7 @@ def reduce_partials(partials: Tensor, first: Tensor, second: Tensor | None = Non
     )
 
 
-@triton.jit
+@jit
 def _reduce_partials(
     partials, first, second, third, rows, columns, second_at, third_at, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

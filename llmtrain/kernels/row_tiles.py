@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ def narrowed(tile: _AnyTile, size: int) -> _AnyTile:
     return tile
 
 
+@functools.lru_cache(1024)
 def fitted(tile: _AnyTile, num_sms: int | None, rows: int, n_groups: int = 1) -> _AnyTile:
     """The same tile with `max_tiles` so small that as many programs share the rows as it asks for."""
     share = -(-rows * n_groups // (tile.block_rows * tile.programs_per_sm * num_sms)) if num_sms else tile.max_tiles

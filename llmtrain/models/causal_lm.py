@@ -57,9 +57,13 @@ class CausalLM(nn.Module):
         rank of the group calls this, and gets the loss averaged over its own labels.
         """
         seq_len = input_ids.shape[1] * (segments.size if segments else 1)
-        context = self.hybrid.context(seq_len, input_ids.device, document_ids, segments)
-        ranks = self.hybrid.ranks
-        return self(input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels, ranks))
+        return self.loss_in(self.hybrid.context(seq_len, input_ids.device, document_ids, segments), input_ids, labels)
+
+    def loss_in(self, context: Context, input_ids: Tensor, labels: Tensor) -> LossOutput:
+        """The same in a context that the caller has made."""
+        return self(
+            input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels, self.hybrid.ranks)
+        )
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         return Cache(self.hybrid, batch, capacity)

@@ -147,6 +147,10 @@ class TrainConfig(Section):
     activation_checkpointing: ActivationCheckpointing = free(ActivationCheckpointing())
     compile: Literal["auto", "on", "off"] = free("auto")
     """torch.compile(fullgraph=True) of every block. auto: on GPUs."""
+    cuda_graphs: Literal["auto", "on", "off"] = free("auto")
+    """Launch the forward and the backward pass of a microbatch as one CUDA graph each, from the second step on: what a small model
+    gains is the time in which its GPU waits for the host. auto: on one NVIDIA GPU, where nothing speaks against it; a line of the
+    run says what does. on: end the run where it cannot be."""
     sharding: Sharding = free(Sharding())
     parallel: Parallel = free(Parallel())
     deterministic: bool = free(False)

@@ -18,6 +18,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import IGNORE, LossOutput
 from llmtrain.models.segments import Segments
 from llmtrain.models.tensor_parallel import TensorRanks, padding_unit
+from llmtrain.train.cuda_graphs import GraphedLoss
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors of llmtrain.data.batches.Batch, on the CPU or a device."""
@@ -27,7 +28,8 @@ class ComposerHybridLM(ComposerModel):
     """Gives Composer the loss it minimises and the sums its validation needs.
 
     validation_streams: sample ids of each validation stream, for metrics of its own, `STREAM/cross_entropy`; a batch of
-    validation holds samples of one stream alone. segments: this rank's, where ranks share sequences.
+    validation holds samples of one stream alone. segments: this rank's, where ranks share sequences. graphs: of training's
+    microbatches, by train.cuda_graphs.
     """
 
     def __init__(
@@ -35,13 +37,15 @@ class ComposerHybridLM(ComposerModel):
         model: CausalLM,
         validation_streams: Mapping[str, range] | None = None,
         segments: Segments | None = None,
+        graphs: GraphedLoss | None = None,
     ):
         super().__init__()
-        self.model, self.segments = model, segments
+        self.model, self.segments, self.graphs = model, segments, graphs
         self.validation_streams = validation_streams or {}
 
     def forward(self, batch: Batch) -> LossOutput:
-        return self.model.loss(batch["input_ids"], batch["labels"], batch.get("document_ids"), self.segments)
+        tensors = (batch["input_ids"], batch["labels"], batch.get("document_ids"))
+        return self.model.loss(*tensors, self.segments) if self.graphs is None else self.graphs(*tensors)
 
     def loss(self, outputs: LossOutput, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """`total` is differentiated. Composer weights it by the microbatch's share of the global batch's labelled tokens."""

@@ -38,11 +38,13 @@ from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.callbacks.gradient_sync import GradientSync
 from llmtrain.train.callbacks.profiling import Profiling
+from llmtrain.train.callbacks.release_autograd import ReleaseAutograd
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
+from llmtrain.train.cuda_graphs import graphed_loss
 from llmtrain.train.extend import extension_notice
 from llmtrain.train.float8 import compute_scales_after_steps
 from llmtrain.train.loggers import build_loggers
@@ -99,6 +101,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     settled = settled_config(config, world, device)
     cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     segments = parallelize(causal_lm, settled.train, world, device)
+    graphs = graphed_loss(causal_lm, settled.train, world.size)
     ranks = model.ranks
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
@@ -158,7 +161,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     trainer = Trainer(
-        model=ComposerHybridLM(causal_lm, streams, segments),
+        model=ComposerHybridLM(causal_lm, streams, segments, graphs),
         run_name=config.name,
         seed=config.seed,
         # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
@@ -173,7 +176,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         callbacks=[
             StepRNG(config.seed),
             LearningRate(schedule, peaks),
-            GradientSync(causal_lm, settled.train.sharding.sync_every_microbatch),
+            # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
+            GradientSync(causal_lm, True if graphs else settled.train.sharding.sync_every_microbatch),
+            ReleaseAutograd(),
             Stability(config.train, spikes, ranks and TensorGradients(model, ranks)),
             *([average] if average is not None else []),
             Throughput(cost),

@@ -100,6 +100,22 @@ def test_our_kernels_in_every_block_follow_too(config_file: Path, plain: list[fl
     assert ours == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.parametrize("microbatch", [8, 4])
+@pytest.mark.parametrize("kind", cases({kind: kind for kind in KINDS}, "none", "selective"))
+def test_cuda_graphs_change_no_bit(config_file: Path, kind: str, microbatch: int):
+    """Under FSDP2, clipped, with a validation and skipped steps (the guard against spikes is set to skip most) in between."""
+    settings = (
+        f"train.activation_checkpointing={{type: {kind}{', k: 2' if kind == 'every_k' else ''}}}",
+        f"train.microbatch_size={microbatch}",
+        "train.spike={window: 4, deviations: 0.1}",
+        "train.compile=on",
+    )
+    name = f"{kind}-{microbatch}"
+    without = losses(config_file, f"launched-{name}", "train.cuda_graphs=off", *settings)
+    found = losses(config_file, f"graphed-{name}", "train.cuda_graphs=on", *settings)
+    assert found == without
+
+
 def test_muon_trains_and_an_average_is_kept(config_file: Path, plain: list[float]):
     """Muon's iterations run in bf16 here, and the average beside compiled layers; `load_model` reads it back."""
     settings = ("optimizer={type: muon, lr: 1e-3}", "train.ema={}", "train.spike={}")

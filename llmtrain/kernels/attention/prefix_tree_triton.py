@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from llmtrain.kernels.attention.triton_tiles import (
     tile_ranges,
     zeros,
 )
+from llmtrain.kernels.launch import jit
 
 _LOG2_E = 1.4426950408889634
 
@@ -74,7 +74,7 @@ def merge_ancestors(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _merge_ancestors(
     q, k, v, out, lse, slopes, starts, ends, distance_offset, tiles,
     q_token, q_head, k_token, k_head, v_token, v_head, seq_len, scale, softcap,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
 from llmtrain.kernels.platform import Platform
 
 # Untuned; for AMD compiled only. tile: elements of a tile of keys in two bytes each. stages: tiles in flight, through
@@ -54,16 +55,16 @@ class TritonAttentionStep:
                 self.options["num_warps"] *= 2  # otherwise the three products of tf32x3 spill registers at head_dim 256
 
         # tl.dot wants at least 16 of everything.
-        self.columns = max(16, triton.next_power_of_2(spec.head_dim))
+        self.columns = max(16, next_power_of_2(spec.head_dim))
         self.slots = max(8 if self.group == 1 else 16, tile // self.columns)
         # Query heads of one program. Beyond 32 the sums take too many registers: more programs, served by the cache.
-        self.heads = min(32, max(16, triton.next_power_of_2(self.group)))
+        self.heads = min(32, max(16, next_power_of_2(self.group)))
         self.precision = "tf32x3" if vendor == "nvidia" else "ieee"  # of fp32 products: fp32's accuracy in both
 
     def splits(self, batch: int, capacity: int) -> int:
         """Programs that share one head's slots. Fixed by shapes alone."""
-        wanted = triton.cdiv(_PROGRAMS_PER_SM * self.num_sms, batch * self.spec.n_kv_heads)
-        return min(wanted, triton.cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
+        wanted = cdiv(_PROGRAMS_PER_SM * self.num_sms, batch * self.spec.n_kv_heads)
+        return min(wanted, cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
         spec = self.spec
@@ -95,13 +96,13 @@ class TritonAttentionStep:
         if self.group == 1:
             _one_head[batch * spec.n_heads, splits](*inputs, *sizes, **fixed, **self.options)
         else:
-            tiles = triton.cdiv(self.group, self.heads)
+            tiles = cdiv(self.group, self.heads)
             _grouped[batch * spec.n_kv_heads * tiles, splits](
                 *inputs, *sizes, **fixed, GROUP=self.group, HEADS=self.heads, PRECISION=self.precision, **self.options
             )
         if splits > 1:
-            padded = triton.next_power_of_2(splits)
-            grid = (batch * spec.n_heads, triton.cdiv(spec.head_dim, _MERGE_COLUMNS))
+            padded = next_power_of_2(splits)
+            grid = (batch * spec.n_heads, cdiv(spec.head_dim, _MERGE_COLUMNS))
             _merge[grid](parts, weights, out, spec.head_dim, splits, padded, _MERGE_COLUMNS, num_warps=4)
         return out
 
@@ -172,7 +173,7 @@ def _one_head(
         tl.store(weights + at, highest + tl.log2(row_sum))
 
 
-@triton.jit
+@jit
 def _grouped(
     q,
     k_cache,

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmtrain.kernels import platform as platforms
 from llmtrain.kernels.attention.documents import Documents, documents
@@ -23,6 +21,8 @@ from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch
 from llmtrain.kernels.attention.triton_select import MIXED, choose, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
+from llmtrain.kernels.launch import Descriptor, cdiv
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
@@ -81,8 +81,7 @@ def attend(
     return _forward_op(q, k, v, scale, causal, window, softcap, slopes, starts, ends)
 
 
-@torch.library.custom_op("llmtrain::attention_forward", mutates_args=())
-def _forward_op(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -97,14 +96,16 @@ def _forward_op(
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).forward()
 
 
-@_forward_op.register_fake
+_forward_op = operator("attention_forward", launch_forward)
+
+
+@torch.library.register_fake(_forward_op)
 def _(q, k, v, scale, causal, window, softcap, slopes, starts, ends):
     batch, seq_len, n_heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, n_heads, seq_len), dtype=torch.float32)
 
 
-@torch.library.custom_op("llmtrain::attention_backward", mutates_args=())
-def _backward_op(
+def launch_backward(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
@@ -123,7 +124,10 @@ def _backward_op(
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).backward(out, lse, dout, dlse)
 
 
-@_backward_op.register_fake
+_backward_op = operator("attention_backward", launch_backward)
+
+
+@torch.library.register_fake(_backward_op)
 def _(dout, dlse, out, lse, q, k, v, scale, causal, window, softcap, slopes, starts, ends):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -144,7 +148,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return (*gradients, *(None,) * 7)
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(_forward_op, _backward, _setup_context)
 
 
 @functools.cache
@@ -257,8 +261,8 @@ class Call:
 
     def _heads_of_a_program(self, launch: Launch) -> int:
         """Query heads that share keys which one program of dkdv sums over: as many as leave programs enough for the device."""
-        programs = self.batch * self.n_kv * triton.cdiv(self.seq_len, launch.block_n)
-        wanted = triton.cdiv(PROGRAMS_PER_SM * self.platform.num_sms, programs)  # per key head
+        programs = self.batch * self.n_kv * cdiv(self.seq_len, launch.block_n)
+        wanted = cdiv(PROGRAMS_PER_SM * self.platform.num_sms, programs)  # per key head
         return next(
             heads
             for heads in range(self.group, 0, -1)
@@ -293,7 +297,7 @@ class Call:
             # Both have the accuracy of fp32.
             "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
         }
-        return (triton.cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
+        return (cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
 
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
         """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
@@ -341,13 +345,13 @@ class Call:
             and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
         )
 
-    def _descriptor(self, t: Tensor, rows: int, launch: Launch) -> TensorDescriptor:
+    def _descriptor(self, t: Tensor, rows: int, launch: Launch) -> Descriptor:
         """Tensor descriptor of t in blocks of `rows` rows of a part of a head; see load_rows."""
         batch, seq_len, heads, head_dim = t.shape
         parts, rows_all, token = parts_of(head_dim, launch.part), batch * seq_len, t.stride(1)
         if sum(parts) == head_dim:
-            return TensorDescriptor(t, [rows_all, heads * head_dim], [token, 1], [rows, parts[0]])
-        return TensorDescriptor(t, [heads, rows_all, head_dim], [t.stride(2), token, 1], [1, rows, parts[0]])
+            return Descriptor(t, [rows_all, heads * head_dim], [token, 1], [rows, parts[0]])
+        return Descriptor(t, [heads, rows_all, head_dim], [t.stride(2), token, 1], [1, rows, parts[0]])
 
 
 def _loop_rows(kernel: Kernel, launch: Launch) -> int:

@@ -24,9 +24,10 @@ from llmtrain.kernels.attention.triton_tiles import (
     visible_range,
     zeros,
 )
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def attention_dq(
     q, k, v, out, dout, lse, dlse, delta, dq, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
@@ -126,7 +127,7 @@ def _add_dq(
     return dot_accumulate(dscore, k_tile, acc, PARTS, PRECISION)
 
 
-@triton.jit
+@jit
 def attention_dkdv(
     q, k, v, dout, lse, delta, dk, dv, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,

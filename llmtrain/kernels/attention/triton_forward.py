@@ -24,9 +24,10 @@ from llmtrain.kernels.attention.triton_tiles import (
     visible_range,
     zeros,
 )
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def attention_forward(
     q, k, v, out, lse, slopes, starts, ends,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,

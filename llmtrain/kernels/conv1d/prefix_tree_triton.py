@@ -6,10 +6,10 @@ A token's window is gathered: its neighbours, or at the beginning of a segment t
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.sigmoid import sigmoid
 
 # Untuned; for AMD compiled only. A thread holds 8 channels of some tokens: 16 bytes of each in bf16.
@@ -27,14 +27,14 @@ def prefix_tree_conv(x: Tensor, weight: Tensor, bias: Tensor | None, before: Ten
     assert x.shape[0] == 1 and x.stride(2) == 1 and weight.is_contiguous() and before.is_contiguous()
     launch = _LAUNCH["amd" if vendor == "amd" else "nvidia"]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _convolve[triton.cdiv(channels, launch["channels"]), triton.cdiv(seq_len, launch["tokens"])](
+    _convolve[cdiv(channels, launch["channels"]), cdiv(seq_len, launch["tokens"])](
         x, weight, bias, before, y, seq_len, channels, x.stride(1),
         WIDTH=weight.shape[1], TOKENS=launch["tokens"], CHANNELS=launch["channels"], num_warps=launch["num_warps"],
     )  # fmt: skip
     return y
 
 
-@triton.jit
+@jit
 def _convolve(
     x, weight, bias, before, y, seq_len, channels, x_token,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,

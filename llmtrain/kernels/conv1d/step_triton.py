@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.platform import Platform
 
 # Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many multiprocessors.
@@ -35,7 +35,7 @@ class TritonConv1dStep:
         assert window.shape == (batch, channels, self.spec.width - 1)
         assert x.stride(1) == 1 and weight.is_contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _step[triton.cdiv(channels, self.block), batch](
+        _step[cdiv(channels, self.block), batch](
             *(x, window, weight, bias, y, channels, x.stride(0), *window.stride()),
             WIDTH=self.spec.width,
             BLOCK=self.block,
@@ -44,7 +44,7 @@ class TritonConv1dStep:
         return y
 
 
-@triton.jit
+@jit
 def _step(
     x,
     window,

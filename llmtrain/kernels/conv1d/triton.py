@@ -9,6 +9,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.conv1d.triton_launch import PROGRAMS_PER_SM, Launch, fitted, narrowed
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
 
@@ -52,15 +53,14 @@ def launch_forward(
     return kernels.forward(x, weight.contiguous(), bias, _ids(document_ids), tile, y)
 
 
-conv1d_forward = torch.library.custom_op(
-    "llmtrain::conv1d_forward",
+conv1d_forward = operator(
+    "conv1d_forward",
     launch_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? document_ids, str options) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? document_ids, str options) -> Tensor",
 )
 
 
-@conv1d_forward.register_fake
+@torch.library.register_fake(conv1d_forward)
 def _(x, weight, bias, document_ids, options):
     return x.new_empty(x.shape)
 
@@ -93,14 +93,10 @@ def partial_backward(
     return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), tile, dx)
 
 
-conv1d_backward = torch.library.custom_op(
-    "llmtrain::conv1d_backward",
-    launch_backward,
-    mutates_args=(),
-)
+conv1d_backward = operator("conv1d_backward", launch_backward)
 
 
-@conv1d_backward.register_fake
+@torch.library.register_fake(conv1d_backward)
 def _(dy, x, weight, bias, document_ids, options):
     d_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias
@@ -117,7 +113,7 @@ def _backward(ctx, dy):
     return dx, d_weight, None if bias is None else d_bias, None, None
 
 
-conv1d_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(conv1d_forward, _backward, _setup_context)
 
 
 def _addressable(t: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.conv1d.triton_launch import Tile
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.sigmoid import sigmoid
 
@@ -70,7 +71,7 @@ def parameter_gradients(partials: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _grid(x: Tensor, tile: Tile) -> tuple[int, int, int]:
     batch, seq_len, channels = x.shape
-    return triton.cdiv(channels, tile.block_channels), triton.cdiv(seq_len, tile.parallel_runs * tile.run_tokens), batch
+    return cdiv(channels, tile.block_channels), cdiv(seq_len, tile.parallel_runs * tile.run_tokens), batch
 
 
 def _constants(weight: Tensor, tile: Tile) -> dict[str, int]:
@@ -153,7 +154,7 @@ def _mask_document(value, taps, distance: tl.constexpr, ids):
     return value
 
 
-@triton.jit
+@jit
 def _forward(
     x,
     weight,
@@ -207,7 +208,7 @@ def _forward(
         now = before
 
 
-@triton.jit
+@jit
 def _backward(
     dy,
     x,

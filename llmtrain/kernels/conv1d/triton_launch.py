@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from llmtrain.errors import UserError
@@ -51,6 +52,7 @@ def narrowed(tile: Tile, channels: int) -> Tile:
     return tile
 
 
+@functools.lru_cache(1024)
 def fitted(tile: Tile, min_programs: int | None, batch: int, seq_len: int, channels: int) -> Tile:
     """The same tile with shorter runs, where programs would be too few, or longer than the sequence."""
 

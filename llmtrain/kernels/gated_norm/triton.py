@@ -9,6 +9,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.gated_norm.triton_launch import Launch
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import fitted, narrowed
 
@@ -48,10 +49,10 @@ def launch_forward(
     return y.view(x.shape), r
 
 
-gated_norm_forward = torch.library.custom_op("llmtrain::gated_norm_forward", launch_forward, mutates_args=())
+gated_norm_forward = operator("gated_norm_forward", launch_forward)
 
 
-@gated_norm_forward.register_fake
+@torch.library.register_fake(gated_norm_forward)
 def _(x, z, weight, n_groups, eps, norm_first, options):
     return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], n_groups), dtype=torch.float32)
 
@@ -91,14 +92,10 @@ def partial_backward(
     return dx.view(x.shape), dz.view(z.shape), partials
 
 
-gated_norm_backward = torch.library.custom_op(
-    "llmtrain::gated_norm_backward",
-    launch_backward,
-    mutates_args=(),
-)
+gated_norm_backward = operator("gated_norm_backward", launch_backward)
 
 
-@gated_norm_backward.register_fake
+@torch.library.register_fake(gated_norm_backward)
 def _(dy, x, z, weight, r, norm_first, options):
     return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
 
@@ -114,7 +111,7 @@ def _backward(ctx, dy, _):
     return *gated_norm_backward(dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
 
 
-gated_norm_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(gated_norm_forward, _backward, _setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.gated_norm.triton_launch import Tile
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.row_kernels import load_part, load_parts, load_vector
 from llmtrain.kernels.sigmoid import sigmoid
@@ -27,7 +28,7 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     r = torch.empty((tokens, n_groups), dtype=torch.float32, device=x.device)
     size = dim // n_groups
-    _forward[triton.cdiv(tokens, tile.block_rows * tile.max_tiles), n_groups](
+    _forward[cdiv(tokens, tile.block_rows * tile.max_tiles), n_groups](
         *(x, z, weight, y, r, tokens, tile.max_tiles, size, x.stride(0), z.stride(0), eps),
         **_constants(size, norm_first, tile),
     )
@@ -53,7 +54,7 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device) if dz is None else dz
     assert dx.stride(1) == dz.stride(1) == 1
-    size, programs = dim // n_groups, triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
+    size, programs = dim // n_groups, cdiv(tokens, tile.block_rows * tile.max_tiles)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
         *(
@@ -86,7 +87,7 @@ def parameter_gradient(partials: Tensor, weight: Tensor) -> Tensor:
 def _constants(size: int, norm_first: bool, tile: Tile) -> dict[str, Any]:
     return {
         "NORM_FIRST": norm_first,
-        "PARTS": triton.cdiv(size, tile.block_columns),
+        "PARTS": cdiv(size, tile.block_columns),
         "BLOCK_COLUMNS": tile.block_columns,
         "BLOCK_ROWS": tile.block_rows,
         "NUM_STAGES": tile.num_stages,
@@ -104,7 +105,7 @@ def _gated(x, z):
     return x.to(tl.float32), silu, sig + (silu - silu * sig)
 
 
-@triton.jit
+@jit
 def _forward(
     x,
     z,
@@ -165,7 +166,7 @@ def _forward(
         row += BLOCK_ROWS
 
 
-@triton.jit
+@jit
 def _backward(
     dy,
     x,

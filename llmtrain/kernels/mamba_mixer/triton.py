@@ -18,6 +18,7 @@ from torch import Tensor
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
@@ -100,10 +101,10 @@ def launch_forward(
     return out, convolved, y if launch.keeps_scan else y.new_empty(0), r
 
 
-mamba_mixer_forward = torch.library.custom_op("llmtrain::mamba_mixer_forward", launch_forward, mutates_args=())
+mamba_mixer_forward = operator("mamba_mixer_forward", launch_forward)
 
 
-@mamba_mixer_forward.register_fake
+@torch.library.register_fake(mamba_mixer_forward)
 def _(
     zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids,
     n_groups, dt_min, dt_max, norm_groups, eps, norm_first, options,
@@ -153,10 +154,10 @@ def launch_backward(
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 
 
-mamba_mixer_backward = torch.library.custom_op("llmtrain::mamba_mixer_backward", launch_backward, mutates_args=())
+mamba_mixer_backward = operator("mamba_mixer_backward", launch_backward)
 
 
-@mamba_mixer_backward.register_fake
+@torch.library.register_fake(mamba_mixer_backward)
 def _(
     d_out, zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids, convolved, y, r,
     n_groups, dt_min, dt_max, norm_first, options,
@@ -184,7 +185,7 @@ def _backward(ctx, d_out, *_):
     return d_zxbcdt, d_weight, None if conv_bias is None else d_bias, *found, d_initial, *[None] * 8
 
 
-mamba_mixer_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(mamba_mixer_forward, _backward, _setup_context)
 
 
 @dataclass(frozen=True)

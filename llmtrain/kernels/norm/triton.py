@@ -12,6 +12,7 @@ from torch import Tensor
 from llmtrain.kernels import tuning
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.spec import NormSpec
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Launch, fitted, narrowed
 
@@ -55,10 +56,10 @@ def launch_forward(
     return x.new_empty(0) if total is None else total.view(x.shape), y.view(x.shape), statistics
 
 
-norm_forward = torch.library.custom_op("llmtrain::norm_forward", launch_forward, mutates_args=())
+norm_forward = operator("norm_forward", launch_forward)
 
 
-@norm_forward.register_fake
+@torch.library.register_fake(norm_forward)
 def _(x, delta, weight, bias, centred, eps, options):
     statistics = x.new_empty((1 + centred, x.numel() // x.shape[-1]), dtype=torch.float32)
     return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape), statistics
@@ -76,10 +77,10 @@ def launch_backward(
     return dx.view(total.shape), d_weight, weight.new_empty(0) if d_bias is None else d_bias
 
 
-norm_backward = torch.library.custom_op("llmtrain::norm_backward", launch_backward, mutates_args=())
+norm_backward = operator("norm_backward", launch_backward)
 
 
-@norm_backward.register_fake
+@torch.library.register_fake(norm_backward)
 def _(dy, d_total, total, weight, statistics, biased, options):
     d_weight = weight.new_empty(weight.shape)
     return total.new_empty(total.shape), d_weight, weight.new_empty(weight.shape if biased else 0)
@@ -102,7 +103,7 @@ def _backward(ctx, d_total, dy, _):
     return dx, dx if ctx.summed else None, d_weight, d_bias if ctx.biased else None, None, None, None
 
 
-norm_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(norm_forward, _backward, _setup_context)
 
 
 def _rows(t: Tensor) -> Tensor:

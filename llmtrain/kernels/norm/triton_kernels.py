@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.row_kernels import load_part, load_parts, load_vector
 from llmtrain.kernels.row_tiles import Tile
@@ -26,7 +27,7 @@ def forward(
     assert not tile.prefetch, "the forward does not prefetch into registers"
     total = None if delta is None else torch.empty_like(x)
     y, statistics = torch.empty_like(x), torch.empty((1 + centred, tokens), dtype=torch.float32, device=x.device)
-    _forward[(triton.cdiv(tokens, tile.block_rows * tile.max_tiles),)](
+    _forward[(cdiv(tokens, tile.block_rows * tile.max_tiles),)](
         *(x, delta, weight, bias, total, y, statistics, tokens, tile.max_tiles, dim, eps),
         **_constants(dim, centred, tile),
     )
@@ -46,7 +47,7 @@ def backward(
     and, if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
     """
     tokens, dim = total.shape
-    programs = triton.cdiv(tokens, tile.block_rows * tile.max_tiles)
+    programs = cdiv(tokens, tile.block_rows * tile.max_tiles)
     dx = torch.empty_like(total)
     partials = torch.empty((programs, dim * (1 + biased)), dtype=torch.float32, device=dy.device)
     _backward[(programs,)](
@@ -69,7 +70,7 @@ def parameter_gradients(partials: Tensor, weight: Tensor, biased: bool) -> tuple
 def _constants(dim: int, centred: bool, tile: Tile) -> dict[str, Any]:
     return {
         "CENTRED": centred,
-        "PARTS": triton.cdiv(dim, tile.block_columns),
+        "PARTS": cdiv(dim, tile.block_columns),
         "BLOCK_COLUMNS": tile.block_columns,
         "BLOCK_ROWS": tile.block_rows,
         "NUM_STAGES": tile.num_stages,
@@ -77,7 +78,7 @@ def _constants(dim: int, centred: bool, tile: Tile) -> dict[str, Any]:
     }
 
 
-@triton.jit
+@jit
 def _forward(
     x,
     delta,
@@ -143,7 +144,7 @@ def _normed(x, mean, r, CENTRED: tl.constexpr):
     return value * r
 
 
-@triton.jit
+@jit
 def _backward(
     dy,
     d_total,

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels import tuning
+from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.rotary.triton_launch import Launch
@@ -48,12 +50,12 @@ def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool,
     assert cos.shape == sin.shape and cos.shape[-3:] == (seq_len, 1, half) and cos.dtype == torch.float32
     out_q, out_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     launch = Launch.parse(options)
-    blocks = triton.cdiv(n_q, launch.block_heads) + triton.cdiv(n_k, launch.block_heads)
-    _rotate[triton.cdiv(seq_len, launch.block_tokens), blocks, batch](
+    blocks = cdiv(n_q, launch.block_heads) + cdiv(n_k, launch.block_heads)
+    _rotate[cdiv(seq_len, launch.block_tokens), blocks, batch](
         *(q, k, cos, sin, out_q, out_k),
         *(seq_len, n_q, n_k, seq_len * half if cos.ndim == 4 else 0, *q.stride()[:3], *k.stride()[:3]),
         HALF=half,
-        COLUMNS=triton.next_power_of_2(half),
+        COLUMNS=next_power_of_2(half),
         BLOCK_TOKENS=launch.block_tokens,
         BLOCK_HEADS=launch.block_heads,
         INVERSE=inverse,
@@ -62,10 +64,10 @@ def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool,
     return out_q, out_k
 
 
-rotary = torch.library.custom_op("llmtrain::rotary", launch_rotary, mutates_args=())
+rotary = operator("rotary", launch_rotary)
 
 
-@rotary.register_fake
+@torch.library.register_fake(rotary)
 def _(q, k, cos, sin, inverse, options):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -79,10 +81,10 @@ def _backward(ctx, dq, dk):
     return *rotary(dq, dk, *ctx.saved_tensors, not ctx.inverse, ctx.options), None, None, None, None
 
 
-rotary.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(rotary, _backward, _setup_context)
 
 
-@triton.jit
+@jit
 def _rotate(
     q, k, cos, sin, out_q, out_k,
     seq_len, n_q, n_k, table_row, q_row, q_token, q_head, k_row, k_token, k_head,

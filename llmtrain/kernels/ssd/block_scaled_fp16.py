@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.head_blocks import token_stride
 from llmtrain.kernels.ssd.triton_forward import load_tile, padded
 
@@ -36,7 +37,7 @@ def scale_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Tensor, Te
     """
     bc, (batch, seq_len, n_groups, d_state) = empty_scaled_bc(B, C, tile, fp16, into), B.shape
     if bc.exponents is not None:
-        _scale_to_fp16[2 * n_groups, triton.cdiv(seq_len, tile), batch](
+        _scale_to_fp16[2 * n_groups, cdiv(seq_len, tile), batch](
             *(B, C, *bc, seq_len, *B.stride()[:3], *C.stride()[:3], token_stride(bc.B), token_stride(bc.C)),
             D_STATE=d_state,
             TILE=tile,
@@ -51,7 +52,7 @@ def empty_scaled_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Ten
     if not fp16 or B.element_size() > 2:
         return ScaledBC(B, C, None)
     b, c = into or (torch.empty(B.shape, dtype=B.dtype, device=B.device) for _ in range(2))
-    shape = (2, B.shape[0], triton.cdiv(B.shape[1], tile), B.shape[2])
+    shape = (2, B.shape[0], cdiv(B.shape[1], tile), B.shape[2])
     exponents = torch.empty(shape, dtype=torch.float32, device=B.device)
     return ScaledBC(b.view(torch.float16), c.view(torch.float16), exponents)
 
@@ -61,7 +62,7 @@ def split_exponents(exponents: Tensor | None) -> tuple[Tensor | None, Tensor | N
     return (None, None) if exponents is None else (exponents[0], exponents[1])
 
 
-@triton.jit
+@jit
 def _scale_to_fp16(
     B, C, b, c, exponents, seq_len, B_row, B_token, B_group, C_row, C_token, C_group, b_token, c_token,
     D_STATE: tl.constexpr, TILE: tl.constexpr, BLOCK_DSTATE: tl.constexpr,

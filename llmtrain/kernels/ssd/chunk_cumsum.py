@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
+
 _HEADS_PER_PROGRAM = 16  # 32 bytes of dt in bf16, the smallest memory transaction
 
 
@@ -35,14 +37,14 @@ def chunk_cumsum_fwd(
     Padding has dt = 0: it neither decays the state nor adds to it.
     """
     batch, seq_len, n_heads = dt.shape
-    chunks = triton.cdiv(seq_len, chunk)
+    chunks = cdiv(seq_len, chunk)
     dA_cumsum = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
     largest_dt, seq_idx = None, None
     if with_largest_dt:
         largest_dt = torch.empty((batch, n_heads, chunks), dtype=torch.float32, device=dt.device)
     if document_ids is not None:
         seq_idx = torch.empty(batch, chunks * chunk, dtype=torch.int32, device=dt.device)
-    _chunk_cumsum_fwd[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
+    _chunk_cumsum_fwd[cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
         *(dt, A, dt_bias, document_ids, dA_cumsum, largest_dt, seq_idx),
         *(seq_len, n_heads, *dt.stride(), *dt_limit),
         CHUNK=chunk,
@@ -80,7 +82,7 @@ def chunk_cumsum_bwd(
     assert (
         d_dt.stride(2) == 1 and param_partials.shape == (batch, chunks, 3, n_heads) and param_partials.is_contiguous()
     )
-    _chunk_cumsum_bwd[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
+    _chunk_cumsum_bwd[cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
         *(dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, d_dt, param_partials),
         *(seq_len, n_heads, n_heads // cb_diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
@@ -90,7 +92,7 @@ def chunk_cumsum_bwd(
     )
 
 
-@triton.jit
+@jit
 def _chunk_cumsum_fwd(
     dt,
     A,
@@ -140,7 +142,7 @@ def _chunk_cumsum_fwd(
         tl.store(seq_idx + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
 
 
-@triton.jit
+@jit
 def _chunk_cumsum_bwd(
     dt,
     A,

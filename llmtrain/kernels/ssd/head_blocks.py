@@ -6,10 +6,10 @@ Sums over the heads of one program stay in registers; sums over programs are tak
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 _ELEMENTS = 1024  # elements per program of a sum
@@ -28,7 +28,7 @@ def head_blocks(x: Tensor, n_groups: int, tiles: int, launch: HeadLoopLaunch, nu
     """Heads of one program, and programs that share the heads of a group."""
     per_group = x.shape[2] // n_groups
     heads = launch.heads(per_group, x.shape[0] * tiles * n_groups, num_sms)
-    return heads, triton.cdiv(per_group, heads)
+    return heads, cdiv(per_group, heads)
 
 
 def empty_head_blocks(like: Tensor, blocks: int) -> Tensor:
@@ -39,12 +39,12 @@ def empty_head_blocks(like: Tensor, blocks: int) -> Tensor:
 def sum_head_blocks(parts: Tensor, out: Tensor) -> None:
     blocks, count = parts.shape[0], out.numel()
     width = out.shape[2] * out.shape[3]
-    _sum_head_blocks[(triton.cdiv(count, _ELEMENTS),)](
+    _sum_head_blocks[(cdiv(count, _ELEMENTS),)](
         *(parts, out, count, blocks), WIDTH=width, TOKEN_STRIDE=token_stride(out), BLOCK=_ELEMENTS, num_warps=4
     )
 
 
-@triton.jit
+@jit
 def _sum_head_blocks(
     parts, out, count, blocks, WIDTH: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -8,10 +8,10 @@ fill all registers, each has a launch of its own.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import load_exponents, split_exponents
 from llmtrain.kernels.ssd.head_blocks import empty_head_blocks, head_blocks, sum_head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
@@ -109,7 +109,7 @@ def inter_chunk_bwd(
     return dB, dC, ddA_state
 
 
-@triton.jit
+@jit
 def _inter_chunk_bwd(
     dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, d_states,
     exponents, d_exponents, added_exponents, d_added_exponents, dB, dC, ddA_state, ddA_terms,

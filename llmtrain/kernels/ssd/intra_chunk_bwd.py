@@ -18,10 +18,10 @@ with B and C once per program. da is made of row and column sums of one fp32 mat
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, load_exponents, split_exponents
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
@@ -53,7 +53,7 @@ def intra_chunk_bwd(
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]
-    chunks, tiles = dA_cumsum.shape[2], triton.cdiv(seq_len, tile)
+    chunks, tiles = dA_cumsum.shape[2], cdiv(seq_len, tile)
     heads, blocks = head_blocks(x, n_groups, tiles, launch, num_sms)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # inter_chunk_bwd multiplies it with B and C, in their dtype.
@@ -102,7 +102,7 @@ def intra_chunk_bwd(
     return dx, dCB, cb_diagonal
 
 
-@triton.jit
+@jit
 def _intra_chunk_bwd(
     dy, x, B, C, B_exponents, C_exponents, D, dA_cumsum, seq_idx, d_states, d_exponents, dx, dCB, cb_diagonal, ddA_terms,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,

@@ -12,10 +12,10 @@ the same for all heads. Row and column sums come from one fp32 matrix, as there.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import jit
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
 from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
@@ -70,7 +70,7 @@ def intra_chunk_halves_bwd(
     return dCB_halves
 
 
-@triton.jit
+@jit
 def _intra_chunk_halves_bwd(
     dy, x, B, C, dA_cumsum, seq_idx, dx, dCB_halves, ddA_terms,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,

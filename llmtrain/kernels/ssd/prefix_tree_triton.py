@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.prefix_tree import ScanSchedule
@@ -63,12 +64,12 @@ def prefix_tree_scan(
     states = torch.empty((schedule.state_slots, n_heads, d_state, head_dim), dtype=torch.float32, device=x.device)
     chunk, n_steps = schedule.segment_start.shape[1], schedule.steps.shape[0]
     dA_cumsum = torch.empty((n_heads, n_steps, 2, chunk), dtype=torch.float32, device=x.device)
-    _prefix_tree_cumsum[triton.cdiv(n_heads, _HEADS_PER_PROGRAM), n_steps](
+    _prefix_tree_cumsum[cdiv(n_heads, _HEADS_PER_PROGRAM), n_steps](
         dt, A, dt_bias, schedule.steps, schedule.segment_start, dA_cumsum, n_heads, dt.stride(1),
         *(spec.dt_limit or (None, None)), CHUNK=chunk, HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     for programs in schedule.rounds:
-        _prefix_tree_scan[triton.cdiv(head_dim, columns) * n_heads, programs.shape[0]](
+        _prefix_tree_scan[cdiv(head_dim, columns) * n_heads, programs.shape[0]](
             x, B, C, D, dA_cumsum, y, programs, schedule.steps, schedule.segment_start, states,
             n_steps, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
             N_HEADS=n_heads, HEADS_PER_GROUP=n_heads // n_groups, HEAD_DIM=head_dim, D_STATE=d_state,
@@ -78,7 +79,7 @@ def prefix_tree_scan(
     return y
 
 
-@triton.jit
+@jit
 def _prefix_tree_cumsum(
     dt, A, dt_bias, steps, segment_start, dA_cumsum, n_heads, dt_token, dt_min, dt_max,
     CHUNK: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
@@ -112,7 +113,7 @@ def _sums_of_segments(a, a_begins, b_tile, b_begins):
     return tl.where(b_begins > 0, b_tile, a + b_tile), a_begins | b_begins
 
 
-@triton.jit
+@jit
 def _prefix_tree_scan(
     x, B, C, D, dA_cumsum, y, programs, steps, segment_start, states,
     n_steps, x_token, x_head, B_token, B_group, C_token, C_group,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of
 from llmtrain.kernels.ssd.triton_forward import load_tile, padded
 from llmtrain.kernels.ssd.triton_launch import StatePassingLaunch
@@ -103,12 +104,12 @@ def state_passing_bwd(
 def empty_states(x: Tensor, bc: ScaledBC, chunk: int, tile: int, launch: StatePassingLaunch) -> States:
     """Memory for the result of state_passing_bwd."""
     batch, seq_len, n_heads, head_dim = x.shape
-    chunks, scaled = triton.cdiv(seq_len, chunk), bc.exponents is not None
+    chunks, scaled = cdiv(seq_len, chunk), bc.exponents is not None
     shape = (2, batch, chunks, n_heads, bc.B.shape[3], head_dim)
     values = torch.empty(shape, dtype=torch.float16 if scaled else x.dtype, device=x.device)
     exponents, added_exponents = None, None
     if scaled:
-        tiles, parts = chunks * (chunk // tile), triton.cdiv(head_dim, _block_headdim(launch, head_dim))
+        tiles, parts = chunks * (chunk // tile), cdiv(head_dim, _block_headdim(launch, head_dim))
         exponents = torch.empty((2, batch, chunks, n_heads, parts), dtype=torch.float32, device=x.device)
         added_exponents = torch.empty((2, batch, tiles, n_heads, parts), dtype=torch.float32, device=x.device)
     return States(values, exponents, added_exponents, _block_headdim(launch, head_dim))
@@ -155,7 +156,7 @@ def _launch(
     )
 
 
-@triton.jit
+@jit
 def _state_passing(
     x, dy, B, C, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
     states, exponents, added_exponents, seq_len, chunks, x_row, x_token, x_head, dy_row, dy_token, dy_head, B_row, B_token, B_group,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -32,8 +32,8 @@ class TritonSSDStep:
     def __init__(self, spec: SSDSpec, platform: Platform):
         self.spec = spec
         launch = _LAUNCH["amd" if platform.vendor == "amd" else "nvidia"]
-        self.columns = triton.next_power_of_2(spec.d_state)
-        self.rows = min(triton.next_power_of_2(spec.head_dim), max(1, launch["tile"] // self.columns))
+        self.columns = next_power_of_2(spec.d_state)
+        self.rows = min(next_power_of_2(spec.head_dim), max(1, launch["tile"] // self.columns))
         self.num_warps = launch["num_warps"]
 
     def __call__(
@@ -58,7 +58,7 @@ class TritonSSDStep:
 
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         strides = [s for t in (x, dt, B, C) for s in t.stride()[:2]]
-        _step[triton.cdiv(spec.head_dim, self.rows), spec.n_heads, batch](
+        _step[cdiv(spec.head_dim, self.rows), spec.n_heads, batch](
             *(x, dt, A, B, C, D, dt_bias, state, y),
             *strides,
             *(spec.dt_limit or (None, None)),
@@ -73,7 +73,7 @@ class TritonSSDStep:
         return y
 
 
-@triton.jit
+@jit
 def _step(
     x,
     dt,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import tuning
+from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
@@ -113,16 +114,15 @@ def launch_forward(
     return y, x.new_empty(0) if final_state is None else final_state
 
 
-ssd_forward = torch.library.custom_op(
-    "llmtrain::ssd_forward",
+ssd_forward = operator(
+    "ssd_forward",
     launch_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
+    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
     "Tensor? document_ids, float? dt_min, float? dt_max, str options) -> (Tensor, Tensor)",
 )
 
 
-@ssd_forward.register_fake
+@torch.library.register_fake(ssd_forward)
 def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
     final_state = x.new_empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32)
     return x.new_empty(x.shape), final_state
@@ -224,10 +224,10 @@ def parameter_gradients(param_partials: Tensor, A: Tensor, D: Tensor, dt_bias: T
     return found
 
 
-ssd_backward = torch.library.custom_op("llmtrain::ssd_backward", launch_backward, mutates_args=())
+ssd_backward = operator("ssd_backward", launch_backward)
 
 
-@ssd_backward.register_fake
+@torch.library.register_fake(ssd_backward)
 def _(dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, options):
     return *(t.new_empty(t.shape) for t in (x, dt, A, B, C, D, dt_bias)), initial_gradient(initial_state, x)
 
@@ -247,7 +247,7 @@ def _backward(ctx, dy, d_final_state):
     return *found, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None, None, None
 
 
-ssd_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(ssd_forward, _backward, _setup_context)
 
 
 def _unit_stride(t: Tensor) -> Tensor:

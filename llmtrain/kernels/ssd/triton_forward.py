@@ -19,17 +19,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmtrain.kernels.launch import Descriptor, cdiv, jit, next_power_of_2
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, SequentialScanLaunch
 
 
 def padded(size: int) -> int:
     """The next power of two, at least 16: a size that matrix instructions take."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
-def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor | None:
+def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> Descriptor | None:
     """A tensor descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns`.
 
     With it Hopper's TMA loads tiles, and no thread computes addresses. None where it is not wanted or not possible: heads and
@@ -41,7 +41,7 @@ def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = Non
     dense = element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
     if not (wanted and aligned and dense and width == padded(width) and seq_len % rows == 0):
         return None
-    return TensorDescriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
+    return Descriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
 
 
 def sequential_chunk_scan(
@@ -71,7 +71,7 @@ def sequential_chunk_scan(
     tiles += [tma_descriptor(wanted, t, chunk) for t in (B, C)]
     use_tma = all(tile is not None for tile in tiles)
     x_tile, out, b_tile, c_tile = tiles if use_tma else (x, y, B, C)
-    _sequential_chunk_scan[triton.cdiv(head_dim, columns), n_heads, batch](
+    _sequential_chunk_scan[cdiv(head_dim, columns), n_heads, batch](
         *(x_tile, b_tile, c_tile, D, dA_cumsum, seq_idx, initial_state, out, final_state),
         *(seq_len, dA_cumsum.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
@@ -114,7 +114,7 @@ def chunk_scan(
     tiles.append(tma_descriptor(wanted, states.view(1, -1, 1, head_dim), d_state))
     use_tma = all(tile is not None for tile in tiles)
     x, out, states = tiles if use_tma else (x, y, states)
-    _chunk_scan[n_groups * triton.cdiv(per_group, heads), dA_cumsum.shape[2], batch](
+    _chunk_scan[n_groups * cdiv(per_group, heads), dA_cumsum.shape[2], batch](
         *(x, B, C, D, dA_cumsum, seq_idx, states, out),
         *(seq_len, *strides),
         HEADS_PER_GROUP=per_group,
@@ -157,7 +157,7 @@ def _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION: tl.constexpr):
     return tl.where(pair_mask, scores, 0.0)
 
 
-@triton.jit
+@jit
 def _sequential_chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, initial_state, y, final_state,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
@@ -232,7 +232,7 @@ def _sequential_chunk_scan(
         tl.store(final_state + outside, state, mask=valid)
 
 
-@triton.jit
+@jit
 def _chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, states, y,
     seq_len, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,

@@ -1,0 +1,288 @@
+"""CUDA graphs of a microbatch: its forward and its backward pass, each launched by one call of the host.
+
+A model of a hundred million parameters launches some thousand kernels per microbatch, which may take the host longer than they
+take the GPU. The graphs hold all of them, with FSDP2's copies between its streams: on one rank it communicates nothing.
+Loss and gradients are those of the passes as they are, by the same kernels in the same order. Clipping, the optimizer, logging,
+validation and every microbatch of another shape run as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llmtrain.errors import RunError, UserError
+from llmtrain.kernels.platform import Platform
+from llmtrain.logs import run_log
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.loss import LossOutput
+from llmtrain.schema.training import TrainConfig
+from llmtrain.train.fsdp_state import after_failure, streams_of
+
+MEMORY_LEFT = 0.06
+"""Share of the device's memory that must be left beside the graphs, for the optimizer, validation and evaluation: memory of graphs
+serves nothing else."""
+
+
+def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: float) -> str | None:
+    """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
+    if platform.vendor == "cpu":
+        return "they need a GPU"
+    if world_size > 1:
+        return f"there are {world_size} ranks, which gather their weights to another place in every microbatch"
+    if dropout and config.activation_checkpointing.type != "none":
+        return "dropout in recomputed layers asks the random generator for its state"
+    if platform.vendor == "amd" and config.cuda_graphs == "auto":
+        return "they were not tried on AMD (train.cuda_graphs: on takes them)"
+    return None
+
+
+def graphed_loss(model: CausalLM, config: TrainConfig, world_size: int) -> GraphedLoss | None:
+    """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be."""
+    if config.cuda_graphs == "off":
+        return None
+    platform = model.hybrid.platform
+    reason = refusal(config, world_size, platform, model.config.dropout)
+    if reason is None:
+        microbatches = config.global_batch_size // config.microbatch_size // world_size
+        return GraphedLoss(model, microbatches, required=config.cuda_graphs == "on")
+    if config.cuda_graphs == "on":
+        raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")
+    if platform.vendor != "cpu":
+        run_log.info(f"CUDA graphs: off, as {reason}")
+    return None
+
+
+class GraphedLoss:
+    """CausalLM.loss, which launches graphs once it has made them.
+
+    microbatches: of a step; the first step runs without graphs, since it compiles layers and allocates the optimizer's state.
+    required: an attempt that fails ends the run; otherwise a line says why, and the run goes on without graphs.
+    """
+
+    def __init__(self, model: CausalLM, microbatches: int, required: bool = False):
+        self.model, self.microbatches, self.required = model, microbatches, required
+        self.graph: MicrobatchGraph | None = None
+        self._before = microbatches  # calls until there are graphs
+
+    def __call__(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> LossOutput:
+        """As CausalLM.loss."""
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self.model.loss(input_ids, labels, document_ids)
+        if self._before:
+            self._before -= 1
+        elif self.graph is None and self.microbatches:
+            self._capture(input_ids, labels, document_ids)
+        if self.graph is None or not self.graph.serves(input_ids, labels, document_ids):
+            return self.model.loss(input_ids, labels, document_ids)
+        return self.graph(input_ids, labels, document_ids)
+
+    def _capture(self, *batch: Tensor | None) -> None:
+        """Make the graphs, or never try again."""
+        try:
+            self.graph = MicrobatchGraph(self.model, batch, accumulates=self.microbatches > 1)
+            run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
+            return
+        except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
+            reason = str(error).strip().splitlines()[0]
+        self.microbatches = 0
+        after_failure(self.model)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self.required:
+            raise RunError(f"train.cuda_graphs = on, but they cannot be made: {reason}; use auto or off")
+        run_log.warning(f"CUDA graphs: off, as they cannot be made: {reason}")
+
+
+class NoGraph(Exception):
+    """What speaks against the graphs of a microbatch, found by an attempt."""
+
+
+class MicrobatchGraph:
+    """Forward and backward pass of one microbatch's loss, as two graphs in one pool of memory.
+
+    Gradients have memory of their own there, which becomes the parameters' `grad` where they have none.
+    batch: input_ids, labels, document_ids or None, as CausalLM.loss; its values do not matter. accumulates: a step may have
+    several microbatches. Raises NoGraph, or what CUDA says against it.
+    """
+
+    def __init__(self, model: CausalLM, batch: tuple[Tensor | None, ...], accumulates: bool):
+        self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.stream = torch.cuda.Stream()
+        self._backward_of = self._forwards = 0
+        with self._without_gradients(), _collected():
+            self._rehearse()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            self._record()
+            self.nbytes = torch.cuda.memory_reserved() - before
+            reached = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        self.parameters, self.gradients = [p for p, _ in reached], [g for _, g in reached]
+        self.sums = [torch.empty_like(g) for g in self.gradients] if accumulates else []
+        self.anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
+        free, total = torch.cuda.mem_get_info()
+        if free < MEMORY_LEFT * total:
+            raise NoGraph(
+                f"{free / 2**30:.1f} GiB of memory would be left beside them; a smaller microbatch leaves more"
+            )
+
+    def serves(self, *batch: Tensor | None) -> bool:
+        """True if the graphs are of batches of this shape."""
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or (a.shape, a.dtype) == (b.shape, b.dtype))
+            for a, b in zip(self.batch, batch, strict=True)
+        )
+
+    def __call__(self, *batch: Tensor | None) -> LossOutput:
+        """The loss of a batch that the graphs serve. Its backward pass must come before the next call."""
+        for here, given in zip(self.batch, batch, strict=True):
+            if here is not None and given is not None:
+                here.copy_(given, non_blocking=True)
+        loss = _Replay.apply(self.anchor, self)
+        assert isinstance(loss, Tensor)
+        return LossOutput(loss, self.ce.clone(), self.z.clone(), self.n_tokens.clone())
+
+    def forward(self) -> tuple[Tensor, int]:
+        """The loss, and the number of this forward pass, for `backward`."""
+        self.forward_graph.replay()
+        self._forwards += 1
+        return self.loss.clone(), self._forwards
+
+    def backward(self, d_loss: Tensor, number: int) -> None:
+        """Add the gradients to the parameters'."""
+        if number != self._forwards or number == self._backward_of:
+            raise RuntimeError("the graph of a backward pass follows that of its forward pass, once and at once")
+        self._backward_of = number
+        # Memory that the graph is about to overwrite holds the gradients of earlier microbatches.
+        held = [i for i, (p, g) in enumerate(zip(self.parameters, self.gradients, strict=True)) if p.grad is g]
+        if held:
+            self.sums = self.sums or [torch.empty_like(g) for g in self.gradients]
+            torch._foreach_copy_(_local([self.sums[i] for i in held]), _local([self.gradients[i] for i in held]))
+            for i in held:
+                self.parameters[i].grad = self.sums[i]
+        self.d_loss.copy_(d_loss)
+        self.backward_graph.replay()
+        sums, added = [], []
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                sums.append(parameter.grad)
+                added.append(gradient)
+        if sums:
+            torch._foreach_add_(_local(sums), _local(added))
+
+    def _loss(self) -> LossOutput:
+        input_ids, labels, document_ids = self.batch
+        assert input_ids is not None and labels is not None
+        # Kept: the graphs read what is in it, and the model forgets contexts of lengths that it has not seen for long.
+        self.context = self.model.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
+        return self.model.loss_in(self.context, input_ids, labels)
+
+    def _rehearse(self) -> None:
+        """One microbatch without graphs, on the stream of the graphs. Raises NoGraph where the host waits for the GPU."""
+        devices = [torch.cuda.current_device()]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.random.fork_rng(devices), torch.cuda.stream(self.stream), _waits() as waits:
+            self._loss().loss.backward()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if waits:
+            raise NoGraph(waits[0])
+
+    def _record(self) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._recording(self.forward_graph, pool):
+            output = self._loss()
+        self.d_loss = torch.ones_like(output.loss)
+        with self._recording(self.backward_graph, pool):
+            output.loss.backward(self.d_loss)
+        self.loss, self.ce, self.z, self.n_tokens = (
+            t.detach() for t in (output.loss, output.ce, output.z, output.n_tokens)
+        )
+
+    @contextlib.contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        # thread_local: threads of the loader and of checkpoints go on with calls that this one must not make meanwhile.
+        recorded = torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local")
+        # The outer one: where recording fails, torch.cuda.graph leaves its own stream current.
+        with torch.cuda.stream(torch.cuda.current_stream()), recorded:
+            yield
+            for stream in streams_of(self.model):
+                with torch.cuda.stream(stream):
+                    forked = torch.cuda.is_current_stream_capturing()
+                if forked:
+                    self.stream.wait_stream(stream)
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        kept = [p.grad for p in self.parameters]
+        parameters = self.parameters
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graph: MicrobatchGraph) -> Tensor:
+        """anchor: a tensor that requires a gradient, so that the loss does."""
+        ctx.graph = graph
+        loss, ctx.number = graph.forward()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[None, None]:
+        ctx.graph.backward(d_loss, ctx.number)
+        return None, None
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """Garbage is collected before, and not within: what it frees might belong to a graph that is being recorded."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[list[str]]:
+    """What PyTorch warns of meanwhile that a graph cannot hold."""
+    found: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            for warning in caught:
+                text, where = str(warning.message), f"{warning.filename}:{warning.lineno}"
+                if "called a synchronizing" in text:
+                    found.append(f"the host waits for the GPU within the microbatch ({where})")
+                elif "AccumulateGrad node's stream" in text:
+                    found.append("the autograd graph of an earlier microbatch is still there")

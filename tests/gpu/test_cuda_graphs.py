@@ -1,0 +1,179 @@
+"""A microbatch by its CUDA graphs has the loss and the gradients of the microbatch as it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import LossConfig, ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.loss import LossOutput
+from llmtrain.train.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph
+from llmtrain.train.parallel import compile_layers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
+]
+MODEL = {
+    "vocab_size": 512,
+    "d_model": 256,
+    "max_seq_len": 256,
+    "blocks": {
+        "m": {"type": "mamba2", "d_state": 64, "head_dim": 64, "chunk_size": 64},
+        "a": {
+            "type": "attention",
+            "n_heads": 4,
+            "position": {"type": "rotary"},
+            "mlp": {"type": "swiglu", "d_ff": 512},
+        },
+    },
+    "layers": "m a m",
+}
+
+
+def model(compiled: bool = True, **changes: object) -> CausalLM:
+    hybrid = HybridLM(ModelConfig.model_validate(MODEL | changes), dtype=torch.bfloat16, documents=True).cuda()
+    hybrid.init_weights(1)
+    hybrid.cast(torch.bfloat16)
+    if compiled:
+        compile_layers(hybrid)
+    return CausalLM(hybrid, LossConfig())
+
+
+def batch(seed: int, rows: int = 2, documents: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(seed)
+    ids = torch.randint(512, (rows, 256), device="cuda")
+    labels = ids.roll(-1, 1)
+    labels[:, -1 - seed :] = -100
+    packed = (
+        torch.randint(0, 2, ids.shape, device="cuda").cumsum(1).div(40, rounding_mode="floor") if documents else None
+    )
+    return ids, labels, packed
+
+
+def gradients(of: CausalLM) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in of.parameters() if p.grad is not None]
+
+
+def step(of: CausalLM, loss_of, batches) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of microbatches, and the sum of their gradients, each weighted as Composer does."""
+    of.zero_grad(set_to_none=True)
+    outputs: list[LossOutput] = []
+    for number, each in enumerate(batches):
+        output = loss_of(*each)
+        (output.loss * (number + 1) / 4).backward()
+        outputs.append(LossOutput(*(t.detach() for t in vars(output).values())))
+        del output
+    return [float(t) for each in outputs for t in vars(each).values()], gradients(of)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_loss_and_gradients_are_those_of_the_microbatch_as_it_is(microbatches: int, documents: bool):
+    ours = model()
+    graphs = GraphedLoss(ours, microbatches, required=True)
+    for seed in range(3):  # the first step runs without graphs, the second makes them
+        batches = [batch(10 * seed + i, documents=documents) for i in range(microbatches)]
+        wanted, expected = step(ours, ours.loss, batches)
+        found, got = step(ours, graphs, batches)
+        assert found == wanted
+        assert len(got) == len(expected) == len(list(ours.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert graphs.graph is not None
+
+
+def test_other_shapes_and_validation_between_microbatches_do_not_disturb():
+    ours = model()
+    graphs = GraphedLoss(ours, 1, required=True)
+    for _ in range(2):
+        step(ours, graphs, [batch(0)])
+    mixed = [batch(1), batch(2, rows=1), batch(3)]
+    wanted, expected = step(ours, ours.loss, mixed)
+    with torch.no_grad():
+        validation = float(ours.loss(*batch(4)).loss)
+
+    def interrupted(*each):
+        output = graphs(*each)
+        with torch.no_grad():
+            assert float(graphs(*batch(4)).loss) == validation
+        return output
+
+    found, got = step(ours, interrupted, mixed)
+    assert found == wanted
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-5)  # bf16 sums in another order
+
+
+def test_weights_that_change_are_read_anew():
+    ours = model()
+    graphs = GraphedLoss(ours, 1, required=True)
+    for seed in range(5):
+        wanted, expected = step(ours, ours.loss, [batch(seed)])
+        found, got = step(ours, graphs, [batch(seed)])
+        assert found == wanted and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        with torch.no_grad():
+            for p in ours.parameters():
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def test_dropout_draws_what_it_would_without_graphs():
+    ours = model(dropout=0.2)
+    graphs = GraphedLoss(ours, 1, required=True)
+    for seed in range(4):
+        each = batch(seed)
+        torch.manual_seed(100 + seed)
+        wanted, _ = step(ours, ours.loss, [each, each])
+        torch.manual_seed(100 + seed)
+        found, _ = step(ours, graphs, [each, each])
+        assert found == wanted
+        assert found[0] != found[4]  # another draw
+
+
+def test_a_backward_pass_belongs_to_the_newest_forward_pass():
+    ours = model()
+    graphs = GraphedLoss(ours, 1, required=True)
+    for _ in range(2):
+        step(ours, graphs, [batch(0)])
+    first, second = graphs(*batch(1)), graphs(*batch(2))
+    with pytest.raises(RuntimeError, match="follows that of its forward pass"):
+        first.loss.backward()
+    second.loss.backward()
+
+
+def test_a_microbatch_in_which_the_host_waits_has_no_graph(caplog: pytest.LogCaptureFixture):
+    ours = model(compiled=False)
+
+    def waits(module: torch.nn.Module, args: object, out: torch.Tensor) -> None:
+        out.sum().item()
+
+    waiting = ours.hybrid.norm.register_forward_hook(waits)
+    with pytest.raises(
+        NoGraph, match=r"the host waits for the GPU within the microbatch \(.*test_cuda_graphs.py:\d+\)"
+    ):
+        MicrobatchGraph(ours, batch(0), accumulates=False)
+    graphs = GraphedLoss(ours, 1)
+    for seed in range(3):
+        assert math.isfinite(step(ours, graphs, [batch(seed)])[0][0])
+    assert graphs.graph is None
+    waiting.remove()
+
+
+def test_a_capture_that_fails_is_told_and_training_goes_on():
+    ours = model(compiled=False)
+
+    def fails(module, args, out):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("as if it could not be recorded")
+
+    hook = ours.hybrid.norm.register_forward_hook(fails)
+    graphs = GraphedLoss(ours, 1)
+    wanted = [step(ours, ours.loss, [batch(seed)]) for seed in range(3)]
+    found = [step(ours, graphs, [batch(seed)]) for seed in range(3)]
+    assert graphs.graph is None
+    for (losses, expected), (got_losses, got) in zip(wanted, found, strict=True):
+        assert got_losses == losses and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    hook.remove()

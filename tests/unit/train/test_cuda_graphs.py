@@ -1,0 +1,212 @@
+"""Whether a run takes CUDA graphs, and what is left of an attempt that fails. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from llmtrain.errors import UserError
+from llmtrain.kernels.platform import Platform
+from llmtrain.schema.training import TrainConfig
+from llmtrain.train import cuda_graphs
+from llmtrain.train.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss, refusal
+from llmtrain.train.fsdp_state import after_failure
+
+NVIDIA = Platform("nvidia", "sm90", "H200", 140 << 30, 132)
+AMD = Platform("amd", "gfx942", "MI300X", 190 << 30, 304)
+CPU = Platform("cpu", "cpu", "CPU", 1 << 30)
+
+
+def train(**settings: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"duration": "10 steps", "global_batch_size": 8, "microbatch_size": 4} | settings)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "platform", "dropout", "settings", "reason"),
+    [
+        (1, NVIDIA, 0.0, {}, None),
+        (1, NVIDIA, 0.1, {}, None),
+        (1, NVIDIA, 0.0, {"activation_checkpointing": {"type": "full"}}, None),
+        (1, NVIDIA, 0.1, {"activation_checkpointing": {"type": "full"}}, "dropout"),
+        (2, NVIDIA, 0.0, {}, "2 ranks"),
+        (1, AMD, 0.0, {}, "AMD"),
+        (1, AMD, 0.0, {"cuda_graphs": "on"}, None),
+        (1, CPU, 0.0, {}, "need a GPU"),
+    ],
+)
+def test_reasons_against_graphs(ranks: int, platform: Platform, dropout: float, settings: dict, reason: str | None):
+    found = refusal(train(**settings), ranks, platform, dropout)
+    assert found is None if reason is None else reason in (found or "")
+
+
+class Model:
+    """What graphed_loss asks a model for."""
+
+    def __init__(self, platform: Platform, dropout: float = 0.0):
+        self.hybrid = self.config = self
+        self.platform, self.dropout = platform, dropout
+
+
+def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
+    model: Any = Model(platform)
+    return graphed_loss(model, train(**settings), ranks)
+
+
+def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "llmtrain.run")
+    assert made(NVIDIA, cuda_graphs="off") is None and not caplog.messages
+    assert made(NVIDIA, ranks=2) is None
+    assert caplog.messages == [f"CUDA graphs: off, as {refusal(train(), 2, NVIDIA, 0.0)}"]
+    with pytest.raises(UserError, match=r"train\.cuda_graphs = on: .* 2 ranks, .*; use auto or off"):
+        made(NVIDIA, ranks=2, cuda_graphs="on")
+    graphs = made(NVIDIA, cuda_graphs="on")
+    assert graphs is not None and graphs.required and graphs.microbatches == 2
+
+
+class Loss(nn.Module):
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def loss(self, ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return self.weight * ids.sum()
+
+
+def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monkeypatch, caplog):
+    tried: list[int] = []
+
+    def fails(model: Loss, batch: object, accumulates: bool) -> None:
+        tried.append(model.calls)
+        raise NoGraph("it is Monday")
+
+    monkeypatch.setattr(cuda_graphs, "MicrobatchGraph", fails)
+    model: Any = Loss()
+    graphs, ids = GraphedLoss(model, microbatches=2), torch.ones(2, 3)
+    with torch.no_grad():
+        graphs(ids, ids)
+    model.eval()
+    graphs(ids, ids)
+    assert model.calls == 2
+    model.train()
+    for _ in range(5):
+        graphs(ids, ids)
+    assert tried == [4] and model.calls == 7  # two of validation, two of the first step
+    assert caplog.messages == ["CUDA graphs: off, as they cannot be made: it is Monday"]
+
+
+class Replayed(MicrobatchGraph):
+    """Two graphs whose backward pass writes 1, 2, 3 … into the gradients, times the gradient of the loss."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.gradients = parameters, [torch.zeros_like(p) for p in parameters]
+        self.batch, self.sums, self.anchor = (
+            (torch.zeros(1), torch.zeros(1), None),
+            [],
+            torch.zeros((), requires_grad=True),
+        )
+        self.loss = self.ce = self.z = self.n_tokens = torch.zeros(())
+        self.d_loss, self.replays, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
+        self.forward_graph: Any = self
+        self.backward_graph: Any = self
+
+    def replay(self) -> None:
+        self.replays += 1
+        if self.replays % 2 == 0:
+            for gradient in self.gradients:
+                gradient.fill_(self.replays / 2).mul_(self.d_loss)
+
+    def step(self, *weights: float) -> list[float]:
+        """The gradients after microbatches of these weights, of parameters that had none."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for weight in weights:
+            (self(torch.ones(1), torch.ones(1), None).loss * weight).backward()
+        return [float(p.grad) for p in self.parameters if p.grad is not None]
+
+
+def test_gradients_of_microbatches_are_added_up_and_those_of_the_step_before_are_not():
+    graph = Replayed([nn.Parameter(torch.zeros(())) for _ in range(2)])
+    assert graph.step(1.0) == [1.0, 1.0]
+    assert graph.step(0.5) == [1.0, 1.0]  # 0.5 * 2
+    assert graph.step(1.0, 1.0, 1.0) == [12.0, 12.0]  # 3 + 4 + 5
+    assert graph.step(1.0, 2.0) == [20.0, 20.0]  # 6 + 2 * 7
+    (graph(torch.ones(1), torch.ones(1), None).loss).backward()
+    assert [float(p.grad) for p in graph.parameters if p.grad is not None] == [28.0, 28.0]
+
+
+def test_gradients_that_another_microbatch_left_are_added_to():
+    graph = Replayed([nn.Parameter(torch.zeros(())) for _ in range(2)])
+    graph.parameters[0].grad = torch.full((), 10.0)
+    graph(torch.ones(1), torch.ones(1), None).loss.backward()
+    first, second = (p.grad for p in graph.parameters)
+    assert float(first) == 11.0 and float(second) == 1.0  # pyright: ignore[reportArgumentType]
+
+
+def test_graphs_serve_batches_of_their_shape_alone():
+    graph = Replayed([])
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert graph.serves(one, one, None)
+    assert (
+        not graph.serves(two, two, None) and not graph.serves(one, one, one) and not graph.serves(one, one.long(), None)
+    )
+
+
+@pytest.fixture
+def group(tmp_path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.fails = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.fails and x.requires_grad:
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise RuntimeError("within the backward pass")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_sharded_model_trains_on_after_a_failure(group: None, where: str):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(3)))
+    for layer in layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(layers)
+    x = torch.randn(2, 4)
+
+    def gradients() -> list[Tensor]:
+        layers.zero_grad(set_to_none=True)
+        layers(x).square().sum().backward()
+        return [p.grad.full_tensor().clone() for p in layers.parameters()]  # type: ignore[union-attr]
+
+    expected = gradients()
+    middle: Any = layers[1]
+    if where == "backward":
+        middle.fails = True
+    else:
+        hook = middle.linear.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        gradients()
+    middle.fails = False
+    if where == "forward":
+        hook.remove()
+    after_failure(layers)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
