@@ -39,6 +39,8 @@ def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: f
         return f"there are {world_size} ranks, which gather their weights to another place in every microbatch"
     if dropout and config.activation_checkpointing.type != "none":
         return "dropout in recomputed layers asks the random generator for its state"
+    if config.float8 is not None and config.float8.gathers:
+        return "train.float8 keeps the scales of its weights in new memory after every step"
     if platform.vendor == "amd" and config.cuda_graphs == "auto":
         return "they were not tried on AMD (train.cuda_graphs: on takes them)"
     return None
