@@ -34,7 +34,7 @@ def train(**settings: Any) -> TrainConfig:
         (1, NVIDIA, 0.1, {}, None),
         (1, NVIDIA, 0.0, {"activation_checkpointing": {"type": "full"}}, None),
         (1, NVIDIA, 0.1, {"activation_checkpointing": {"type": "full"}}, "dropout"),
-        (1, NVIDIA, 0.0, {"float8": {}}, "float8"),
+        (1, NVIDIA, 0.0, {"float8": {}, "precision": "amp_bf16"}, "float8"),
         (2, NVIDIA, 0.0, {}, "2 ranks"),
         (1, AMD, 0.0, {}, "AMD"),
         (1, AMD, 0.0, {"cuda_graphs": "on"}, None),
