@@ -75,7 +75,7 @@ class GraphedLoss:
         self._before = microbatches  # calls until there are graphs
 
     def __call__(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> LossOutput:
-        """As CausalLM.loss."""
+        """The loss, as CausalLM.loss."""
         if not (self.model.training and torch.is_grad_enabled()):
             return self.model.loss(input_ids, labels, document_ids)
         if self._before:
@@ -104,7 +104,7 @@ class GraphedLoss:
 
 
 class NoGraph(Exception):
-    """What speaks against the graphs of a microbatch, found by an attempt."""
+    """Reason against the graphs of a microbatch, found by an attempt."""
 
 
 class MicrobatchGraph:
@@ -272,7 +272,7 @@ def _collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits() -> Iterator[list[str]]:
-    """What PyTorch warns of meanwhile that a graph cannot hold."""
+    """Collects what PyTorch warns of meanwhile that a graph cannot hold."""
     found: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps between the hooks of a microbatch, and has no public name for."""
+"""State that FSDP2 keeps between the hooks of a microbatch, and has no public name for."""
 
 from __future__ import annotations
 

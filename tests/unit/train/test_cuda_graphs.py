@@ -1,4 +1,4 @@
-"""Whether a run takes CUDA graphs, and what is left of an attempt that fails. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
+"""Whether a run takes CUDA graphs, and what a failed attempt leaves. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
 
 from __future__ import annotations
 
