@@ -70,7 +70,11 @@ def summary(config: Config, world_size: int | None = None) -> str:
     if world_size is not None:
         accumulated, context = config.grad_accum(world_size), config.train.parallel.context
         groups = "" if context == 1 else f" in {world_size // context} groups that share sequences"
-        line += f"; on {world_size} ranks{groups} {accumulated} microbatches of {config.train.microbatch_size}"
+        line += f"; on {world_size} ranks{groups} "
+        if config.train.microbatch_size == "auto":
+            line += f"{accumulated} sequences a step, in microbatches that a GPU chooses"
+        else:
+            line += f"{accumulated} microbatches of {config.train.microbatch_size}"
     return line
 
 

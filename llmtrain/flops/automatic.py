@@ -1,24 +1,32 @@
-"""Choices for `auto` in train.sharding and train.activation_checkpointing: the fastest that fits, by the estimate of memory.py.
+"""Choices for `auto` in train.sharding, train.activation_checkpointing and train.microbatch_size: the fastest that fits, by the
+estimate of memory.py.
 
 Shardings from fast to slow, as measured on two H200s over NVLink (MPT-1B; tokens/s kept of one GPU's): grad_op with one gradient
 sync a step 97 %, grad_op 94 %, full 92 %. Over several nodes hybrid comes first, where only gradients cross the network, once a
-step where that fits (not measured). Recomputation costs more than any of them: none, then selective, then full. No torch here.
+step where that fits (not measured). Recomputation costs more than any of them, and a small microbatch as much as either: see
+`_price`. No torch here.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llmtrain.errors import UserError
 from llmtrain.flops.memory import Memory, ParameterSizes, estimate_memory
 from llmtrain.flops.units import binary
+from llmtrain.models.sections.float8 import MULTIPLE
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import ActivationCheckpointing, Sharding
 
 USABLE = 0.88
 """Share of a GPU's memory that a choice may fill by the estimate: less than what is advised to a user who ran out of it, since a
 choice that nobody made must not fail."""
+
+
+_RECOMPUTED = {"selective": 1.12, "full": 1.3}
+"""Time of a step with recomputation, relative to one without."""
+_TOKENS_ON_CPU = 4096
 
 
 @dataclass(frozen=True)
@@ -30,24 +38,33 @@ class Settled:
 
 
 def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: int, available: float | None) -> Settled:
-    """A config with every `auto` of sharding and recomputation replaced.
+    """A config with every `auto` of sharding, recomputation and microbatch replaced.
 
     local_size: ranks of one node. available: bytes of a GPU; None: without GPUs, where nothing is gained by more memory.
+    Raises UserError where the batch cannot be split over the ranks.
     """
-    sharding, checkpointing = config.train.sharding, config.train.activation_checkpointing
-    if sharding.strategy != "auto" and checkpointing.type != "auto":
+    train = config.train
+    if "auto" not in (train.sharding.strategy, train.activation_checkpointing.type, train.microbatch_size):
         return Settled(config, ())
-    candidates = [
-        _with(config, kind, chosen)
-        for kind, chosen in itertools.product(
-            _recomputations(checkpointing), _shardings(config, world_size, local_size)
-        )
-    ]
     if available is None:
-        chosen = _with(config, next(_recomputations(checkpointing)), _named(sharding, "full"))
+        few = max(
+            (size for size in microbatches(config, world_size) if config.microbatch_tokens(size) <= _TOKENS_ON_CPU),
+            default=None,
+        )
+        size = few or min(microbatches(config, world_size))
+        chosen = _with(
+            config, next(_recomputations(train.activation_checkpointing)), _named(train.sharding, "full"), size
+        )
         return Settled(chosen, _reasons(config, chosen, "no GPU"))
+    candidates = [
+        (_price(config, rank, kind, size), _with(config, kind, sharding, size))
+        for kind in _recomputations(train.activation_checkpointing)
+        for size in microbatches(config, world_size)
+        for rank, sharding in enumerate(_shardings(config, world_size, local_size, size))
+    ]
+    candidates.sort(key=lambda candidate: candidate[0])
+    estimates = [(candidate, estimate_memory(candidate, sizes, world_size)) for _, candidate in candidates]
     limit = USABLE * available
-    estimates = [(candidate, estimate_memory(candidate, sizes, world_size)) for candidate in candidates]
     fitting = next(((candidate, memory) for candidate, memory in estimates if memory.total <= limit), None)
     if fitting is None:
         chosen, memory = min(estimates, key=lambda estimate: estimate[1].total)
@@ -55,24 +72,48 @@ def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: i
     else:
         chosen, memory = fitting
         why = f"the fastest that fits: {_share(memory, available)} by the estimate"
-    if world_size == 1 and checkpointing.type != "auto":
-        why = "one GPU"
-    return Settled(chosen, _reasons(config, chosen, why))
+    return Settled(chosen, _reasons(config, chosen, why, alone=world_size == 1))
+
+
+def microbatches(config: Config, world_size: int) -> list[int]:
+    """Sizes that divide a rank's part of the global batch, rising; in float8 those of which products can be made. Raises UserError
+    where there is none."""
+    given = config.train.microbatch_size
+    per_rank = config.grad_accum(world_size) * config.train.least_microbatch
+    if given != "auto":
+        return [given]
+    multiple = MULTIPLE if config.train.float8 is not None else 1
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    sizes = [size for size in sizes if config.microbatch_tokens(size) % multiple == 0]
+    if not sizes:
+        raise UserError(
+            f"train.microbatch_size auto: no part of a rank's {per_rank} sequences has a multiple of {multiple} tokens, as "
+            "train.float8 needs"
+        )
+    return sizes
+
+
+def _price(config: Config, sharding: int, kind: ActivationCheckpointing, size: int) -> float:
+    """Relative time of a step. sharding: its place from the fastest on."""
+    return (1 + 0.02 * sharding) * _RECOMPUTED.get(kind.type, 1) * (1 + 256 / config.microbatch_tokens(size))
 
 
 def _share(memory: Memory, available: float) -> str:
     return f"{binary(memory.total)} of {binary(available)}"
 
 
-def _reasons(before: Config, after: Config, why: str) -> tuple[str, ...]:
+def _reasons(before: Config, after: Config, why: str, alone: bool = False) -> tuple[str, ...]:
+    """alone: on one GPU, which has nothing to shard."""
     found = []
     if before.train.sharding.strategy == "auto":
         sharding = after.train.sharding
         sync = {None: "", True: "", False: ", gradients reduced once a step"}[sharding.sync_every_microbatch]
-        found.append(f"train.sharding.strategy auto: {sharding.strategy}{sync} ({why})")
+        found.append(f"train.sharding.strategy auto: {sharding.strategy}{sync} ({'one GPU' if alone else why})")
     if before.train.activation_checkpointing.type == "auto":
         kind = after.train.activation_checkpointing.type
         found.append(f"train.activation_checkpointing auto: {kind} ({why})")
+    if before.train.microbatch_size == "auto":
+        found.append(f"train.microbatch_size auto: {after.train.microbatch_size} ({why})")
     return tuple(found)
 
 
@@ -84,7 +125,7 @@ def _recomputations(given: ActivationCheckpointing) -> Iterator[ActivationCheckp
         yield ActivationCheckpointing.model_validate({"type": kind})
 
 
-def _shardings(config: Config, world_size: int, local_size: int) -> Iterator[Sharding]:
+def _shardings(config: Config, world_size: int, local_size: int, microbatch: int) -> Iterator[Sharding]:
     """Candidates from fast to slow."""
     given = config.train.sharding
     if given.strategy != "auto":
@@ -95,7 +136,7 @@ def _shardings(config: Config, world_size: int, local_size: int) -> Iterator[Sha
         strategies.insert(0, "hybrid")
     if world_size == 1:
         strategies = ["full"]
-    once_is_all = config.grad_accum(world_size) == 1
+    once_is_all = config.grad_accum(world_size) * config.train.least_microbatch == microbatch
     for strategy in strategies:
         syncs = (False, True) if strategy != "full" and not once_is_all else (True,)
         for sync in syncs if given.sync_every_microbatch is None and world_size > 1 else (given.sync_every_microbatch,):
@@ -107,6 +148,7 @@ def _named(given: Sharding, strategy: str, **fields: object) -> Sharding:
     return given.model_copy(update={"strategy": strategy, **fields}) if given.strategy == "auto" else given
 
 
-def _with(config: Config, checkpointing: ActivationCheckpointing, sharding: Sharding) -> Config:
-    train = config.train.model_copy(update={"activation_checkpointing": checkpointing, "sharding": sharding})
+def _with(config: Config, checkpointing: ActivationCheckpointing, sharding: Sharding, microbatch: int) -> Config:
+    chosen = {"activation_checkpointing": checkpointing, "sharding": sharding, "microbatch_size": microbatch}
+    train = config.train.model_copy(update=chosen)
     return config.model_copy(update={"train": train})

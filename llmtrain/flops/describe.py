@@ -112,7 +112,8 @@ class Description:
     world_size: int
     shard_ranks: int
     settled: tuple[str, ...]
-    """What `auto` stands for in sharding and recomputation, with the reason."""
+    """What `auto` stands for in sharding, recomputation and the size of a microbatch, with the reason."""
+    microbatch_size: int
     sharding: str
     checkpointing: str
     memory: Memory
@@ -140,7 +141,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     Raises UserError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
     peak for train.precision.
     """
-    grad_accum = config.grad_accum(world_size)
+    config.grad_accum(world_size)  # refuses a batch that cannot be split
     model = meta_model(config.model)
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
@@ -160,7 +161,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     tokens = steps * config.tokens_per_step if steps is not None else None
     speed = None
     if device is not None or config.train.peak_tflops is not None:
-        speed = _speed(config, device, mfu, training["foundry"], world_size, grad_accum, tokens)
+        speed = _speed(config, device, mfu, training["foundry"], world_size, config.grad_accum(world_size), tokens)
     counts = count_parameters(model)
     exports_as, not_exported = _export(config.model)
     return Description(
@@ -181,6 +182,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         world_size=world_size,
         shard_ranks=shard_ranks(config, world_size),
         settled=settled.reasons if device else (),
+        microbatch_size=config.train.least_microbatch,
         sharding=config.train.sharding.strategy,
         checkpointing=config.train.activation_checkpointing.type,
         memory=memory,
@@ -305,7 +307,7 @@ def _speed(
     if peak.flops is None:
         raise UserError(peak.source)
     rate = tokens_per_second_at(mfu, flops_per_token, peak.flops)
-    tokens_per_gpu = grad_accum * config.train.microbatch_size * config.data.seq_len / config.train.parallel.ranks
+    tokens_per_gpu = grad_accum * config.train.least_microbatch * config.data.seq_len / config.train.parallel.ranks
     return Speed(
         gpu=device.title if device else "one GPU",
         peak_flops=peak.flops,

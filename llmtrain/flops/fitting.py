@@ -126,7 +126,7 @@ def _checkpointing(config: Config, kind: str, price: str) -> _Change:
 
 def _microbatches(config: Config, world_size: int) -> Iterator[_Change]:
     yield _Change()
-    per_rank = config.grad_accum(world_size) * config.train.microbatch_size
-    for size in range(config.train.microbatch_size - 1, 0, -1):
+    per_rank = config.grad_accum(world_size) * config.train.least_microbatch
+    for size in range(config.train.least_microbatch - 1, 0, -1):
         if per_rank % size == 0:
             yield _Change((f"train.microbatch_size={size}",), (("microbatch_size", size),), "smaller products")

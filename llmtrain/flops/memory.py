@@ -82,14 +82,15 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     return Memory(
         weights=-(-4 * sizes.total // shards) + width * gathered,
         gradients=4 * gradients + (width + reduced) * max(sizes.root, sizes.largest_layer),
-        optimizer=-(-_optimizer_bytes(config.optimizer, sizes) // shards),
+        optimizer=-(-optimizer_bytes(config.optimizer, sizes) // shards),
         activations=_activations(config, width),
         loss=_loss(config, width),
         average=-(-4 * sizes.total // shards) if train.ema else 0,
     )
 
 
-def _optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
+def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
+    """Bytes of the optimizer's state, over all ranks that share a model."""
     of_matrices = config.state_bytes if config.matrix_state_bytes is None else config.matrix_state_bytes
     return config.state_bytes * (sizes.total - sizes.matrices) + of_matrices * sizes.matrices
 
@@ -110,7 +111,7 @@ def gathered_bytes(config: Config) -> float:
     of_sequence = sum(
         model.blocks[name].gathered_bytes(model.d_model, width, config.data.seq_len, context) for name in used
     )
-    return config.train.microbatch_size * of_sequence
+    return config.train.least_microbatch * of_sequence
 
 
 def exchanged_bytes(config: Config) -> float:
@@ -118,7 +119,7 @@ def exchanged_bytes(config: Config) -> float:
     gathers its inputs and hands on sums, as the embedding and the head do once."""
     model, parallel = config.model, config.train.parallel
     width = 2 if config.train.precision == "amp_bf16" else 4
-    tokens = config.train.microbatch_size * config.data.seq_len / parallel.context
+    tokens = config.train.least_microbatch * config.data.seq_len / parallel.context
     used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
     d_model = model.d_model
     channels = sum(block.input_width(d_model) + d_model + (2 * d_model if block.mlp else 0) for block in used)
@@ -156,12 +157,12 @@ def _activations(config: Config, width: int) -> int:
             kept += residual + (saved.selective if checkpointing.type == "selective" else 0)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output.
-    tokens = config.train.microbatch_size * local
+    tokens = config.train.least_microbatch * local
     return round(tokens * (kept + recomputed + 3 * residual))
 
 
 def _loss(config: Config, width: int) -> int:
-    tokens = -(-config.train.microbatch_size * config.data.seq_len // config.train.parallel.context)
+    tokens = -(-config.train.least_microbatch * config.data.seq_len // config.train.parallel.context)
     vocab, d_model = config.model.vocab_size // config.train.parallel.tensor, config.model.d_model
     if config.train.loss.type == "plain":
         return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient

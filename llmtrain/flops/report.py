@@ -131,7 +131,7 @@ def _memory(d: Description, config: Config) -> Table:
         "gradients": d.memory.gradients,
         f"optimizer ({config.optimizer.title})": d.memory.optimizer,
         **({"moving average of the weights": d.memory.average} if train.ema else {}),
-        f"activations, estimated (microbatch {train.microbatch_size} x {config.data.seq_len}{shared}, "
+        f"activations, estimated (microbatch {d.microbatch_size} x {config.data.seq_len}{shared}, "
         f"checkpointing {d.checkpointing})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
     }

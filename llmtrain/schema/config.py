@@ -105,11 +105,11 @@ class Config(Section):
                 yield Problem(key, context, f"block {name}: {reason}")
 
     def _float8_problems(self) -> Iterator[Problem]:
-        """A product for the gradient of a weight sums over the tokens of a microbatch on one rank."""
-        context = self.train.parallel.context
-        padded = self.data.seq_len + -self.data.seq_len % (2 * context)  # see models/segments.py
-        tokens = self.train.microbatch_size * padded // context
-        if self.train.float8 is not None and tokens % MULTIPLE:
+        """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""
+        if self.train.float8 is None or self.train.microbatch_size == "auto":
+            return
+        tokens = self.microbatch_tokens(self.train.microbatch_size)
+        if tokens % MULTIPLE:
             yield Problem(
                 "train.float8",
                 None,
@@ -147,25 +147,31 @@ class Config(Section):
             )
             yield Problem("train.float8", None, text)
 
+    def microbatch_tokens(self, size: int) -> int:
+        """Tokens of so many sequences on one rank, with those that fill up sequences which ranks share (models/segments.py)."""
+        context = self.train.parallel.context
+        return size * (self.data.seq_len + -self.data.seq_len % (2 * context)) // context
+
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.data.seq_len
 
     def grad_accum(self, world_size: int) -> int:
-        """Microbatches per step and rank. Raises UserError if the batch cannot be split so."""
+        """Microbatches per step and rank; with microbatch_size: auto the most that they may become. Raises UserError if the batch
+        cannot be split so."""
         parallel = self.train.parallel
         groups, left = divmod(world_size, parallel.ranks)
         if left:
             raise UserError(f"train.parallel.{parallel.describe()} does not divide the {world_size} ranks")
         per_rank, rest = divmod(self.train.global_batch_size, groups)
-        if rest or per_rank % self.train.microbatch_size:
+        if rest or per_rank % self.train.least_microbatch:
             sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
             raise UserError(
                 f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {sharers} "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "
-                f"it must be a multiple of {groups * self.train.microbatch_size}"
+                f"it must be a multiple of {groups * self.train.least_microbatch}"
             )
-        return per_rank // self.train.microbatch_size
+        return per_rank // self.train.least_microbatch
 
 
 def _within(folder: str, other: str) -> bool:

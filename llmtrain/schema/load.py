@@ -78,14 +78,14 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
         return
     groups = world_size // parallel.ranks
     sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
-    unit = groups * train.microbatch_size
+    unit = groups * train.least_microbatch
     if train.global_batch_size % unit:
         below = train.global_batch_size // unit * unit
         near = f"{below} or {below + unit}" if below else f"{unit}"
         yield Problem(
             "train.global_batch_size",
             train.global_batch_size,
-            f"must be a multiple of {unit} ({sharers} x microbatch_size {train.microbatch_size}); use {near}",
+            f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); use {near}",
         )
     size = train.sharding.shard_size
     if size is not None and world_size % size:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from llmtrain.config.addresses import address_problem
 from llmtrain.config.base import (
@@ -17,11 +17,26 @@ from llmtrain.config.base import (
     Section,
     UnitInterval,
     free,
+    setting_error,
 )
 from llmtrain.config.texts import PathText
 from llmtrain.models.config import LossConfig
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.wandb import WandbConfig
+
+
+def _parse_microbatch(value: Any) -> Any:
+    """`auto` or a number of sequences."""
+    if value == "auto" or (type(value) is int and 0 < value <= 2**24):
+        return value
+    raise setting_error("expected a whole number above 0, or auto")
+
+
+Microbatch = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_parse_microbatch),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**24}, {"const": "auto"}]}),
+]
 
 
 class ActivationCheckpointing(Section):
@@ -124,8 +139,9 @@ class TrainConfig(Section):
     """Length of the run: `300 steps`, `26e9 tokens` or `2 epochs`."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
-    microbatch_size: PositiveInt = free()
-    """Sequences per forward pass on one rank."""
+    microbatch_size: Microbatch = free()
+    """Sequences per forward pass on one rank. auto: the fastest of a few steps that are tried when the run starts, from the estimate
+    of `llmtrain describe` on, and remembered in RUN/microbatch.json."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and
     dt_bias stay fp32."""
@@ -160,6 +176,11 @@ class TrainConfig(Section):
     """Dense peak of one GPU at train.precision, in TFLOP/s (989.5 for bf16 on an H200, 67 for fp32): the base of MFU. Default:
     from the table of known GPUs; a device that is not there has no MFU without it."""
 
+    @property
+    def least_microbatch(self) -> int:
+        """microbatch_size; with auto the smallest that it may become."""
+        return 1 if self.microbatch_size == "auto" else self.microbatch_size
+
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
             yield Problem("float8", self.precision, "needs train.precision: amp_bf16")
@@ -171,7 +192,7 @@ class TrainConfig(Section):
             )
         if self.duration.unit == "fraction" or self.duration.value <= 0:
             yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
-        if self.global_batch_size % self.microbatch_size:
+        if self.microbatch_size != "auto" and self.global_batch_size % self.microbatch_size:
             yield Problem(
                 "microbatch_size", self.microbatch_size, f"must divide global_batch_size ({self.global_batch_size})"
             )

@@ -48,6 +48,7 @@ from llmtrain.train.cuda_graphs import graphed_loss
 from llmtrain.train.extend import extension_notice
 from llmtrain.train.float8 import compute_scales_after_steps
 from llmtrain.train.loggers import build_loggers
+from llmtrain.train.microbatch import choose_microbatch
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
@@ -109,6 +110,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     spikes = SpikeWindow(config.train.spike) if config.train.spike else None
     average = WeightAverage(model, config.train.ema) if config.train.ema else None
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
+    if config.train.microbatch_size == "auto":
+        settled = with_microbatch(config, settled, causal_lm, segments, world, device)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
     loader = build_train_loader(
         config.data,
@@ -116,7 +119,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         vocab_size=config.model.vocab_size,
         replication=world.replication,
     )
-    validation = validation_loader(config, world)
+    validation = validation_loader(settled, world)
     streams = stream_samples(validation, config)
     schedule = resolved_schedule(config, len(loader))
     if resumed:
@@ -171,7 +174,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         eval_dataloader=evaluators(config, validation, segments, ranks),
         eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
         max_duration=f"{total_steps}ba",
-        device_train_microbatch_size=config.train.microbatch_size,
+        device_train_microbatch_size=settled.train.microbatch_size,
         accumulate_train_batch_on_tokens=True,
         callbacks=[
             StepRNG(config.seed),
@@ -246,8 +249,18 @@ def settled_config(config: Config, world: World, device: torch.device) -> Config
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
     settled = settle(config, sizes, world.size, world.local_size, available)
     for line in settled.reasons:
-        run_log.info(line)
+        if "microbatch_size" not in line:  # which is searched for
+            run_log.info(line)
     return settled.config
+
+
+def with_microbatch(
+    config: Config, settled: Config, model: CausalLM, segments: Segments | None, world: World, device: torch.device
+) -> Config:
+    """The settled config with the size of a microbatch that was found to be the fastest."""
+    size, reason = choose_microbatch(config, settled, model, segments, world, device)
+    run_log.info(reason)
+    return settled.model_copy(update={"train": settled.train.model_copy(update={"microbatch_size": size})})
 
 
 def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:
@@ -273,7 +286,7 @@ def final_metric(state: State, name: str) -> float | None:
 
 
 def validation_loader(config: Config, world: World) -> ValidationLoader | None:
-    size = config.eval.microbatch_size or config.train.microbatch_size
+    size = config.eval.microbatch_size or config.train.least_microbatch
     return build_validation_loader(
         config.data,
         global_batch_size=size * world.data_size,
@@ -301,7 +314,7 @@ def evaluators(
 ) -> list[Evaluator]:
     if loader is None:
         return []
-    size = config.eval.microbatch_size or config.train.microbatch_size
+    size = config.eval.microbatch_size or config.train.least_microbatch
     spec = data_spec(loader, segments, ranks)
     return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=size)]
 

@@ -43,7 +43,7 @@ def items(config: Config, here: Platform) -> list[Item]:
 
 def shapes(config: Config, here: Platform) -> list[AttentionShape]:
     """Attention of every block whose backend is `auto` or a family, at the run's length and microbatch."""
-    seq_len, batch = config.data.seq_len, config.train.microbatch_size
+    seq_len, batch = config.data.seq_len, config.train.least_microbatch
     found = (one.kernel for one in _kernels(config, here) if one.kernel.operation == "attention")
     return list(dict.fromkeys(AttentionShape(k.spec, seq_len, batch) for k in found if k.backend in ("auto", "sdpa")))
 
@@ -57,7 +57,7 @@ def _item(one: Chosen, config: Config) -> Item | None:
     if one.backend is None or not (one.backend == OURS or (operation == "attention" and name == "auto")):
         return None
     seq_len, documents = config.data.seq_len, config.data.mask_documents
-    case: dict[str, Any] = {"dtype": spec.dtype, "tokens": config.train.microbatch_size * seq_len}
+    case: dict[str, Any] = {"dtype": spec.dtype, "tokens": config.train.least_microbatch * seq_len}
     if operation == "attention":
         variant, window = variant_of(spec), spec.sliding_window
         case |= {"head_dim": spec.head_dim, "heads": spec.n_heads, "kv_heads": spec.n_kv_heads, "seq_len": seq_len}

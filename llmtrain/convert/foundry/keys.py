@@ -18,7 +18,7 @@ MAPPED: dict[str, tuple[str, str]] = {
         "`ba` steps, `tok` tokens, `ep` epochs (also a bare number), `sp` steps of a batch",
     ),
     "global_train_batch_size": ("train.global_batch_size", ""),
-    "device_train_microbatch_size": ("train.microbatch_size", "`auto`: 1, and a note"),
+    "device_train_microbatch_size": ("train.microbatch_size", ""),
     "device_eval_batch_size": ("eval.microbatch_size", ""),
     "precision": ("train.precision", "`fp32`, `amp_bf16`; another becomes amp_bf16, and a note"),
     "eval_interval": ("eval.interval", "0: no validation. Default: an epoch, as there"),

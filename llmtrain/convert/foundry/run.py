@@ -60,9 +60,12 @@ def read_train(root: Settings, length: Length) -> tuple[dict[str, Any], dict[str
     return section, comments
 
 
-def _microbatch(root: Settings, batch: int | None) -> tuple[int, dict[str, str]]:
+def _microbatch(root: Settings, batch: int | None) -> tuple[int | str, dict[str, str]]:
     key = "device_train_microbatch_size"
     found = root.take(key, (int, float, str), "auto")
+    if found == "auto":
+        root.harmless(key, "auto is written: a run tries sizes when it starts, once")
+        return "auto", {}
     if not isinstance(found, (int, float)) or found < 1:
         root.harmless(key, "1 is written; raise it as far as memory goes, which `llmtrain describe` predicts")
         return 1, {"microbatch_size": "as large as memory allows: see `llmtrain describe`"}

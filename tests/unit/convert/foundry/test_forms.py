@@ -325,7 +325,7 @@ class TestRun:
     def test_clipping_is_off_by_default_there(self, tmp_path):
         assert our_config(tmp_path, {"algorithms": None}).train.clip_grad_norm is None
 
-    @pytest.mark.parametrize(("found", "ours"), [("auto", 1), (None, 1), (0.5, 1), (16, 12), (100, 24)])
+    @pytest.mark.parametrize(("found", "ours"), [("auto", "auto"), (None, "auto"), (0.5, 1), (16, 12), (100, 24)])
     def test_microbatches(self, found, ours, tmp_path):
         made = migrated(tmp_path, {"device_train_microbatch_size": found})
         assert made.sections["train"]["microbatch_size"] == ours

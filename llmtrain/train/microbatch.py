@@ -1,0 +1,225 @@
+"""The size of a microbatch where train.microbatch_size is auto: a few are tried when a run starts, and the fastest is remembered.
+
+The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took, it
+is tried too: it fails only where the estimate itself is wrong, and then smaller ones are tried. Every rank takes the same decisions.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.distributed.world import World
+from llmtrain.errors import UserError
+from llmtrain.flops.automatic import microbatches
+from llmtrain.flops.describe import meta_model, parameter_sizes
+from llmtrain.flops.memory import optimizer_bytes, shard_ranks
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.segments import Segments
+from llmtrain.schema.config import Config
+from llmtrain.train.fsdp_reset import reset_fsdp
+
+FILE = "microbatch.json"
+USABLE = 0.95
+"""Share of the memory that this process can have which a larger microbatch may fill, as extrapolated."""
+_REPEATS = 3  # the first compiles
+_MOST_TRIALS = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size: seconds per sequence of forward and backward passes, on the slowest rank, and the peak of memory, on the fullest."""
+
+    size: int
+    seconds: float
+    peak: float
+
+
+def search(
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Trial | None], before: float, limit: float
+) -> list[Trial]:
+    """Trials of sizes that fit, in the order in which they were made; empty where none does.
+
+    sizes: those that are allowed, rising. attempt: None where memory was not enough. before, limit: bytes in use before a trial, and
+    bytes that may be in use. What a trial takes more than `before` grows at most in proportion to the size.
+    """
+    found: list[Trial] = []
+    at = sizes.index(start)
+    while at >= 0 and (trial := attempt(sizes[at])) is None:
+        at -= 1
+    if at < 0:
+        return found
+    found.append(trial)
+    if sizes[at] != start:
+        return found  # the next larger one has failed
+    for size in sizes[at + 1 :]:
+        last = found[-1]
+        if len(found) == _MOST_TRIALS or before + (last.peak - before) * size / last.size > limit:
+            break
+        if (trial := attempt(size)) is None:
+            break
+        found.append(trial)
+        if trial.seconds > last.seconds:
+            break
+    return found
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.seconds)
+
+
+def choose_microbatch(
+    config: Config, settled: Config, model: CausalLM, segments: Segments | None, world: World, device: torch.device
+) -> tuple[int, str]:
+    """The size, and a line that says why. Called by every rank, before weights are set: gradients are gone and weights 0 after it.
+
+    config, settled: with and without `auto`; the size in `settled` is the estimate's. Raises UserError where nothing fits.
+    """
+    start = settled.train.least_microbatch
+    if device.type != "cuda":
+        return start, f"train.microbatch_size auto: {start} (no GPU whose memory would limit it)"
+    path = Path(config.run_dir) / FILE
+    key = search_key(config, settled, world, torch.cuda.get_device_name(device), torch.cuda.mem_get_info()[1])
+    known = [remembered(path, key) if world.is_main else None]
+    dist.broadcast_object_list(known, src=0)
+    if known[0] is not None:
+        return known[0], f"train.microbatch_size auto: {known[0]}, as found before ({path})"
+    sizes = microbatches(config, world.size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    reserve = _optimizer_reserve(settled, world, device)
+    before = _most(torch.cuda.memory_allocated(), device)
+    limit = USABLE * -_most(-(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()), device)
+    # Each size compiles every kind of layer anew.
+    torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
+    trials = search(sizes, start, lambda size: _attempt(size, settled, model, segments, device), before, limit)
+    del reserve
+    _release()
+    if not trials:
+        raise UserError(
+            "train.microbatch_size auto: not even one sequence fits; recompute activations "
+            "(train.activation_checkpointing: {type: auto}), or use more GPUs"
+        )
+    best = fastest(trials)
+    if world.is_main:
+        remember(path, key, best, trials)
+    tried = ", ".join(f"{trial.size}: {1000 * trial.seconds:.0f} ms a sequence" for trial in trials)
+    return best.size, f"train.microbatch_size auto: {best.size} ({tried})"
+
+
+def search_key(config: Config, settled: Config, world: World, device_name: str, memory: int) -> str:
+    """A name for all that memory and speed depend on."""
+    train = settled.train.model_dump(mode="json")
+    for name in ("microbatch_size", "duration", "profile", "peak_tflops", "nonfinite", "spike", "max_skipped_steps"):
+        del train[name]
+    what: dict[str, Any] = {
+        "model": config.model.model_dump(mode="json"),
+        "train": train,
+        "optimizer": config.optimizer.type,
+        "seq_len": config.data.seq_len,
+        "documents": config.data.mask_documents,
+        "ranks": [world.size, world.local_size],
+        "device": [device_name, memory],
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def remembered(path: Path, key: str) -> int | None:
+    try:
+        size = json.loads(path.read_text(encoding="utf-8"))[key]["microbatch_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for CUDA's and HIP's allocator, and for libraries that ask the driver themselves."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)
+
+
+def _attempt(
+    size: int, config: Config, model: CausalLM, segments: Segments | None, device: torch.device
+) -> Trial | None:
+    """Forward and backward passes, twice without and once with the reduction of gradients, as a step has them."""
+    _release()
+    torch.cuda.reset_peak_memory_stats()
+    seconds, fits = float("inf"), True
+    once = config.train.sharding.sync_every_microbatch is False
+    local = config.microbatch_tokens(1)
+    tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
+    documents = None
+    if config.data.mask_documents:
+        documents = torch.zeros(
+            size, tokens.shape[1] * (segments.size if segments else 1), dtype=torch.int64, device=device
+        )
+    try:
+        for repeat in range(_REPEATS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            last = repeat == _REPEATS - 1
+            model.set_requires_gradient_sync(last or not once)  # type: ignore[operator]
+            model.set_reshard_after_backward(last or not once)  # type: ignore[operator]
+            model.loss(tokens, tokens, documents, segments).loss.backward()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = False
+        error.__traceback__ = None  # whose frames hold activations
+        reset_fsdp(model)
+    peak = float(torch.cuda.max_memory_allocated())
+    model.zero_grad(set_to_none=True)
+    del tokens, documents
+    _release()
+    if _most(0.0 if fits else 1.0, device):
+        return None
+    return Trial(size, _most(seconds, device) / size, _most(peak, device))
+
+
+def _optimizer_reserve(config: Config, world: World, device: torch.device) -> torch.Tensor:
+    """As much memory as the optimizer's state will take from its first step on."""
+    parallel = config.train.parallel
+    sizes = parameter_sizes(meta_model(config.model), parallel.tensor)
+    size = optimizer_bytes(config.optimizer, sizes) // max(shard_ranks(config, world.size) // parallel.tensor, 1)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _most(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    shared = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
