@@ -47,11 +47,8 @@ def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: i
     if "auto" not in (train.sharding.strategy, train.activation_checkpointing.type, train.microbatch_size):
         return Settled(config, ())
     if available is None:
-        few = max(
-            (size for size in microbatches(config, world_size) if config.microbatch_tokens(size) <= _TOKENS_ON_CPU),
-            default=None,
-        )
-        size = few or min(microbatches(config, world_size))
+        allowed = microbatches(config, world_size)
+        size = max((size for size in allowed if config.microbatch_tokens(size) <= _TOKENS_ON_CPU), default=allowed[0])
         chosen = _with(
             config, next(_recomputations(train.activation_checkpointing)), _named(train.sharding, "full"), size
         )

@@ -140,8 +140,8 @@ class TrainConfig(Section):
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     microbatch_size: Microbatch = free()
-    """Sequences per forward pass on one rank. auto: the fastest of a few steps that are tried when the run starts, from the estimate
-    of `llmtrain describe` on, and remembered in RUN/microbatch.json."""
+    """Sequences per forward pass on one rank. auto: the fastest of a few that are tried when the run starts, from the estimate of
+    `llmtrain describe` on; remembered in RUN/microbatch.json."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """amp_bf16: parameters, optimizer state and gradient reduction in fp32, computation in bf16; Mamba-2's A_log, D and
     dt_bias stay fp32."""

@@ -10,8 +10,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def reset_fsdp(model: nn.Module) -> None:
-    """Shards all parameters again and forgets gradients and everything begun. Called by every rank, all of which were interrupted in
-    the same pass."""
+    """Shards all parameters again and forgets gradients and everything begun. Called by every rank, all of which were interrupted
+    in the same pass."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue

@@ -1,7 +1,7 @@
-"""The size of a microbatch where train.microbatch_size is auto: a few are tried when a run starts, and the fastest is remembered.
+"""The size of a microbatch where train.microbatch_size is auto: a few are tried when a run starts, the fastest is remembered.
 
-The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took, it
-is tried too: it fails only where the estimate itself is wrong, and then smaller ones are tried. Every rank takes the same decisions.
+The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took,
+it is tried too. A size fails only where the estimate is wrong; then smaller ones are tried. All ranks take the same decisions.
 """
 
 from __future__ import annotations
@@ -38,11 +38,40 @@ _MOST_TRIALS = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """One size: seconds per sequence of forward and backward passes, on the slowest rank, and the peak of memory, on the fullest."""
+    """One size: seconds per sequence of forward and backward passes on the slowest rank, and the peak of memory on the fullest."""
 
     size: int
     seconds: float
     peak: float
+
+
+class Gauge:
+    """Memory and clock of this rank's GPU. Sizes are in bytes."""
+
+    def __init__(self, device: torch.device):
+        self.name = torch.cuda.get_device_name(device)
+        self.total = torch.cuda.mem_get_info()[1]
+
+    def available(self) -> float:
+        """Memory that this process has and may still get."""
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+    def allocated(self) -> float:
+        return torch.cuda.memory_allocated()
+
+    def begin(self) -> None:
+        """Give back what is not in use, and measure the peak from here on."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        return torch.cuda.max_memory_allocated()
+
+    def seconds(self) -> float:
+        """The time once everything so far is done."""
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def search(
@@ -50,8 +79,8 @@ def search(
 ) -> list[Trial]:
     """Trials of sizes that fit, in the order in which they were made; empty where none does.
 
-    sizes: those that are allowed, rising. attempt: None where memory was not enough. before, limit: bytes in use before a trial, and
-    bytes that may be in use. What a trial takes more than `before` grows at most in proportion to the size.
+    sizes: those that are allowed, rising. attempt: None where memory was not enough. before, limit: bytes in use before a trial,
+    and bytes that may be in use. What a trial takes more than `before` grows at most in proportion to the size.
     """
     found: list[Trial] = []
     at = sizes.index(start)
@@ -79,17 +108,25 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 
 def choose_microbatch(
-    config: Config, settled: Config, model: CausalLM, segments: Segments | None, world: World, device: torch.device
+    config: Config,
+    settled: Config,
+    model: CausalLM,
+    segments: Segments | None,
+    world: World,
+    device: torch.device,
+    gauge: Gauge | None = None,
 ) -> tuple[int, str]:
-    """The size, and a line that says why. Called by every rank, before weights are set: gradients are gone and weights 0 after it.
+    """The size, and a line that says why. Called by every rank, before weights are set: they are 0 after it, without gradients.
 
-    config, settled: with and without `auto`; the size in `settled` is the estimate's. Raises UserError where nothing fits.
+    config, settled: with and without `auto`; the size in `settled` is the estimate's. gauge: default: of a GPU, if device is one.
+    Raises UserError where nothing fits.
     """
     start = settled.train.least_microbatch
-    if device.type != "cuda":
+    if gauge is None and device.type != "cuda":
         return start, f"train.microbatch_size auto: {start} (no GPU whose memory would limit it)"
+    gauge = gauge or Gauge(device)
     path = Path(config.run_dir) / FILE
-    key = search_key(config, settled, world, torch.cuda.get_device_name(device), torch.cuda.mem_get_info()[1])
+    key = search_key(config, settled, world, gauge)
     known = [remembered(path, key) if world.is_main else None]
     dist.broadcast_object_list(known, src=0)
     if known[0] is not None:
@@ -99,13 +136,13 @@ def choose_microbatch(
         for parameter in model.parameters():
             parameter.zero_()
     reserve = _optimizer_reserve(settled, world, device)
-    before = _most(torch.cuda.memory_allocated(), device)
-    limit = USABLE * -_most(-(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()), device)
+    gauge.begin()
+    before, limit = _most(gauge.allocated(), device), USABLE * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
-    trials = search(sizes, start, lambda size: _attempt(size, settled, model, segments, device), before, limit)
+    trials = search(sizes, start, lambda size: _attempt(size, settled, model, segments, device, gauge), before, limit)
     del reserve
-    _release()
+    gauge.begin()
     if not trials:
         raise UserError(
             "train.microbatch_size auto: not even one sequence fits; recompute activations "
@@ -118,7 +155,7 @@ def choose_microbatch(
     return best.size, f"train.microbatch_size auto: {best.size} ({tried})"
 
 
-def search_key(config: Config, settled: Config, world: World, device_name: str, memory: int) -> str:
+def search_key(config: Config, settled: Config, world: World, gauge: Gauge) -> str:
     """A name for all that memory and speed depend on."""
     train = settled.train.model_dump(mode="json")
     for name in ("microbatch_size", "duration", "profile", "peak_tflops", "nonfinite", "spike", "max_skipped_steps"):
@@ -130,7 +167,7 @@ def search_key(config: Config, settled: Config, world: World, device_name: str, 
         "seq_len": config.data.seq_len,
         "documents": config.data.mask_documents,
         "ranks": [world.size, world.local_size],
-        "device": [device_name, memory],
+        "device": [gauge.name, gauge.total],
         "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -166,47 +203,41 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _attempt(
-    size: int, config: Config, model: CausalLM, segments: Segments | None, device: torch.device
+    size: int, config: Config, model: CausalLM, segments: Segments | None, device: torch.device, gauge: Gauge
 ) -> Trial | None:
-    """Forward and backward passes, twice without and once with the reduction of gradients, as a step has them."""
-    _release()
-    torch.cuda.reset_peak_memory_stats()
-    seconds, fits = float("inf"), True
+    """Forward and backward passes, all but the last without the reduction of gradients where a step has one alone."""
+    gauge.begin()
     once = config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
     tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
     documents = None
     if config.data.mask_documents:
-        documents = torch.zeros(
-            size, tokens.shape[1] * (segments.size if segments else 1), dtype=torch.int64, device=device
-        )
+        whole = local * (segments.size if segments else 1)
+        documents = torch.zeros(size, whole, dtype=torch.int64, device=device)
+    seconds, fits = 0.0, True
     try:
         for repeat in range(_REPEATS):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            last = repeat == _REPEATS - 1
-            model.set_requires_gradient_sync(last or not once)  # type: ignore[operator]
-            model.set_reshard_after_backward(last or not once)  # type: ignore[operator]
+            began = gauge.seconds()
+            synced = not once or repeat == _REPEATS - 1
+            model.set_requires_gradient_sync(synced)  # type: ignore[operator]
+            model.set_reshard_after_backward(synced)  # type: ignore[operator]
             model.loss(tokens, tokens, documents, segments).loss.backward()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
+            seconds = gauge.seconds() - began
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         fits = False
         error.__traceback__ = None  # whose frames hold activations
         reset_fsdp(model)
-    peak = float(torch.cuda.max_memory_allocated())
+    peak = gauge.peak()
     model.zero_grad(set_to_none=True)
-    del tokens, documents
-    _release()
     if _most(0.0 if fits else 1.0, device):
         return None
     return Trial(size, _most(seconds, device) / size, _most(peak, device))
 
 
 def _optimizer_reserve(config: Config, world: World, device: torch.device) -> torch.Tensor:
-    """As much memory as the optimizer's state will take from its first step on."""
+    """Memory in place of the optimizer's state, which comes with its first step."""
     parallel = config.train.parallel
     sizes = parameter_sizes(meta_model(config.model), parallel.tensor)
     size = optimizer_bytes(config.optimizer, sizes) // max(shard_ranks(config, world.size) // parallel.tensor, 1)
@@ -218,8 +249,3 @@ def _most(value: float, device: torch.device) -> float:
     shared = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.item()
-
-
-def _release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.errors import UserError
 from llmtrain.flops.automatic import USABLE, settle
 from llmtrain.flops.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
@@ -95,3 +96,35 @@ def test_the_reason_names_choice_and_memory():
         "train.sharding.strategy auto: grad_op, gradients reduced once a step (the fastest that fits: "
     )
     assert line.endswith("of 139.7 GiB by the estimate)")
+
+
+def microbatch(*overrides: str, available: float | None = 1e12, ranks: int = 2) -> int:
+    config_ = config("train.microbatch_size=auto", "train.global_batch_size=48", *overrides)
+    return settle(config_, SIZES, ranks, ranks, available).config.train.least_microbatch
+
+
+def test_the_largest_microbatch_that_fits_and_divides_the_batch():
+    """24 sequences a rank: 24, 12, 8, 6, ... are possible."""
+    named = ("train.global_batch_size=48", *GRAD_OP)
+    for size, next_smaller in ((24, 12), (8, 6), (2, 1)):
+        limit = memory_of(f"train.microbatch_size={size}", *named)
+        assert microbatch(*GRAD_OP, available=limit * 1.0001) == size
+        assert microbatch(*GRAD_OP, available=limit * 0.9999) == next_smaller
+
+
+def test_a_microbatch_of_a_few_tokens_is_not_bought_with_little_communication():
+    """Where grad_op leaves room for one sequence, full for several: the products of 2048 tokens would cost more."""
+    limit = memory_of("train.microbatch_size=3", "train.global_batch_size=48", *FULL)
+    assert microbatch(available=limit * 1.0001) >= 3
+
+
+def test_float8_takes_microbatches_of_a_multiple_of_16_tokens():
+    overrides = ("data.seq_len=20", "train.precision=amp_bf16", "train.float8={}")
+    assert microbatch(*overrides) == 24  # 4, 8, 12 and 24 sequences of 20 tokens
+    odd = config("train.microbatch_size=auto", "train.global_batch_size=6", *overrides)
+    with pytest.raises(UserError, match="multiple of 16 tokens"):
+        settle(odd, SIZES, 2, 2, 1e12)
+
+
+def test_on_a_cpu_a_microbatch_has_about_4096_tokens():
+    assert microbatch(available=None) == 2

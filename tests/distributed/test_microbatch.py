@@ -1,0 +1,82 @@
+"""train.microbatch_size: auto on ranks that run out of (made-up) memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.schema.config import Config
+from llmtrain.train import microbatch
+from tests.support import runs
+from tests.support.tiny import tiny_config
+
+
+class FakeGauge(microbatch.Gauge):
+    """A GPU for 2 sequences; what it says of its memory asks for no larger size, nor for a smaller one."""
+
+    name, total = "fake", 1
+
+    def __init__(self) -> None:
+        pass
+
+    def available(self) -> float:
+        return 1.0
+
+    def allocated(self) -> float:
+        return 0.0
+
+    def begin(self) -> None:
+        pass
+
+    def peak(self) -> float:
+        return 1.0
+
+    def seconds(self) -> float:
+        return time.perf_counter()
+
+
+def with_fake_memory(config: Config, most: int) -> tuple[Any, list[int]]:
+    """A job: the run of a config where passes of more than `most` sequences run out of memory, and the sizes that were tried."""
+    tried: list[int] = []
+    choose, loss = microbatch.choose_microbatch, CausalLM.loss
+
+    def limited(self: CausalLM, input_ids: torch.Tensor, *rest: Any) -> Any:
+        if torch.is_grad_enabled():
+            tried.append(len(input_ids))
+        found = loss(self, input_ids, *rest)
+        if len(input_ids) > most:  # in the middle of things: between the forward and the backward pass
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+        return found
+
+    with (
+        patch.object(CausalLM, "loss", limited),
+        patch("llmtrain.train.run.choose_microbatch", lambda *args: choose(*args, gauge=FakeGauge())),
+    ):
+        return runs.train(config), tried
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_size_is_found_and_remembered_and_training_is_as_with_it(ranks, shards, tmp_path, sync):
+    """8 sequences a step over two ranks: 4 do not fit, 2 do."""
+    changes = {
+        "train.duration": "6 steps",
+        "train.sharding": {"sync_every_microbatch": sync},
+        "checkpoint.interval": "3 steps",
+    }
+    [named, _] = ranks(2).run(
+        runs.train, tiny_config(shards, tmp_path / "named", {**changes, "train.microbatch_size": 2})
+    )
+    config = tiny_config(shards, tmp_path / "auto", {**changes, "train.microbatch_size": "auto"})
+    [(found, tried), _] = ranks(2).run(with_fake_memory, config, 2)
+    assert tried[:4] == [4, 2, 2, 2] and set(tried[4:]) == {2} and len(tried) == 4 + 6 * 2
+    assert found.losses == named.losses and found.samples == named.samples
+    longer = config.model_copy(
+        update={"train": config.train.model_copy(update={"duration": type(config.train.duration)(8, "steps")})}
+    )
+    [(again, tried), _] = ranks(2).run(with_fake_memory, longer, 2)
+    assert tried == [2] * 4 and list(again.losses) == [*range(1, 9)]
