@@ -131,13 +131,17 @@ def _activations(config: Config, width: int) -> int:
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
     local = seq_len / context  # tokens of a sequence in one rank's layers
-    tensor = config.train.parallel.tensor
-    residual /= tensor
+    tensor, at_once = config.train.parallel.tensor, checkpointing.mlp_tokens or float("inf")
+    parts = [0.0]  # of MLPs at work, of one sequence
 
     def saved_by(block: BlockSection) -> SavedBytes:
         saved = block.saved_by_layer(model.d_model, width, model.norm)
         if context > 1:
             saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+        if block.mlp is not None and at_once < local / tensor:
+            inside = block.mlp.saved_bytes(model.d_model, width).everything - 2 * residual
+            parts.append(inside * at_once)
+            saved += SavedBytes(-inside, 0)
         if tensor == 1:
             return saved
         inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))
@@ -150,15 +154,15 @@ def _activations(config: Config, width: int) -> int:
     kept = 0.0
     for index, saved in enumerate(per_layer):
         if checkpointing.fraction is not None:
-            kept += residual + checkpointing.fraction * (saved.everything - residual)
+            kept += residual / tensor + checkpointing.fraction * (saved.everything - residual / tensor)
         elif checkpointing.type in ("none", "auto") or (checkpointing.k is not None and index % checkpointing.k):
             kept += saved.everything
         else:
-            kept += residual + (saved.selective if checkpointing.type == "selective" else 0)
+            kept += residual / tensor + (saved.selective if checkpointing.type == "selective" else 0)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output.
-    tokens = config.train.least_microbatch * local
-    return round(tokens * (kept + recomputed + 3 * residual))
+    batch = config.train.least_microbatch
+    return round(batch * (local * (kept + recomputed + 3 * residual / tensor) + max(parts)))
 
 
 def _loss(config: Config, width: int) -> int:

@@ -117,7 +117,7 @@ class ModelConfig(Section):
         return self.model_copy(update={"blocks": blocks, "norm": self.norm.model_copy(update={"backend": norm})})
 
     def divided(self) -> Iterator[Divided]:
-        """Heads, groups and channels that tensor-parallel ranks divide (train.parallel.tensor), but for blocks that cannot be divided."""
+        """Heads, groups and channels that tensor-parallel ranks divide (train.parallel.tensor), of blocks that can be divided."""
         yield Divided("vocab_size", self.vocab_size)
         for name, block in self.blocks.items():
             for one in block.divided_by_layer(self.d_model) or ():

@@ -190,6 +190,12 @@ class HybridLM(nn.Module):
         head = Flops(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
         return sum((block.flops(seq_len, causal) for block in self._layers()), head)
 
+    def mlp_flops(self, seq_len: int) -> int:
+        """The part of `flops` that MLPs take, those of shared blocks too."""
+        shared = [one.mlp for one in self.shared_uses()]
+        mlps = [*shared, *(block.mlp for block in self._layers() if block.mlp is not None)]
+        return sum(mlp.flops(seq_len).total for mlp in mlps)
+
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         """The part of `flops` that the mixers' saved operators spare selective checkpointing."""
         return sum((block.saved_flops(seq_len, causal) for block in self._layers()), Flops())

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
@@ -269,6 +272,7 @@ class MLP(nn.Module):
         self.gated, self.activation = config.gated, _ACTIVATIONS[config.type]
         self.activation_multiplier, self.out_multiplier = config.activation_multiplier, config.out_multiplier
         self.ranks: TensorRanks | None = None
+        self.tokens_at_once: int | None = None
         self.parts = [config.d_ff] * (2 if config.gated else 1)  # gate and up
         self.d_in = sum(self.parts)
         self.w_in = Linear(d_model, self.d_in, config.bias, parts=self.parts)
@@ -281,7 +285,17 @@ class MLP(nn.Module):
         self.w_out.split_input(ranks, Part(self.parts[0]))
 
     def forward(self, x: Tensor, adapter: LowRank | None = None) -> Tensor:
-        """adapter: adds to w_in's output, [..., d_in]."""
+        """adapter: adds to w_in's output, [..., d_in].
+
+        With tokens_at_once, parts of x that are computed again in the backward pass.
+        """
+        at_once = self.tokens_at_once
+        if at_once is None or x.shape[1] <= at_once or not torch.is_grad_enabled():
+            return self._compute(x, adapter)
+        again = partial(checkpoint, self._compute, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([cast("Tensor", again(part, adapter)) for part in x.split(at_once, dim=1)], dim=1)
+
+    def _compute(self, x: Tensor, adapter: LowRank | None) -> Tensor:
         x = x if self.ranks is None else self.ranks.enter(x)
         h = self.w_in(x)
         if adapter is not None:

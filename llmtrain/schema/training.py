@@ -50,12 +50,18 @@ class ActivationCheckpointing(Section):
     """With every_k: recompute one layer in so many."""
     fraction: UnitInterval | None = free(None)
     """With budget: the share of a compiled layer's activations that may be kept; 0 recomputes like full, 1 nothing."""
+    mlp_tokens: PositiveInt | None = free(None)
+    """An MLP reads so many tokens of a sequence (on one rank) at a time, and each part is computed once more in the backward pass:
+    what a layer holds at work then grows less with the sequence. null: all at once."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.type == "budget") != (self.fraction is not None):
             yield Problem("fraction", self.fraction, "must be given with type: budget, and only then")
         if (self.type == "every_k") != (self.k is not None):
             yield Problem("k", self.k, "must be given with type: every_k, and only then")
+        if self.mlp_tokens is not None and self.type not in ("none", "full", "every_k"):
+            text = f"computes again what type: {self.type} may keep; use none, full or every_k, or null"
+            yield Problem("mlp_tokens", self.mlp_tokens, text)
 
 
 class Sharding(Section):

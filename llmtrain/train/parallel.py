@@ -24,6 +24,7 @@ from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layers import MLP
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.segments import Segments
 from llmtrain.models.tensor_parallel import TensorRanks
@@ -50,6 +51,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     if segments is not None:
         model.hybrid.enable_segments()
+    divide_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
@@ -61,6 +63,13 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     shard(model, sharding, config)
     model.to_empty(device=device)
     return segments
+
+
+def divide_mlps(model: HybridLM, tokens: int | None) -> None:
+    """Have every MLP read so many tokens of a sequence at a time (MLP.forward)."""
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.tokens_at_once = tokens
 
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:

@@ -25,6 +25,7 @@ from llmtrain.train import run
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support.runs import observed_by
 from tests.support.tiny import tiny_config
+from tests.support.whole import whole_tensors
 
 ONE_STEP = {"train.duration": "1 steps", "schedule.warmup": "0 steps", "train.clip_grad_norm": None}
 DENSE_ATTENTION = {
@@ -71,7 +72,7 @@ class Observer(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         model = hybrid_of(state)
-        self.step.weights = {clean(name): whole(p) for name, p in model.named_parameters()}
+        self.step.weights = whole_tensors(model, lambda parameter: parameter)
         for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
             mixer.norm.register_forward_pre_hook(lambda *_, mixer=mixer: self.note_dtypes(mixer))
@@ -93,21 +94,13 @@ class Observer(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         model = hybrid_of(state)
-        self.step.gradients = {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        self.step.gradients = whole_tensors(model, lambda parameter: parameter.grad)
         self.step.loss = state.total_loss_dict["loss/train/total"]
 
 
 def hybrid_of(state: State) -> HybridLM:
     composer_model: Any = state.model
     return composer_model.model.hybrid
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.detach().full_tensor().clone()
-
-
-def clean(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def uneven(samples: list[dict[str, Any]]) -> batches.Batch:

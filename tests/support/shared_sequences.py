@@ -19,14 +19,12 @@ from llmtrain.distributed.world import world_from_environment
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.init import clean_name
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.slices import boxes, local_of
-from llmtrain.models.tensor_parallel import slices_of
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.composer_model import own_part
 from llmtrain.train.tensor_gradients import TensorGradients
+from tests.support.whole import whole_tensors
 
 VOCAB = 48
 
@@ -59,6 +57,7 @@ def batch_of(case: Case, groups: int) -> dict[str, torch.Tensor]:
     input_ids = torch.randint(0, VOCAB, shape, generator=generator)
     labels = F.pad(input_ids[:, 1:], (0, 1), value=IGNORE)
     labels[torch.rand(shape, generator=generator) < 0.3] = IGNORE
+    labels[0, 0] = input_ids[0, 1]
     batch = {"input_ids": input_ids, "labels": labels, "text_bytes": torch.zeros(shape[0])}
     if case.borders is not None:
         begins = torch.rand(shape, generator=generator) < (case.borders if isinstance(case.borders, float) else 0)
@@ -109,7 +108,7 @@ def _difference(case: Case) -> tuple[float, float, str]:
         divided = TensorGradients(shared, shared.ranks)
         divided.add_up()
         norm = float(divided.clip(math.inf))
-    gradients = whole_gradients(shared)
+    gradients = whole_tensors(shared, lambda parameter: parameter.grad)
     if not world.is_main:
         return 0.0, 0.0, ""
 
@@ -128,30 +127,6 @@ def _difference(case: Case) -> tuple[float, float, str]:
     return abs(float(loss / expected.loss) - 1), apart[worst], worst
 
 
-def whole_gradients(model: HybridLM) -> dict[str, torch.Tensor]:
-    """Each parameter's gradient, put together from what all ranks hold of it; those that hold the same must agree."""
-    slices, found = slices_of(model), {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        of = slices.get(clean_name(name))
-        whole = torch.zeros(2, *(of.shape(parameter.shape) if of else parameter.shape))
-        local = local_of(parameter.grad)
-        places = [
-            (tuple(slice(at, at + n) for at, n in zip(box.begin, box.sizes, strict=True)), local[box.at])
-            for box in boxes(parameter.grad, of)
-        ]
-        for place, part in places:
-            whole[0][place] += part
-            whole[1][place] += 1
-        dist.all_reduce(whole)
-        mean = whole[0] / whole[1]
-        for place, part in places:
-            torch.testing.assert_close(part, mean[place], rtol=1e-9, atol=1e-9)
-        found[clean_name(name)] = mean
-    return found
-
-
 def random_case(seed: int, world_size: int) -> Case:
     """A model, a mesh of so many ranks that share sequences or layers, and a batch, by the seed."""
     rng = random.Random(seed)
@@ -164,6 +139,8 @@ def random_case(seed: int, world_size: int) -> Case:
             [size for size in range(group, world_size + 1, group) if world_size % size == 0]
         )
     checkpointing = rng.choice([{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "every_k", "k": 2}])
+    if checkpointing["type"] != "selective":
+        checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
     return Case(
         model=_random_model(rng, context, tensor),
         seq_len=rng.randint(2 * context, 6 * context + 20),

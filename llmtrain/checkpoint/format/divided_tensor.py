@@ -46,6 +46,3 @@ class DividedTensor:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(begin), torch.Size(box.sizes)) for begin, box in self._boxes.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.part(index, self.local)

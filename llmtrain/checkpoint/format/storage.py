@@ -173,6 +173,17 @@ class ValuePlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's own gives tensors on the meta device memory, of which there are none here, and drops what it does not know.
+        super().set_up_planner({}, metadata, is_coordinator)
+        self.state_dict = self.original_state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.part(index, found.local) if isinstance(found, DividedTensor) else super().lookup_tensor(index)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         loaded = json.loads(value.getvalue())

@@ -102,7 +102,7 @@ class BlockSection(Section):
         return f"a block of type {getattr(self, 'type')} reads whole sequences; use train.parallel.context: 1"  # noqa: B009
 
     def divided(self, d_model: int) -> list[Divided] | None:
-        """Heads and groups of the mixer that tensor-parallel ranks divide (train.parallel.tensor). Default: None, the mixer cannot be divided."""
+        """Heads and groups of the mixer that tensor-parallel ranks divide (train.parallel.tensor). Default: None, it cannot be."""
         return None
 
     def divided_by_layer(self, d_model: int) -> list[Divided] | None:

@@ -44,6 +44,9 @@ def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch
         # Every second matrix product is kept, and the mixers' saved operators.
         "selective": forward.total - forward.head - forward.projection / 2 - spared.total,
     }[config.activation_checkpointing.type]
+    at_once = config.activation_checkpointing.mlp_tokens
+    if at_once is not None and at_once < seq_len // config.parallel.ranks:
+        recomputed += model.mlp_flops(seq_len)
     return TokenCost(
         foundry=per_token["foundry"],
         causal=per_token["causal"],

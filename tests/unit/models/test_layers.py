@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
-from llmtrain.models.layers import Norm
-from llmtrain.models.sections.layers import NormConfig
+from llmtrain.models.layers import MLP, Norm
+from llmtrain.models.sections.layers import MLPConfig, NormConfig
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,21 @@ def test_a_zero_centered_weight_counts_from_1_and_sees_small_steps_in_bf16():
     assert torch.equal(y, expected.to(torch.bfloat16))
     y.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7, 8])
+def test_an_mlp_that_reads_a_part_at_a_time_computes_the_same_and_keeps_nothing_of_its_inside(at_once):
+    mlp = MLP(4, MLPConfig(type="swiglu", d_ff=64, bias=True)).double()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
+    found, most = [], []
+    for mlp.tokens_at_once in (None, at_once):
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape[-1]) or t, lambda t: t):
+            y = mlp(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])))
+        most.append(max(kept))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert most == [128, 128 if at_once >= 7 else 4]  # channels of what is kept
