@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor,
     all_gather_tensor_autograd,
     all_reduce,
-    reduce_scatter_tensor_autograd,
+    reduce_scatter_tensor,
 )
 from torch.distributed.distributed_c10d import GroupName
 
@@ -92,7 +92,7 @@ class TensorRanks:
         """Sums over the ranks, of each rank's own tokens: [batch, T, ...] -> [batch, T / size, ...]."""
         if not self.split_tokens:
             return all_reduce(summand, "sum", self.group)
-        return reduce_scatter_tensor_autograd(summand.contiguous(), "sum", 1, self.group)
+        return _Scattered.apply(summand, self.group)
 
     def sum_over_sharers(self, summand: Tensor, units: int) -> Tensor:
         """Sum of a few numbers per token over the ranks with a part of the same unit, of `units` fewer than ranks.
@@ -116,6 +116,19 @@ class TensorRanks:
         """The ranks' parts of the last dimension, side by side, without gradient: [..., n] -> [..., size * n]."""
         everyone = all_gather_tensor(part.detach().contiguous()[None], 0, self.group)
         return everyone.movedim(0, -2).flatten(-2)
+
+
+class _Scattered(torch.autograd.Function):
+    """reduce_scatter_tensor_autograd takes no gradient that is a part of a larger tensor, as torch.cat's is."""
+
+    @staticmethod
+    def forward(ctx, summand: Tensor, group: GroupName) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_tensor(summand.contiguous(), "sum", 1, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather_tensor(gradient.contiguous(), 1, ctx.group), None
 
 
 class _Total(torch.autograd.Function):
