@@ -1,4 +1,4 @@
-"""`llmtrain bench tune` and `llmtrain bench kernels`. Declaring them imports no torch."""
+"""`llmtrain bench tune`, `llmtrain bench kernels` and `llmtrain bench train`. Declaring them imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from llmtrain.config.shipped import CONFIG_HELP
 
 
 def add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="measure and tune the kernels on this machine")
+    bench = commands.add_parser("bench", help="measure training, measure and tune kernels on this machine")
     programs = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_tune(programs)
     _add_kernels(programs)
+    _add_train(programs)
 
 
 def _add_tune(commands) -> None:
@@ -110,6 +111,24 @@ def _add_kernels(commands) -> None:
     sub.set_defaults(func=kernels)
 
 
+def _add_train(commands) -> None:
+    sub = commands.add_parser(
+        "train",
+        help="tokens/s, MFU and memory of models x lengths x GPUs x precisions",
+        description="Trains every case of a sweep for some steps, each in processes of its own, on Python's standard library: a "
+        "table with LLM Foundry's columns, CSV, JSON lines and a plot. Interrupted, the same command goes on; what has failed is "
+        "tried again.",
+        epilog="a sweep: {models: [pretrain/mpt-1b, pretrain/zamba2-1.2b], seq_lens: [2048, 4096], gpus: [1], precisions: [bf16, "
+        "tensorwise], batch_tokens: 131072}",
+    )
+    sub.add_argument("file", metavar="SWEEP", help="YAML of the sweep: docs/training.md has its keys")
+    sub.add_argument("--again", action="store_true", help="also what is measured already")
+    sub.add_argument(
+        "--out", type=output_path, default=Path("bench-train"), metavar="FOLDER", help="default bench-train/"
+    )
+    sub.set_defaults(func=train)
+
+
 def tune(args: argparse.Namespace) -> int:
     if args.file is not None:
         from llmtrain.bench.tune.config_command import run as run_config
@@ -123,5 +142,11 @@ def tune(args: argparse.Namespace) -> int:
 
 def kernels(args: argparse.Namespace) -> int:
     from llmtrain.bench.kernels.command import run
+
+    return run(args)
+
+
+def train(args: argparse.Namespace) -> int:
+    from llmtrain.bench.train.command import run
 
     return run(args)

@@ -53,6 +53,7 @@ from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import require_same_run
+from llmtrain.train.settled import write_settled
 from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.spike_window import SpikeWindow
 from llmtrain.train.tensor_gradients import TensorGradients
@@ -112,6 +113,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
     if config.train.microbatch_size == "auto":
         settled = with_microbatch(config, settled, causal_lm, segments, world, device)
+    if world.is_main:
+        write_settled(folder, settled)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
     loader = build_train_loader(
         config.data,

@@ -1,0 +1,83 @@
+"""`llmtrain bench train`: the runs of a sweep, one after the other; what is measured already is kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.machine import facts
+from llmtrain.bench.train.measure import measure
+from llmtrain.bench.train.report import as_csv, as_markdown, draw
+from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
+from llmtrain.flops.count import count_parameters
+from llmtrain.flops.describe import meta_model
+from llmtrain.kernels.platform import detect
+
+Measure = Callable[[Case, Sweep], dict[str, Any]]
+RESULTS, TABLE, SHEET, PICTURE = "results.jsonl", "results.md", "results.csv", "results.png"
+
+
+def run(args: argparse.Namespace, measure: Measure = measure) -> int:
+    """Measures every case and writes the results after each. Returns 0, or 1 if a case has no figure."""
+    out: Path = args.out
+    sweep = load_sweep(args.file)
+    wanted = cases(sweep, out)  # all are checked before the first is run
+    out.mkdir(parents=True, exist_ok=True)
+    here = detect()
+    known = {} if args.again else read_results(out / RESULTS)
+    results: list[dict[str, Any]] = []
+    for case in wanted:
+        key = {"settings": case.settings, "steps": [sweep.warmup, sweep.steps], "gpu": here.device_name}
+        result = known.get(case.name)
+        if result is None or result["key"] != json.loads(json.dumps(key)) or "error" in result:
+            print(f"{case.name} ...", flush=True)
+            result = {
+                "name": case.name,
+                "model": Path(case.model).stem,
+                "seq_len": case.seq_len,
+                "gpus": case.gpus,
+                "precision": case.precision,
+                "gpu": here.device_name or "CPU",
+                "parameters": count_parameters(meta_model(case.config.model)).total,
+                **measure(case, sweep),
+                "date": time.strftime("%Y-%m-%d"),
+                "key": key,
+            }
+            with (out / RESULTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+        results.append(result)
+        print(_line(result), flush=True)
+        _write(out, results)
+    print(f"{out / TABLE}, {SHEET}, {PICTURE}")
+    return int(any("error" in result for result in results))
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """The newest result of each case by name; a line that was cut off is none."""
+    found: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                result = json.loads(line)
+                found[result["name"]] = result
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
+
+
+def _write(out: Path, results: list[dict[str, Any]]) -> None:
+    machine = "; ".join(f"{what} {value}" for what, value in facts(detect()))
+    (out / TABLE).write_text(as_markdown(results, f"{machine}; {time.strftime('%Y-%m-%d')}"), encoding="utf-8")
+    (out / SHEET).write_text(as_csv(results), encoding="utf-8")
+    draw(results, out / PICTURE)
+
+
+def _line(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{result['name']}: {result['error']}"
+    line = f"{result['name']}: {result['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+    return line if result["mfu"] is None else f"{line}, MFU {result['mfu']:.1%}"

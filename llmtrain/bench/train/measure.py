@@ -1,0 +1,94 @@
+"""One run of a sweep: started, watched until it has made its steps, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.train.sweep import Case, Sweep
+from llmtrain.train.settled import FILE, read_settled
+
+_POLL_SECONDS = 0.5
+_STEP = "throughput/step_seconds"
+
+
+def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
+    """Figures of a case, or `error`, the end of what the run said. Its folder is removed again."""
+    folder = Path(case.config.run_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    said = folder.with_suffix(".txt")
+    command = [sys.executable, "-m", "llmtrain.cli", "train", case.model, *case.settings, "--nproc", str(case.gpus)]
+    began = time.monotonic()
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            rows = _watch(process, folder / "metrics.jsonl", sweep.warmup + sweep.steps, began + sweep.timeout)
+        finally:
+            _end(process)
+    if len(rows) < sweep.warmup + sweep.steps:
+        last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
+        why = "" if process.returncode != -signal.SIGKILL else f"not finished after {sweep.timeout} s: "
+        return {"error": why + "\n".join(last)}
+    found = figures(rows[sweep.warmup :], case, read_settled(folder / FILE))
+    shutil.rmtree(folder, ignore_errors=True)
+    said.unlink()
+    return found
+
+
+def figures(rows: list[dict[str, float]], case: Case, settled: dict[str, Any]) -> dict[str, Any]:
+    """rows: the metrics of each measured step. settled: what was left to the run (train/settled.py)."""
+    train = case.config.train
+    seconds = statistics.median(row[_STEP] for row in rows)
+    rate = case.config.tokens_per_step / seconds
+    scale = (
+        rate / case.gpus / rows[-1]["throughput/tokens_per_second_per_device"]
+    )  # the run's own are of a moving window
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / case.gpus,
+        "mfu": _scaled(rows[-1].get("throughput/mfu_foundry"), scale),
+        "hfu": _scaled(rows[-1].get("throughput/hfu"), scale),
+        "peak_gib": rows[-1].get("memory/peak_allocated_gib"),
+        "microbatch_size": settled["microbatch_size"],
+        "grad_accum": case.config.grad_accum(case.gpus) * train.least_microbatch // settled["microbatch_size"],
+        "global_batch_size": train.global_batch_size,
+        "sharding": settled["sharding"]["strategy"],
+        "checkpointing": settled["activation_checkpointing"]["type"],
+    }
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _watch(process: subprocess.Popen, metrics: Path, steps: int, deadline: float) -> list[dict[str, float]]:
+    """Metrics of the first `steps` steps that have a duration; fewer if the run ends or time is over."""
+    rows: list[dict[str, float]] = []
+    while len(rows) < steps and time.monotonic() < deadline:
+        ended = process.poll() is not None
+        with contextlib.suppress(FileNotFoundError):
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            read = [json.loads(line) for line in lines if line.endswith("\n")]
+            rows = [row for row in read if _STEP in row]
+        if ended:
+            break
+        time.sleep(_POLL_SECONDS)
+    return rows[:steps]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill a run and all of its ranks: there is nothing to save."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,116 @@
+"""The YAML of `llmtrain bench train`, and the cases that it names. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmtrain.config.base import PositiveInt, Problem, Processes, Section
+from llmtrain.config.decode import decode
+from llmtrain.config.interpolation import resolve
+from llmtrain.config.report import ConfigError
+from llmtrain.config.shipped import find_config
+from llmtrain.config.yaml_source import read_file
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+Precision = Literal["fp32", "bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+class Sweep(Section):
+    """Every model at every length, number of GPUs and precision, in this order, a process (or one per GPU) each."""
+
+    models: Annotated[list[str], Field(min_length=1)]
+    """YAMLs of runs, by path or shipped name. Their data is replaced by Python's standard library, so that any machine has it."""
+    seq_lens: list[PositiveInt] = []
+    """Tokens per sequence. Default: each YAML's own."""
+    gpus: Annotated[list[Processes], Field(min_length=1)] = [1]
+    """Processes per run."""
+    precisions: Annotated[list[Precision], Field(min_length=1)] = ["bf16"]
+    """fp32, bf16, or a recipe of train.float8."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens per step and GPU, rounded down to whole microbatches, at least one. Default: each YAML's global_batch_size, which is
+    strong scaling."""
+    settings: list[str] = []
+    """Further settings of every run, `a.b=c`."""
+    steps: PositiveInt = 20
+    """Steps to measure."""
+    warmup: PositiveInt = 5
+    """Steps before, the first of which compiles."""
+    timeout: PositiveInt = 1800
+    """Seconds after which a run that has not finished is given up."""
+
+    def problems(self) -> Iterator[Problem]:
+        for i, setting in enumerate(self.settings):
+            if "=" not in setting:
+                yield Problem(f"settings.{i}", setting, "is no setting; write a.b=c")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a YAML with settings on so many GPUs. name: of its folder and its results."""
+
+    name: str
+    model: str
+    seq_len: int
+    gpus: int
+    precision: Precision
+    settings: tuple[str, ...]
+    config: Config
+
+
+def load_sweep(path: str | Path) -> Sweep:
+    """Raises ConfigError with everything that is wrong."""
+    source = read_file(find_config(path))
+    resolve(source, Sweep)
+    sweep, found = decode(Sweep, source.data, source.unreadable)
+    problems = [*source.problems, *found]
+    if problems or sweep is None:
+        raise ConfigError(str(path), problems, source.origins)
+    return sweep
+
+
+def cases(sweep: Sweep, out: Path) -> list[Case]:
+    """Every case, checked. out: folder of the runs. Raises ConfigError for a run that cannot be."""
+    found = []
+    for model in sweep.models:
+        base = load_config(model)
+        lengths = sweep.seq_lens or [base.data.seq_len]
+        for seq_len, gpus, precision in itertools.product(lengths, sweep.gpus, sweep.precisions):
+            found.append(_case(sweep, out, model, min(base.model.vocab_size, 4096), seq_len, gpus, precision))
+    return found
+
+
+def _case(sweep: Sweep, out: Path, model: str, vocabulary: int, seq_len: int, gpus: int, precision: Precision) -> Case:
+    name = f"{Path(model).stem}-{seq_len}-{gpus}gpu-{precision}"
+    steps = sweep.warmup + sweep.steps
+    folder = out / "data" / f"stdlib-{vocabulary}-{seq_len}"
+    data = f"{{sources: [stdlib], out: {folder}, vocab_size: {vocabulary}, seq_len: {seq_len}}}"
+    settings = [
+        f"name={name}",
+        f"run_dir={out / 'runs' / name}",
+        "data.train=null",
+        "data.validation=null",
+        f"data.prepare={data}",
+        f"data.seq_len={seq_len}",
+        f"train.precision={'fp32' if precision == 'fp32' else 'amp_bf16'}",
+        f"train.float8={'null' if precision in ('fp32', 'bf16') else f'{{recipe: {precision}}}'}",
+        # Longer than is measured: neither the validation nor the checkpoint at the end of a run is wanted.
+        f"train.duration={100 * steps} steps",
+        "schedule={type: constant}",
+        f"eval.interval={100 * steps} steps",
+        f"checkpoint={{interval: {100 * steps} steps, background: false}}",
+        "logging={tensorboard: false, progress_bar: false}",
+        *sweep.settings,
+    ]
+    config = load_config(model, settings)
+    if sweep.batch_tokens is not None:
+        unit = gpus // config.train.parallel.ranks * config.train.least_microbatch
+        batch = max(sweep.batch_tokens * gpus // (unit * seq_len), 1) * unit
+        settings.append(f"train.global_batch_size={batch}")
+    return Case(name, model, seq_len, gpus, precision, tuple(settings), load_config(model, settings, world_size=gpus))

@@ -1,0 +1,164 @@
+"""`llmtrain bench train`: the cases of a sweep, what is measured again, and the figures; runs are made up."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.bench.train import command
+from llmtrain.bench.train.measure import figures
+from llmtrain.bench.train.report import as_csv, as_markdown
+from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
+from llmtrain.config.report import ConfigError
+
+SWEEP = "models: [pretrain/mpt-125m, pretrain/mamba2-130m]\nseq_lens: [512, 1024]\ngpus: [1, 2]\nprecisions: [bf16, rowwise]\n"
+
+
+def sweep(tmp_path: Path, text: str = SWEEP) -> Sweep:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_sweep(file)
+
+
+def test_every_combination_is_a_case_with_its_settings(tmp_path):
+    found = cases(sweep(tmp_path), tmp_path / "out")
+    assert len({case.name for case in found}) == len(found) == 2 * 2 * 2 * 2
+    for case in found:
+        train = case.config.train
+        assert case.config.data.seq_len == case.seq_len and train.precision == "amp_bf16"
+        assert (train.float8 and train.float8.recipe) == (None if case.precision == "bf16" else "rowwise")
+        assert case.config.data.prepare and case.config.data.prepare.seq_len == case.seq_len
+        assert Path(case.config.run_dir) == tmp_path / "out" / "runs" / case.name
+
+
+def test_the_batch_grows_with_the_gpus_where_it_is_given_per_gpu(tmp_path):
+    text = SWEEP + "batch_tokens: 20_000\nsettings: [train.microbatch_size=4]\n"
+    for case in cases(sweep(tmp_path, text), tmp_path):
+        assert case.config.train.global_batch_size == case.gpus * 4 * (20_000 // (4 * case.seq_len))
+
+
+def test_settings_go_before_those_of_the_yaml(tmp_path):
+    [case] = cases(sweep(tmp_path, "models: [pretrain/mpt-1b]\nsettings: [train.microbatch_size=2]\n"), tmp_path)
+    assert case.config.train.microbatch_size == 2 and case.seq_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("models: []\n", "models"),
+        ("models: [pretrain/mpt-1b]\nprecisions: [fp16]\n", "precisions.0"),
+        ("models: [pretrain/mpt-1b]\nsettings: [train.compile]\n", "settings.0"),
+        ("models: [pretrain/mpt-1b]\nsteps: 0\n", "steps"),
+    ],
+)
+def test_a_wrong_sweep_is_reported(tmp_path, text, path):
+    with pytest.raises(ConfigError, match=path):
+        sweep(tmp_path, text)
+
+
+def test_a_case_that_cannot_be_is_reported_before_any_is_run(tmp_path):
+    text = "models: [pretrain/mpt-125m]\ngpus: [1, 7]\n"
+    with pytest.raises(ConfigError, match="must be a multiple of"):
+        cases(sweep(tmp_path, text), tmp_path)
+
+
+FIGURES = {
+    "step_seconds": 0.5,
+    "tokens_per_second": 1000.0,
+    "tokens_per_second_per_gpu": 1000.0,
+    "mfu": 0.41,
+    "hfu": 0.42,
+    "peak_gib": 12.0,
+    "microbatch_size": 2,
+    "grad_accum": 4,
+    "global_batch_size": 8,
+    "sharding": "full",
+    "checkpointing": "none",
+}
+
+
+class Runs:
+    """Runs of the cases that `failing` does not name."""
+
+    def __init__(self, failing: str = "-"):
+        self.failing, self.made = failing, []
+
+    def __call__(self, case: Case, sweep: Sweep) -> dict[str, Any]:
+        self.made.append(case.name)
+        return {"error": "step 1\nCUDA out of memory"} if self.failing in case.name.split("-") else dict(FIGURES)
+
+
+def bench(
+    tmp_path: Path, runs: Runs, text: str = "models: [pretrain/mpt-125m]\nseq_lens: [512, 1024]\n", **options
+) -> int:
+    (tmp_path / "sweep.yaml").write_text(text, encoding="utf-8")
+    given = {"file": tmp_path / "sweep.yaml", "out": tmp_path / "out", "again": False} | options
+    return command.run(argparse.Namespace(**given), measure=runs)
+
+
+def test_what_is_measured_is_kept_and_what_failed_is_tried_again(tmp_path):
+    first, second, third = Runs(failing="1024"), Runs(), Runs()
+    assert bench(tmp_path, first) == 1 and bench(tmp_path, second) == 0 and bench(tmp_path, third) == 0
+    assert first.made == ["mpt-125m-512-1gpu-bf16", "mpt-125m-1024-1gpu-bf16"]
+    assert second.made == ["mpt-125m-1024-1gpu-bf16"] and third.made == []
+    table = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["SeqLen (T)"] for row in table] == ["512", "1024"]
+    assert (tmp_path / "out" / "results.png").stat().st_size > 5000
+
+
+def test_a_case_with_other_settings_is_another(tmp_path):
+    bench(tmp_path, Runs())
+    other = Runs()
+    bench(tmp_path, other, "models: [pretrain/mpt-125m]\nseq_lens: [512]\nsettings: [train.compile=off]\n")
+    assert other.made == ["mpt-125m-512-1gpu-bf16"]
+
+
+def test_all_again_when_asked(tmp_path):
+    bench(tmp_path, Runs())
+    again = Runs()
+    bench(tmp_path, again, again=True)
+    assert len(again.made) == 2
+
+
+def test_a_result_that_was_cut_off_is_measured_again(tmp_path):
+    bench(tmp_path, Runs())
+    results = tmp_path / "out" / "results.jsonl"
+    results.write_text(results.read_text()[:-30], encoding="utf-8")
+    again = Runs()
+    bench(tmp_path, again)
+    assert again.made == ["mpt-125m-1024-1gpu-bf16"]
+
+
+def test_figures_are_medians_of_the_measured_steps(tmp_path):
+    """16 sequences of 512 tokens on 2 GPUs, half a second a step. The run's own rate, of a window, was 4000 tokens/s/GPU at 20 %."""
+    batch = "settings: [train.global_batch_size=16, train.microbatch_size=auto]"
+    [case] = cases(sweep(tmp_path, f"models: [pretrain/mpt-125m]\nseq_lens: [512]\ngpus: [2]\n{batch}\n"), tmp_path)
+    row = {"throughput/tokens_per_second_per_device": 4000.0, "throughput/mfu_foundry": 0.2}
+    rows = [row | {"throughput/step_seconds": seconds} for seconds in (0.5, 0.4, 9.0, 0.5, 0.5)]
+    settled = {"microbatch_size": 2, "sharding": {"strategy": "grad_op"}, "activation_checkpointing": {"type": "none"}}
+    found = figures(rows, case, settled)
+    assert found["tokens_per_second"] == 16 * 512 / 0.5 and found["tokens_per_second_per_gpu"] == 8192
+    assert found["mfu"] == pytest.approx(0.2 * 8192 / 4000) and found["hfu"] is None and found["peak_gib"] is None
+    assert (found["microbatch_size"], found["grad_accum"], found["sharding"]) == (2, 4, "grad_op")
+
+
+def test_a_failure_is_named_below_the_table():
+    result = {
+        **FIGURES,
+        "name": "x",
+        "model": "x",
+        "seq_len": 8,
+        "gpus": 1,
+        "gpu": "H200",
+        "precision": "bf16",
+        "parameters": 5,
+    }
+    text = as_markdown([result, {"name": "y", "error": "step 1\nCUDA out of memory"}], "a machine")
+    assert "- y: CUDA out of memory" in text and "| 41.00 |" in text
+    assert len(as_csv([result, {"name": "y", "error": "?"}]).splitlines()) == 2
+    assert json.loads(json.dumps(result)) == result
