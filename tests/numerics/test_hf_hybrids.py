@@ -10,12 +10,8 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from llmtrain.generate.decoding import decode
-from llmtrain.generate.sampling import Sampling
-from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 from tests.support import hf, ropes
-from tests.support.hf import VOCAB
 
 Options = dict[str, Any]
 # Keys of config.json that need not come back equal: of training, older spellings, and what a class derives or passes over.
@@ -137,17 +133,12 @@ def test_same_function_and_back(name, case):
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_through_folders_and_token_for_token(name, tmp_path):
-    """save_pretrained -> ours -> a folder -> from_pretrained; greedy decoding from either cache says the same."""
+def test_through_folders(name, tmp_path):
+    """save_pretrained -> ours -> a folder -> from_pretrained."""
     (case,) = cases(name)[7].values
     peer = hf.random_peer(case, PEERS[name].model)
     ours, family = hf.ours_from_folder(peer, tmp_path / "theirs"), family_of_hf_config({"model_type": name})
     hf.assert_export_loads(family, ours, peer, case, tmp_path / "ours", OTHER)
-    prompts = hf.tokens_of(case, 7, 3)
-    theirs = peer.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=VOCAB, pad_token_id=0)[:, 7:]
-    steps = decode(CausalLM(ours), prompts.tolist(), Sampling(temperature=0), max_new_tokens=16)
-    assert [list(row) for row in zip(*steps, strict=True)] == theirs.tolist()
-    assert theirs.unique().numel() > 1
 
 
 @pytest.mark.parametrize(

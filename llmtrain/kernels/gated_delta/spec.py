@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import re
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
@@ -42,11 +45,24 @@ def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
         return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
     if spec.key_head_dim > 256:
         return f"fla's gated delta rule takes a key_head_dim up to 256, not {spec.key_head_dim}; use reference"
-    return refuse_package(("fla",), "fla-core", platform)
+    missing = refuse_package(("fla",), "fla-core", platform)
+    if (
+        missing is None
+        and platform is not None
+        and platform.arch == "sm90"
+        and not importlib.util.find_spec("tilelang")
+    ):
+        triton = importlib.metadata.version("triton")
+        if (3, 4, 0) <= tuple(map(int, re.findall(r"\d+", triton)[:3])) < (3, 7, 1):
+            return (
+                f"fla-core refuses to compute gradients on Hopper with Triton {triton}, by which they come out wrong (its "
+                "issue 640); install tilelang beside it, or use reference"
+            )
+    return missing
 
 
 def preference(spec: GatedDeltaSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`. fla's where it is installed: the reference takes the states of chunks one
-    after another in fp32, and keeps every square of a chunk in memory. Neither is measured here yet.
+    after another in fp32, and keeps every square of a chunk in memory.
     """
     return ("reference",) if platform.vendor == "cpu" else ("fla", "reference")

@@ -1,5 +1,6 @@
 """Backends of other packages: refused where those are not installed, and called with what our specs mean."""
 
+import importlib.metadata
 import importlib.util
 import itertools
 import sys
@@ -154,6 +155,25 @@ def test_fla_is_taken_by_itself_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert registry.resolve("gated_delta", "auto", spec, H200).name == "fla"
     assert registry.resolve("gated_delta", "auto", replace(spec, dtype="float32"), H200).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("arch", "triton", "refused"),
+    [("sm90", "3.6.0", True), ("sm90", "3.4.0+cu130", True), ("sm90", "3.3.1", False), ("sm90", "3.7.1", False),
+     ("sm90", "3.10.0", False), ("sm80", "3.6.0", False)],
+)  # fmt: skip
+def test_fla_is_refused_where_its_gradients_would_be_wrong(monkeypatch, arch, triton, refused):
+    """It raises in the first backward pass: on Hopper, Triton 3.4 to 3.7.0 computes them wrongly. With tilelang it does not."""
+    spec, here = SPECS["gated_delta"][1], replace(H200, arch=arch)
+    installed = {"fla"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
+    assert registry.resolve("gated_delta", "auto", spec, here).name == ("reference" if refused else "fla")
+    if refused:
+        reason = registry.refusal("gated_delta", "fla", spec, here)
+        assert reason is not None and f"on Hopper with Triton {triton}" in reason and "install tilelang" in reason
+    installed.add("tilelang")
+    assert registry.resolve("gated_delta", "auto", spec, here).name == "fla"
 
 
 def test_another_version_of_fla_is_refused_when_the_model_is_built(monkeypatch):
