@@ -3,7 +3,8 @@
     python -m benchmarks.attention_choices benchmarks/grid.csv [--arch sm90]
 
 Writes llmtrain/kernels/tables/ARCH.attention.csv anew. A row that failed is left out, and so is a backend whose error is more than
-twice the least of its cell.
+twice the least of its cell. A public backend that was not measured in a cell with ours, but at half to
+twice the heads and the same length and window, has that row's time by heads; its commit says from where.
 """
 
 from __future__ import annotations
@@ -12,24 +13,51 @@ import argparse
 import csv
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.errors import UserError, exit_with
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention import measured
 
+BEFORE = "triton before"
+"""Our kernel at an earlier commit: it stands for ours where nothing that speaks for the cell was measured of ours since."""
 
-def rows(lines: Iterable[dict[str, str]]) -> Iterator[measured.Row]:
+
+def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
     attention = [line for line in lines if line["operation"] == "attention" and not line["failed"]]
-    attention = [line for line in attention if " before" not in line["backend"]]
-    key = ("cell", "seq_len")
-    for _, group in itertools.groupby(
-        sorted(attention, key=lambda one: [one[k] for k in key]), lambda one: [one[k] for k in key]
-    ):
+    found: list[measured.Row] = []
+    key = lambda line: (line["cell"], line["seq_len"])  # noqa: E731
+    for _, group in itertools.groupby(sorted(attention, key=key), key):
         cell = list(group)
         least = min(float(line["error"]) for line in cell)
-        yield from (row(line) for line in cell if float(line["error"]) <= 2 * least)
+        found += [row(line) for line in cell if float(line["error"]) <= 2 * least]
+    now = {one.kind for one in found if one.backend == measured.OURS}
+    found = [
+        replace(one, backend=measured.OURS) if one.backend == BEFORE else one
+        for one in found
+        if not (one.backend == BEFORE and one.kind in now)
+    ]
+    return [*found, *scaled(found)]
+
+
+def scaled(found: list[measured.Row]) -> list[measured.Row]:
+    """Rows of public backends that were measured near a cell of ours, but not in it."""
+    more = []
+    for cell in dict.fromkeys(one.cell for one in found if one.backend == measured.OURS):
+        public = [one for one in found if one.kind == cell.kind and one.backend != measured.OURS]
+        there = {one.backend for one in public if one.cell == cell}
+        near = [one for one in public if not cell.distance(one) and 0.5 <= one.n_heads / cell.n_heads <= 2]
+        for source in sorted(near, key=cell.other_heads):
+            if source.backend not in there:
+                there.add(source.backend)
+                factor = cell.n_heads / source.n_heads
+                times = {name: round(getattr(source, name) * factor, 4) for name in ("forward_ms", "backward_ms")}
+                heads = {"n_heads": cell.n_heads, "n_kv_heads": cell.n_kv_heads}
+                whence = f"{source.commit}, scaled from {source.n_heads} on {source.n_kv_heads}"
+                more.append(replace(source, **heads, **times, commit=whence))
+    return more
 
 
 def row(line: dict[str, str]) -> measured.Row:

@@ -2,8 +2,9 @@
 
 A cell is one layer's attention at one length; its rows are its backends. A cell speaks for a spec of the same head_dim, the same
 features (ALiBi, softcap, window, documents), numbers as wide and a like number of query heads per key head; of several the one
-nearest in length and window. The user's cells, in FILE.attention.csv beside his own tuning rows FILE.yaml, come before shipped
-ones that are as near: `llmtrain bench tune FILE.yaml` writes there. Rows of one architecture say nothing about another.
+nearest in length and window, those first in which ours was measured beside public backends. The user's cells, in
+FILE.attention.csv beside his own tuning rows FILE.yaml, come before shipped ones that are as near: `llmtrain bench tune FILE.yaml`
+writes there. Rows of one architecture say nothing about another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from llmtrain.kernels.platform import Platform
 DEFAULT_SEQ_LEN = 4096
 """Length that is assumed where a model is built for no certain one."""
 OURS = "triton"
+MARGIN = 1.05
+"""Least advantage for which ours is taken over a public kernel. Times are the device's; ours has three launches, which cost the
+host more (0.7 ms a layer more than cuDNN's at 12 heads of 64, T = 2048: `wall_ms` of benchmarks/grid.csv)."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -74,8 +78,9 @@ class Cell:
     @property
     def kind(self) -> tuple[object, ...]:
         """Properties that two cells must share for one to speak for the other. Query heads per key head count as alike within
-        1, 2 to 4, 5 to 16, and more."""
-        grouping = sum(self.group > most for most in (1, 4, 16))
+        1 to 4, 5 to 16, and more: from 1 to 4, no backend's time per query head differs by more than a twentieth in the grid,
+        but Flex's with one key head is half as much again."""
+        grouping = sum(self.group > most for most in (4, 16))
         features = (self.alibi, self.softcap, self.documents, self.window is not None)
         return (_BYTES[self.dtype], self.head_dim, grouping, *features)
 
@@ -121,8 +126,9 @@ _ROWS = TypeAdapter(list[Row])
 
 
 def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_len: int | None = None) -> list[Row]:
-    """Rows of the cell that speaks for `spec`, of the backends in `able` alone, fastest first; none where no such cell is
-    measured, of ours beside at least one public backend. The same on every rank that has the same tables."""
+    """Rows of the cell that speaks for `spec`, of the backends in `able` alone, the one to take first, then the fastest; none
+    where no such cell is measured, of ours beside at least one public backend. The same on every rank that has the same tables.
+    """
     if spec.lower_right or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
@@ -134,10 +140,15 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
         for cell, rows in cells.items():
             here = [row for row in rows if row.backend in able]
             if any(row.backend != OURS for row in here):
-                found.append((asked.distance(cell), not_own, asked.other_heads(cell), here))
+                public_alone = not_own and all(row.backend != OURS for row in here)
+                found.append((public_alone, asked.distance(cell), not_own, asked.other_heads(cell), here))
     if not found:
         return []
-    return sorted(min(found, key=lambda one: one[:3])[3], key=lambda row: (row.ms, row.backend))
+    rows = sorted(min(found, key=lambda one: one[:4])[4], key=lambda row: (row.ms, row.backend))
+    public = next(row for row in rows if row.backend != OURS)
+    if rows[0].backend == OURS and public.ms < MARGIN * rows[0].ms:
+        rows = [public, *(row for row in rows if row != public)]
+    return rows
 
 
 def own_file(arch: str) -> Path:
