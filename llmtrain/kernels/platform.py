@@ -82,6 +82,15 @@ def detect(device: torch.device | str | None = None) -> Platform:
     return Platform(vendor, arch, properties.name, properties.total_memory, properties.multi_processor_count)
 
 
+def build_vendor() -> Vendor:
+    """The vendor for whose GPUs the installed PyTorch was built; no GPU is touched."""
+    import torch
+
+    if torch.version.hip:
+        return "amd"
+    return "nvidia" if torch.version.cuda else "cpu"
+
+
 def float8_refusal(platform: Platform) -> str | None:
     """Reason why a device has no float8 matrix products, or None.
 

@@ -22,6 +22,7 @@ from llmtrain.config.base import (
 from llmtrain.config.texts import PathText
 from llmtrain.models.config import LossConfig
 from llmtrain.models.sections.float8 import Float8Config
+from llmtrain.schema.environment import Environment
 from llmtrain.schema.wandb import WandbConfig
 
 
@@ -167,12 +168,14 @@ class TrainConfig(Section):
     ema: AverageConfig | None = None
     """Keep a moving average of the weights too; null: none."""
     activation_checkpointing: ActivationCheckpointing = free(ActivationCheckpointing())
-    compile: Literal["auto", "on", "off"] = free("auto")
-    """torch.compile(fullgraph=True) of every block. auto: on GPUs."""
+    compile: Literal["auto", "on", "off", "max_autotune"] = free("auto")
+    """torch.compile(fullgraph=True) of every block. auto: on GPUs. max_autotune: the same, with its matrix products and reductions
+    timed against each other, for minutes."""
     cuda_graphs: Literal["auto", "on", "off"] = free("auto")
     """Launch the forward and the backward pass of a microbatch as one CUDA graph each, from the second step on: what a small model
     gains is the time in which its GPU waits for the host. auto: on one NVIDIA GPU, where nothing speaks against it; a line of the
     run says what does. on: end the run where it cannot be."""
+    environment: Environment = free(Environment())
     sharding: Sharding = free(Sharding())
     parallel: Parallel = free(Parallel())
     deterministic: bool = free(False)

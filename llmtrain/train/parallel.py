@@ -54,10 +54,10 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     divide_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
-    if config.compile == "on" or (config.compile == "auto" and device.type == "cuda"):
+    if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
         fraction = config.activation_checkpointing.fraction
         torch._functorch.config.activation_memory_budget = 1.0 if fraction is None else fraction
-        compile_layers(model.hybrid)
+        compile_layers(model.hybrid, max_autotune=config.compile == "max_autotune")
     elif config.activation_checkpointing.type == "budget":
         run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
     shard(model, sharding, config)
@@ -108,7 +108,7 @@ def _selective_contexts(saved_ops: set[str]):
     return create_selective_checkpoint_contexts(policy)
 
 
-def compile_layers(model: HybridLM, fullgraph: bool = True) -> None:
+def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool = False) -> None:
     """Compiles each layer's forward, by default without graph breaks; equal layers share one compilation.
 
     Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
@@ -117,9 +117,10 @@ def compile_layers(model: HybridLM, fullgraph: bool = True) -> None:
     # twice over (training and validation).
     kinds = len(model.config.blocks) * 4
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, kinds)
+    mode = "max-autotune-no-cudagraphs" if max_autotune else None
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.
-        block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=False)
+        block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=False, mode=mode)
 
 
 def compute_dtype(precision: Literal["fp32", "amp_bf16"]) -> torch.dtype:

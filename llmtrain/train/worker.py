@@ -17,9 +17,11 @@ from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
 from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error
+from llmtrain.kernels.platform import build_vendor
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
 from llmtrain.train.early_sigterm import handlers_kept
+from llmtrain.train.environment import apply_environment
 from llmtrain.train.resume import (
     check_resumption,
     download_initial_weights,
@@ -45,6 +47,8 @@ def run_rank(
     def run() -> int:
         nonlocal folder, lock
         config = load(world.size)
+        for line in apply_environment(config.train.environment, build_vendor(), config.run_dir):
+            run_log.info(line)
         lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
         verified = _prepare(config, world, lock, fresh)

@@ -135,7 +135,7 @@ def test_a_result_that_was_cut_off_is_measured_again(tmp_path):
 
 
 def test_figures_are_medians_of_the_measured_steps(tmp_path):
-    """16 sequences of 512 tokens on 2 GPUs, half a second a step. The run's own rate, of a window, was 4000 tokens/s/GPU at 20 %."""
+    """16 sequences of 512 tokens on 2 GPUs, half a second a step. The run's own rate, of a window, was 4000 at 20 %."""
     batch = "settings: [train.global_batch_size=16, train.microbatch_size=auto]"
     [case] = cases(sweep(tmp_path, f"models: [pretrain/mpt-125m]\nseq_lens: [512]\ngpus: [2]\n{batch}\n"), tmp_path)
     row = {"throughput/tokens_per_second_per_device": 4000.0, "throughput/mfu_foundry": 0.2}

@@ -1,0 +1,40 @@
+"""The `train.environment` section of the YAML. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmtrain.config.base import Problem, Section, free
+
+_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+_OF_THE_LAUNCHER = re.compile(
+    r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(TORCHELASTIC|LLMTRAIN)_.*"
+)
+
+
+class Environment(Section):
+    """Environment variables that each rank sets before it touches a GPU, and prints. Those that the process has already stay as
+    they are, so that a shell can try another value."""
+
+    preset: Literal["none", "vendor"] = free("none")
+    """vendor: what training launchers set on GPUs of the vendor, for queues, memory and RCCL (llmtrain/kernels/environment.py)."""
+    tunable_op: Literal["off", "use", "tune"] = free("off")
+    """PyTorch's TunableOp for matrix products, which on AMD chooses between hipBLASLt and rocBLAS. tune: time the candidates of
+    every new shape, and write the fastest to the folder; use: read them there, and time nothing."""
+    tunable_op_folder: str | None = free(None)
+    """Folder of the results. Default: RUN/tunableop."""
+    variables: dict[str, Annotated[str, Field(min_length=1)] | int] = free({})
+    """Further variables, `{NCCL_IB_GID_INDEX: 3}`; they go before those of the preset."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name, value in self.variables.items():
+            if not _NAME.fullmatch(name):
+                yield Problem(f"variables.{name}", value, "is no name of a variable; it has capitals, digits and _")
+            elif _OF_THE_LAUNCHER.fullmatch(name):
+                yield Problem(f"variables.{name}", value, "is the launcher's")
+        if self.tunable_op_folder is not None and self.tunable_op == "off":
+            yield Problem("tunable_op_folder", self.tunable_op_folder, "has no effect with tunable_op: off")

@@ -1,0 +1,42 @@
+"""train.environment: variables set before anything reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from llmtrain.kernels.environment import PRESETS
+from llmtrain.kernels.platform import Vendor
+from llmtrain.schema.environment import Environment
+
+
+def wanted_variables(config: Environment, vendor: Vendor, run_dir: str) -> dict[str, str]:
+    """Variables of the section, by name; `variables` go before the rest."""
+    found = dict(PRESETS[vendor]) if config.preset == "vendor" else {}
+    if config.tunable_op != "off":
+        folder = Path(config.tunable_op_folder or Path(run_dir) / "tunableop")
+        found |= {
+            "PYTORCH_TUNABLEOP_ENABLED": "1",
+            "PYTORCH_TUNABLEOP_TUNING": "1" if config.tunable_op == "tune" else "0",
+            "PYTORCH_TUNABLEOP_FILENAME": str(folder / "results%d.csv"),  # %d: the GPU's number
+        }
+    return found | {name: str(value) for name, value in config.variables.items()}
+
+
+def apply_environment(
+    config: Environment, vendor: Vendor, run_dir: str, environment: MutableMapping[str, str] = os.environ
+) -> list[str]:
+    """Sets the variables that the process does not have. Returns a line for each. Called before a GPU or a process group is
+    initialised."""
+    lines = []
+    for name, value in wanted_variables(config, vendor, run_dir).items():
+        kept = environment.get(name)
+        if kept is None:
+            environment[name] = value
+            lines.append(f"environment: {name}={value}")
+        elif kept != value:
+            lines.append(f"environment: {name}={kept}, as the process has it, and not {value}")
+    if config.tunable_op == "tune":
+        Path(environment["PYTORCH_TUNABLEOP_FILENAME"]).parent.mkdir(parents=True, exist_ok=True)
+    return lines
