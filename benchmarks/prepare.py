@@ -23,6 +23,8 @@ from llmtrain.errors import RunError, exit_with
 
 FILE_MB = 64
 """Text of a file: about a partition."""
+SMALL_FILE_MB = 8
+"""That of programs that take a second for each MB."""
 
 
 def write_corpus(path: Path, nbytes: int) -> None:
@@ -82,19 +84,19 @@ def main() -> None:
         folder = Path(temporary)
         file, out, tokenizer = folder / "file.jsonl", folder / "out", folder / "first/tokenizer"
         write_corpus(file, FILE_MB * 1_000_000)
+        small_file = folder / "small.jsonl"
+        write_corpus(small_file, SMALL_FILE_MB * 1_000_000)
         write_corpus(folder / "first.jsonl", 4_000_000)
         options = ("--vocab-size", "16000", "--validation-fraction", "0")
         run(*prepare(str(folder / "first.jsonl"), "--out", str(folder / "first"), *options))
-        megabytes = file.stat().st_size / 1e6
         for workers in args.workers:
             for name in names:
-                few = max(
-                    workers, 5 if name in ("llmtrain", "megatron") else 1
-                )  # beyond 256 MB contents are not hashed
-                more = workers * (args.files if name in ("llmtrain", "megatron") else 1)
-                results = []
+                fast = name in ("llmtrain", "megatron")
+                few = max(workers, 5) if fast else workers  # beyond 256 MB contents are not hashed
+                more, chosen = workers * args.files, file if fast else small_file
+                megabytes, results = chosen.stat().st_size / 1e6, []
                 for count in (few, few + more):
-                    corpus = link_corpus(folder / "corpus", file, count)
+                    corpus = link_corpus(folder / "corpus", chosen, count)
                     given = (str(corpus), str(out), str(tokenizer), str(workers))
                     if name == "llmtrain":
                         command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
