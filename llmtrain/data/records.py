@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -12,6 +13,11 @@ from llmtrain.data.compression import DAMAGES, decompress
 from llmtrain.data.formats import Format, NotText, plain_name, sniff
 from llmtrain.data.source_files import SourceFile
 from llmtrain.data.storage import open_file
+
+try:
+    import orjson
+except ImportError:  # of the extra `fast`
+    orjson = None
 
 BLOCK_BYTES = 1 << 20
 """A text longer than this is several pieces, each of the lines that begin in one block of the file."""
@@ -248,7 +254,7 @@ def _line_at(source: _Source, offset: int) -> int:
 def _parse(line: bytes, text_key: str) -> tuple[str, str | None]:
     """Return (text, error) of a line of JSON; one of the two is empty."""
     try:
-        record = json.loads(line.decode())
+        record = _decoded(line)
     except UnicodeDecodeError as error:
         return "", f"not UTF-8: {error.reason} at byte {error.start} of the line"
     except json.JSONDecodeError as error:
@@ -258,6 +264,14 @@ def _parse(line: bytes, text_key: str) -> tuple[str, str | None]:
     except ValueError as error:  # an integer of thousands of digits
         return "", f"not JSON that is read here: {error}"
     return extract_text(record, text_key)
+
+
+def _decoded(line: bytes) -> Any:
+    """The value of a line of JSON. orjson is three times as fast, and stricter: what it does not take, json says."""
+    if orjson is not None:
+        with suppress(orjson.JSONDecodeError):
+            return orjson.loads(line)
+    return json.loads(line.decode())
 
 
 def extract_text(record: Any, text_key: str) -> tuple[str, str | None]:

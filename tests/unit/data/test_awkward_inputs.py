@@ -314,3 +314,28 @@ def test_a_saved_data_set_is_its_rows(tmp_path):
     left_out = PassedOver()
     list_files([str(tmp_path / "both")], left_out)
     assert "1 other splits of a saved data set (name one to read it): test" in left_out.lines()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "\\ud83d\\ude00 pair"}',
+        '{"text": "\\ud83d half"}',
+        '{"text": NaN}',
+        '{"id": 123456789012345678901234567890, "text": "long number"}',
+        '{"id": 1e999, "text": "huge"}',
+        '{"text": "one", "text": "two"}',
+        '{"text": "tab\\t \\u0000 \\/ \u2028"}',
+        '"only text"',
+        '{"text": 5}',
+        '{"text": "a"} x',
+        "[" * 5000,
+        '{"text": "raw \t tab"}',
+        "\ufeff{}",
+    ],
+)
+def test_lines_are_read_alike_with_and_without_orjson(line, monkeypatch):
+    pytest.importorskip("orjson")
+    fast = records._parse(line.encode(), "text")
+    monkeypatch.setattr(records, "orjson", None)
+    assert records._parse(line.encode(), "text") == fast

@@ -5,11 +5,13 @@ import json
 import multiprocessing
 import os
 import queue
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from streaming import StreamingDataset
@@ -554,3 +556,43 @@ def test_a_stream_of_which_no_sample_is_chosen_is_named(data, write_shards, tmp_
 
 def test_no_validation_data_is_no_loader(data):
     assert build_validation_loader(data({"a": 8}), global_batch_size=8) is None
+
+
+def test_a_run_of_a_thousand_million_samples_starts_and_resumes_at_once(tmp_path):
+    """No list of the samples is made, whatever their number; the shards' index alone is held."""
+    shards, samples = 2_000, 500_000
+    common = {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "zip_data": None,
+        "hashes": ["xxh64"],
+        "samples": samples,
+        "size_limit": 1 << 26,
+        "column_names": ["tokens"],
+        "column_encodings": ["ndarray:uint16:8"],
+        "column_sizes": [16],
+    }
+    index = [
+        common | {"raw_data": {"basename": f"{number}.mds", "bytes": 1, "hashes": {"xxh64": "0"}}}
+        for number in range(shards)
+    ]
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote/index.json").write_text(json.dumps({"version": 2, "shards": index}))
+    streams = {"a": {"local": str(tmp_path / "local"), "remote": str(tmp_path / "remote")}}
+    data = DataConfig.model_validate(
+        {"seq_len": 8, "order": "seekable", "num_workers": 0, "train": {"streams": streams}}
+    )
+    tracemalloc.start()
+    dataset = build_train_loader(data, global_batch_size=512).dataset
+    assert dataset.order is not None
+    last = dataset.epoch_size - 512
+    ids = dataset.order.ids(np.arange(last, last + 512))
+    assert len(np.unique(ids)) == 512 and 0 <= ids.min() <= ids.max() < shards * samples
+    assert dataset.spanner[0] == (0, 0)
+    assert dataset.spanner[shards * samples - 1] == (shards - 1, samples - 1)
+    assert dataset.spanner[samples] == (1, 0)
+    with pytest.raises(IndexError):
+        dataset.spanner[shards * samples]
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    tracemalloc.stop()
