@@ -1,0 +1,163 @@
+"""The picture of the grid: the best public time over that of `auto`, of ours and of what `auto` took before, cell by cell.
+
+    python -m benchmarks.grid_picture benchmarks/grid.csv docs/kernels-grid.png
+
+Of attention, `auto` is the backend that the measured cells choose on Hopper (kernels/attention/measured.py), and before them
+what the fixed order of 2026-11-23 took; where that is the best public kernel a cell counts as 1. Cells in which the backend
+was not measured have no point. Prints the figures of BENCHMARKS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import attention_choices
+from llmtrain.errors import exit_with
+from llmtrain.kernels import registry
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.platform import Platform
+
+OURS, BEFORE = "triton", attention_choices.BEFORE
+HOPPER = Platform("nvidia", "sm90", "", 1 << 37)
+TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)
+SERIES = (
+    ("before", "#bbbbbb", "auto on 2026-11-23"),
+    ("ours", "#e0a458", "our kernel"),
+    ("auto", "#20639b", "auto"),
+)
+
+
+@dataclass
+class Times:
+    """One cell. line: any of its rows; ms: forward and backward by backend."""
+
+    line: dict[str, str]
+    ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def operation(self) -> str:
+        return self.line["operation"]
+
+    def ratio(self, name: str | None) -> float | None:
+        """The best public time over that of the backend `name`; None where one of them was not measured."""
+        public = min((ms for name, ms in self.ms.items() if name not in (OURS, BEFORE)), default=None)
+        return None if public is None or name not in self.ms else public / self.ms[name]
+
+    @property
+    def ours(self) -> float | None:
+        return self.ratio(OURS)
+
+    @property
+    def auto(self) -> float | None:
+        return self.ratio(_auto(self.line)) if self.operation == "attention" else None
+
+    @property
+    def before(self) -> float | None:
+        return self.ratio(_fixed_order(self.line)) if self.operation == "attention" else None
+
+
+def _auto(line: dict[str, str]) -> str:
+    cell = attention_choices.row(line).cell
+    spec = AttentionSpec(
+        cell.n_heads, cell.n_kv_heads, cell.head_dim, 1.0, 8.0 if cell.alibi else None, cell.window,
+        30.0 if cell.softcap else None, documents=cell.documents,
+    )  # fmt: skip
+    return registry.resolve("attention", "auto", spec, HOPPER, cell.seq_len).name
+
+
+def _fixed_order(line: dict[str, str]) -> str:
+    """The backend that `auto` took at d126d62, by a rule in place of measured cells."""
+    cell = attention_choices.row(line).cell
+    features = cell.alibi + cell.softcap + (cell.window is not None)
+    if cell.documents:
+        return BEFORE
+    if not features:
+        narrow = "sdpa:cudnn" if cell.head_dim <= 128 else "sdpa:flash"
+        return BEFORE if cell.head_dim == 160 else narrow
+    return BEFORE if features == 1 and cell.head_dim in ((64,) if cell.softcap else (64, 128)) else "flex"
+
+
+def cells(lines: Iterable[dict[str, str]]) -> list[Times]:
+    found: dict[tuple[str, ...], Times] = {}
+    for line in lines:
+        if not line["failed"]:
+            key = (line["operation"], line["cell"], line["seq_len"])
+            one = found.setdefault(key, Times(line))
+            one.ms[line["backend"]] = float(line["forward_ms"]) + float(line["backward_ms"])
+    return list(found.values())
+
+
+def summary(found: list[Times]) -> Iterator[str]:
+    """Rows of a Markdown table."""
+    yield "| | cells | least | median | at 1.00 and more | at 1.05 and more |"
+    yield "|---|---|---|---|---|---|"
+    for operation in _operations(found):
+        for name, _, label in SERIES:
+            ratios = _ratios(found, operation, name)
+            if ratios and (operation == "attention" or name == "ours"):
+                shares = " | ".join(f"{sum(r >= bar for r in ratios) / len(ratios):.0%}" for bar in (1.0, 1.05))
+                row = f"| {operation}, {label} | {len(ratios)} | {ratios[0]:.2f} | {statistics.median(ratios):.2f}"
+                yield f"{row} | {shares} |"
+
+
+def _operations(found: list[Times]) -> list[str]:
+    names = dict.fromkeys(one.operation for one in found)
+    return [name for name in names if len(_ratios(found, name, "ours")) > 1]
+
+
+def _ratios(found: list[Times], operation: str, name: str) -> list[float]:
+    """Ratios of the cells that have it; `before` and `auto` are of the same cells."""
+    both = name in ("before", "auto")
+    of = (one for one in found if one.operation == operation and not (both and None in (one.before, one.auto)))
+    return sorted(ratio for one in of if (ratio := getattr(one, name)) is not None)
+
+
+def plot(file: Path, found: list[Times]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    operations = _operations(found)
+    widths = [3.0 if name == "attention" else 1.2 for name in operations]
+    figure, axes = plt.subplots(
+        1, len(operations), figsize=(1.5 + 1.6 * sum(widths), 4.2), width_ratios=widths, sharey=True, squeeze=False
+    )
+    for axis, operation in zip(axes[0], operations, strict=True):
+        for name, colour, label in SERIES:
+            if (operation == "attention" or name == "ours") and (ratios := _ratios(found, operation, name)):
+                at = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
+                axis.plot(at, ratios, "o", ms=3.5, color=colour, label=f"{label} ({len(ratios)} cells)")
+        axis.axhline(1.0, color="black", lw=0.8)
+        axis.set_title(operation, fontsize=10)
+        axis.set_xticks([])
+        axis.set_yscale("log")
+        axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        axis.minorticks_off()
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend(fontsize=7, loc="upper left")
+    axes[0][0].set_ylabel("best public time / time, forward + backward\n(above 1: faster)", fontsize=8)
+    figure.supxlabel("cells, in the order of the ratio", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("picture", type=Path)
+    args = parser.parse_args()
+    with args.grid.open(newline="") as lines:
+        found = cells(csv.DictReader(lines))
+    print("\n".join(summary(found)))
+    plot(args.picture, found)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)
