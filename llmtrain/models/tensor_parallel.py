@@ -92,7 +92,7 @@ class TensorRanks:
         """Sums over the ranks, of each rank's own tokens: [batch, T, ...] -> [batch, T / size, ...]."""
         if not self.split_tokens:
             return all_reduce(summand, "sum", self.group)
-        return _Scattered.apply(summand, self.group)
+        return _Scattered.apply(summand, self.size, self.group)
 
     def sum_over_sharers(self, summand: Tensor, units: int) -> Tensor:
         """Sum of a few numbers per token over the ranks with a part of the same unit, of `units` fewer than ranks.
@@ -122,13 +122,14 @@ class _Scattered(torch.autograd.Function):
     """reduce_scatter_tensor_autograd takes no gradient that is a part of a larger tensor, as torch.cat's is."""
 
     @staticmethod
-    def forward(ctx, summand: Tensor, group: GroupName) -> Tensor:
-        ctx.group = group
+    def forward(ctx, summand: Tensor, size: int, group: GroupName) -> Tensor:
+        ctx.size, ctx.group = size, group
         return reduce_scatter_tensor(summand.contiguous(), "sum", 1, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tensor(gradient.contiguous(), 1, ctx.group), None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        everyone = all_gather_tensor(gradient.contiguous(), 0, ctx.group)  # gathering along dim 1 does not trace
+        return torch.cat(everyone.chunk(ctx.size), dim=1), None, None
 
 
 class _Total(torch.autograd.Function):
