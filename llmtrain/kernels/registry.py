@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.attention import measured as attention_measured
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.gated_delta import spec as gated_delta
@@ -24,6 +23,9 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.refusals import refuse_triton
 from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
+
+if TYPE_CHECKING:
+    from llmtrain.kernels.attention.measured import Row as MeasuredRow
 
 Operation = Literal[
     "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta",
@@ -217,13 +219,15 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq
 
 def measured(
     operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None
-) -> list[attention_measured.Row]:
+) -> list[MeasuredRow]:
     """Measurements that `resolve` chooses by, the fastest first; none where no cell speaks for the spec."""
     candidates = _candidates(operation, name)
     if operation != "attention" or len(candidates) == 1:
         return []
+    from llmtrain.kernels.attention.measured import fastest  # not above: `check` needs no models of tuning tables
+
     able = {b.name for b in candidates if b.refusal(spec, platform) is None}
-    return attention_measured.fastest(spec, able, platform, seq_len)
+    return fastest(spec, able, platform, seq_len)
 
 
 def resolve_beside(operation: Operation, name: str, spec: Spec, platform: Platform) -> Backend:

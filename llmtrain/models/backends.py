@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
-from llmtrain.kernels.attention.measured import Row
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.sections.block import BlockSection, Kernel
 from llmtrain.models.sections.layers import NormConfig
+
+if TYPE_CHECKING:
+    from llmtrain.kernels.attention.measured import Row
 
 
 def backend_problems(config: ModelConfig, documents: bool = False) -> Iterator[Problem]:

@@ -467,10 +467,31 @@ def test_an_override_of_an_alias_leaves_the_other_uses_alone(check):
 
 
 def test_the_quickstart_is_checked_in_half_a_second(tmp_path):
-    quickstart = Path(__file__).parents[2] / "yamls" / "quickstart.yaml"
-    done, seconds = run_cli("check", str(quickstart), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert seconds < 1.4, "0.63 s without bytecode on a quiet core; 1.05 s with OmegaConf and rich"
+    """0.5 s of CPU time on a quiet machine; twice as much where others take the core's caches and clock."""
+    took = []
+    while len(took) < 4 and min(took, default=9.0) >= 0.7:
+        done, seconds = run_cli("check", "quickstart", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        took.append(seconds)
+    assert min(took) < 1.0, took
+
+
+def test_the_quickstart_is_checked_by_few_libraries(tmp_path):
+    """What they cost together is the half second; the models of tuning tables alone would be a tenth."""
+    code = (
+        "import sys; before = set(sys.modules); from llmtrain.cli import main; status = main(['check', 'quickstart']); "
+        "print(status, *sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    status, *modules = done.stdout.splitlines()[-1].split()
+    assert status == "0", done.stderr
+    others = {name.partition(".")[0] for name in modules if not name.startswith("_")} - sys.stdlib_module_names
+    assert others <= {
+        *("llmtrain", "yaml", "xxhash", "zstandard", "cython_runtime"),
+        *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"),
+    }
+    assert "llmtrain.kernels.registry" in modules and "llmtrain.kernels.tuning_table" not in modules
+    assert not {"asyncio", "multiprocessing", "sqlite3", "unittest", "xml.etree"} & set(modules)
 
 
 NOT_A_CONFIG = {

@@ -64,7 +64,7 @@ def test_filters(settings):
     rng = random.Random(0)
     answers = [[rng.choice(ANSWERS) for _ in range(3)] for _ in range(60)] + [[one] * 3 for one in ANSWERS]
     records = [rng.choice(RECORDS) for _ in answers]
-    [chain] = read_filters([{"name": "it", "filter": [settings]}], "generate_until")
+    [chain] = read_filters([{"name": "it", "filter": [settings]}], "generate_until", repeats=3)
     arguments = {name: value for name, value in settings.items() if name != "function"}
     [theirs] = build_filter_ensemble("it", [(settings["function"], arguments)]).filters
     assert chain.apply(answers, records) == list(theirs().apply(answers, records))
