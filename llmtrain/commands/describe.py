@@ -6,11 +6,17 @@ import argparse
 import json
 import math
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 from llmtrain.flops import mfu as arithmetic
-from llmtrain.flops.peaks import device_by_short_name
+from llmtrain.flops.peaks import Device, device_by_short_name
+
+if TYPE_CHECKING:
+    from llmtrain.flops.describe import Description
+    from llmtrain.flops.scaling import Scale
+    from llmtrain.schema.config import Config
 
 
 def add_describe(subparsers: argparse._SubParsersAction) -> None:
@@ -23,6 +29,17 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those in FILE")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="GPUs of the run (default 1)")
     parser.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: adds expected tokens/s and days")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="with --gpu: predict the run on N nodes, and up to 1,024 GPUs"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="with --nodes (default 8)")
+    parser.add_argument(
+        "--link", default="ndr", metavar="RATE", help="network of each GPU: hdr, ndr, xdr or Gbit/s (default ndr: 400)"
+    )
+    parser.add_argument(
+        "--node-link", type=float, metavar="GB/S", help="of each GPU inside a node (default: datasheet)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="with --nodes: draw the curve (.png, .svg)")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")
     parser.add_argument("--json", action="store_true", help="print JSON rather than tables")
     parser.set_defaults(func=run_describe)
@@ -33,19 +50,43 @@ def run_describe(args: argparse.Namespace) -> int:
     from llmtrain.schema.load import load_config
 
     device = device_by_short_name(args.gpu) if args.gpu else None
+    if args.nodes is not None:
+        if device is None or args.world_size != 1 or args.nodes < 1:
+            raise UserError(
+                "--nodes is above 0, and goes with --gpu and without --world-size, which is nodes x GPUs per node"
+            )
+        args.world_size = args.nodes * args.gpus_per_node
+    elif args.plot:
+        raise UserError("--plot draws the curve of --nodes")
     config = load_config(args.file, args.overrides, world_size=args.world_size)
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
     from llmtrain.flops.describe import describe
-    from llmtrain.flops.report import print_description
+    from llmtrain.flops.report import print_description, print_scaling
 
     description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu)
+    points = _predictions(args, config, device, description) if args.nodes is not None and device is not None else []
     if args.json:
-        print(json.dumps(asdict(description), indent=2))
+        print(json.dumps(asdict(description) | {"scaling": [asdict(point) for point in points]}, indent=2))
     else:
         print_description(description, config)
+        if points:
+            print_scaling(points)
     return 0
+
+
+def _predictions(args: argparse.Namespace, config: Config, device: Device, description: Description) -> list[Scale]:
+    from llmtrain.flops.describe import meta_model, parameter_sizes
+    from llmtrain.flops.scaling import cluster, curve, draw
+
+    assert description.speed is not None
+    place = cluster(device, args.gpus_per_node, args.link, args.node_link)
+    rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
+    points = curve(config, parameter_sizes(meta_model(config.model)), rate, place, memory, args.world_size)
+    if args.plot:
+        draw(points, args.plot, f"{config.name} on {device.title}")
+    return points
 
 
 def add_mfu(subparsers: argparse._SubParsersAction) -> None:

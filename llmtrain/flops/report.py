@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.describe import Description, Float8Description
+from llmtrain.flops.scaling import Scale
 from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.schema.config import Config
 
@@ -55,6 +57,28 @@ def print_description(description: Description, config: Config, console: Console
         console.print(f"learning rate: {d.schedule}")
     if d.speed is None:
         _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
+
+
+def print_scaling(points: Sequence[Scale], console: Console | None = None) -> None:
+    """Prints predictions of `describe --nodes`."""
+    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    table = _table("Predicted", "GPUs", "sharding", "step", "exposed", "kept", "tokens/s", "memory")
+    for point in points:
+        table.add_row(
+            f"{point.gpus:,}",
+            point.sharding,
+            duration(point.step_seconds),
+            duration(point.exposed) if point.exposed else "0",
+            share(point.kept),
+            decimal(point.tokens_per_second, ""),
+            binary(point.memory) if point.fits else f"[red]{binary(point.memory)}, too much[/]",
+        )
+    console.print(table)
+    _note(
+        console,
+        "Each GPU has the same work. Computed from the assumed MFU of one GPU and stated bandwidths (flops/scaling.py): fitted to "
+        "two GPUs of one node, not measured beyond it.",
+    )
 
 
 def _export(d: Description) -> str:

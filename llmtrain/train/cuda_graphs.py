@@ -53,7 +53,7 @@ def graphed_loss(model: CausalLM, config: TrainConfig, world_size: int) -> Graph
     platform = model.hybrid.platform
     reason = refusal(config, world_size, platform, model.config.dropout)
     if reason is None:
-        microbatches = config.global_batch_size // config.microbatch_size // world_size
+        microbatches = config.global_batch_size // config.least_microbatch // world_size
         return GraphedLoss(model, microbatches, required=config.cuda_graphs == "on")
     if config.cuda_graphs == "on":
         raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")

@@ -103,7 +103,6 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     settled = settled_config(config, world, device)
     cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers
     segments = parallelize(causal_lm, settled.train, world, device)
-    graphs = graphed_loss(causal_lm, settled.train, world.size)
     ranks = model.ranks
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
@@ -113,6 +112,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
     if config.train.microbatch_size == "auto":
         settled = with_microbatch(config, settled, causal_lm, segments, world, device)
+    graphs = graphed_loss(causal_lm, settled.train, world.size)
     if world.is_main:
         write_settled(folder, settled)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step

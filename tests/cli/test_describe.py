@@ -180,6 +180,29 @@ def test_tables_fit_the_terminal(capsys, monkeypatch, columns):
         assert said in out
 
 
+def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
+    picture = tmp_path / "curve.png"
+    found = facts(capsys, "pretrain/mpt-7b", "--nodes", "4", "--gpu", "mi300x", "--plot", str(picture))
+    assert found["world_size"] == 32 and picture.stat().st_size > 5000
+    points = {point["gpus"]: point for point in found["scaling"]}
+    assert max(points) == 1024 and points[1]["kept"] == 1 > points[1024]["kept"]
+    assert points[32]["memory"] == found["memory_total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "2"], "goes with --gpu"),
+        (["--nodes", "0", "--gpu", "h200"], "above 0"),
+        (["--nodes", "2", "--gpu", "h200", "--world-size", "4"], "without --world-size"),
+        (["--plot", "x.png", "--gpu", "h200"], "--plot draws the curve of --nodes"),
+    ],
+)
+def test_predictions_that_lack_something_say_what(capsys, arguments, message):
+    assert main(["describe", "pretrain/mpt-1b", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):
     """Zamba2-2.7B uses shared blocks 9 times, with adapters that alone are small."""
     float8 = facts(capsys, "pretrain/zamba2-2.7b", "train.float8={}")["float8"]
