@@ -19,9 +19,18 @@ def add_prepare(commands) -> None:
     )
     sub.add_argument(
         "sources",
-        nargs="+",
+        nargs="*",
         metavar="SOURCE",
         help="files, folders, globs, s3:// or hf:// addresses, or `stdlib` (Python's own sources)",
+    )
+    sub.add_argument(
+        "--stream",
+        action="append",
+        dest="streams",
+        type=_stream,
+        metavar="NAME=SOURCE",
+        help="in place of SOURCE: a source of one stream of a mixture, once or more for each; DIR/NAME gets its shards, and "
+        "DIR/data.yaml the streams for a run's YAML",
     )
     sub.add_argument("--out", required=True, metavar="DIR", help="gets tokenizer/, train/, validation/, manifest.json")
     tokenizer = sub.add_mutually_exclusive_group(required=True)
@@ -44,7 +53,14 @@ def add_prepare(commands) -> None:
     sub.add_argument(
         "--no-eos-token", dest="add_eos_token", action="store_false", help="do not close documents with the eos_token"
     )
-    sub.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
+    held = sub.add_mutually_exclusive_group()
+    held.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
+    held.add_argument(
+        "--validation-tokens",
+        type=_positive,
+        metavar="N",
+        help="hold out about N tokens, of each stream where there are several",
+    )
     sub.add_argument("--text-key", default="text", metavar="KEY", help="field or column of a record (default text)")
     sub.add_argument("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")
     sub.add_argument("--seed", type=int, default=17, metavar="N", help="of the train/validation split (default 17)")
@@ -77,6 +93,22 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
+    return int(text)
+
+
+def _stream(text: str) -> tuple[str, str]:
+    """The name and the source of `web=s3://bucket/web`."""
+    name, equals, source = text.partition("=")
+    if not equals or not source or not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=SOURCE, the name of letters, digits, - and _")
+    if name in ("tokenizer", "train", "validation", "partitions"):
+        raise argparse.ArgumentTypeError(f"{text}: {name} is a folder of prepare's own; give the stream another name")
+    return name, source
+
+
 def _part(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -88,13 +120,33 @@ def run_prepare(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from llmtrain.data.prepare import Part, prepare, prepare_part
+    from llmtrain.data.prepare_streams import hold_out, prepare_streams
 
+    streams: dict[str, list[str]] = {}
+    for name, source in args.streams or ():
+        streams.setdefault(name, []).append(source)
+    if bool(streams) == bool(args.sources):
+        raise UserError(
+            "give sources, or --stream NAME=SOURCE for each stream of a mixture" + ", not both" * bool(streams)
+        )
+    if streams and (args.part or args.merge):
+        raise UserError(
+            "--part and --merge take one stream at a time: give its sources, and its folder as --out DIR/NAME"
+        )
     fields = {name: value for name, value in vars(args).items() if name in PrepareConfig.model_fields}
+    if streams:
+        fields["sources"] = [source for sources in streams.values() for source in sources]
     try:
         config = PrepareConfig.model_validate(fields)
     except ValidationError as error:
         lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
         raise UserError("\n".join(lines)) from None
+    if streams:
+        made = prepare_streams(config, streams, validation_tokens=args.validation_tokens, overwrite=args.overwrite)
+        print(made.summary())
+        return 0
+    if args.validation_tokens is not None:
+        config = hold_out(config, args.validation_tokens)
     if args.part is None:
         print(prepare(config, overwrite=args.overwrite, merge_only=args.merge).summary())
         return 0

@@ -226,7 +226,7 @@ def _json_lines(source: _Source) -> Iterator[DocumentPiece | BadRecord]:
     for data, at, _ in _lines(source):
         for line in data.split(b"\n"):  # not splitlines(): only \n separates records
             if line.strip():
-                text, fault = _parse(line.removeprefix(codecs.BOM_UTF8) if at == 0 else line, source.text_key)
+                text, fault = parse_line(line.removeprefix(codecs.BOM_UTF8) if at == 0 else line, source.text_key)
                 if fault:
                     first = first or _line_at(source, source.part.begin)
                     yield BadRecord(f"{path}:{first + number}", fault, nbytes=len(line))
@@ -251,7 +251,7 @@ def _line_at(source: _Source, offset: int) -> int:
     return line
 
 
-def _parse(line: bytes, text_key: str) -> tuple[str, str | None]:
+def parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     """Return (text, error) of a line of JSON; one of the two is empty."""
     try:
         record = _decoded(line)

@@ -336,6 +336,6 @@ def test_a_saved_data_set_is_its_rows(tmp_path):
 )
 def test_lines_are_read_alike_with_and_without_orjson(line, monkeypatch):
     pytest.importorskip("orjson")
-    fast = records._parse(line.encode(), "text")
+    fast = records.parse_line(line.encode(), "text")
     monkeypatch.setattr(records, "orjson", None)
-    assert records._parse(line.encode(), "text") == fast
+    assert records.parse_line(line.encode(), "text") == fast

@@ -1,0 +1,167 @@
+"""Prepared folders of the streams of a mixture, the settings that train on them, and the share to hold out for so many tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.config.output_folder import replace_file
+from llmtrain.data.compression import DAMAGES, decompress
+from llmtrain.data.formats import NotText, sniff
+from llmtrain.data.prepare import prepare
+from llmtrain.data.prepared_folder import PreparedFolder, fingerprint, lock_folder
+from llmtrain.data.records import parse_line
+from llmtrain.data.source_files import PrepareError, SourceFile, list_files
+from llmtrain.data.source_sample import proof_texts, training_texts
+from llmtrain.data.storage import open_file
+from llmtrain.data.token_kinds import token_kind
+from llmtrain.data.tokenizer import load_tokenizer, train_bpe
+from llmtrain.schema.data import PrepareConfig
+
+DATA_YAML = "data.yaml"
+_SAMPLED_FILES, _SAMPLED_BYTES = 8, 4 << 20
+_BYTES_PER_TOKEN = 4.0
+"""Assumed where the tokenizer is still to be trained."""
+_STEP = 1.1
+
+
+@dataclass(frozen=True)
+class PreparedStreams:
+    """Prepared folders by stream, and the file that names them as `data` of a run's YAML."""
+
+    folders: dict[str, PreparedFolder]
+    yaml: Path
+
+    def summary(self) -> str:
+        lines = [f"{name}: {folder.summary()}" for name, folder in self.folders.items()]
+        return "\n".join([*lines, f"{self.yaml}: the streams as `data` of a run's YAML, mixed by their tokens"])
+
+
+def prepare_streams(
+    config: PrepareConfig,
+    streams: Mapping[str, Sequence[str]],
+    *,
+    validation_tokens: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> PreparedStreams:
+    """Prepare each stream's sources into a folder of its name in `config.out`, with one tokenizer, and write DATA_YAML there.
+
+    config: settings of all; its `sources` are those of all streams. validation_tokens: about the tokens to hold out of each, in
+    place of the config's share. Raises what `prepare` raises.
+    """
+    out = Path(config.out).expanduser().absolute()
+    each = {
+        name: config.model_copy(update={"sources": list(sources), "out": str(out / name)})
+        for name, sources in streams.items()
+    }
+    if validation_tokens is not None:
+        each = {name: hold_out(one, validation_tokens) for name, one in each.items()}
+    if config.vocab_size is not None:
+        tokenizer = _train_tokenizer(out, list(each.values()))
+        each = {name: one.model_copy(update={"tokenizer": tokenizer, "vocab_size": None}) for name, one in each.items()}
+    folders = {name: prepare(one, overwrite=overwrite, progress=progress) for name, one in each.items()}
+    file = out / DATA_YAML
+    replace_file(file, _yaml(config.seq_len, folders).encode())
+    return PreparedStreams(folders, file)
+
+
+def _train_tokenizer(out: Path, configs: Sequence[PrepareConfig]) -> str:
+    """A tokenizer of all streams' training text, which is trained once: a folder."""
+    folder, size = out / "tokenizer", configs[0].vocab_size
+    assert size is not None
+    files = [list_files(config.sources) for config in configs]
+    inputs = {
+        "vocab_size": size,
+        "shares": [config.validation_fraction for config in configs],
+        "files": [[(file.name, file.size, file.mtime_ns) for file in some] for some in files],
+    }
+    made_from = folder / "made_from"
+    with lock_folder(folder):
+        if not (made_from.is_file() and made_from.read_text() == fingerprint(inputs)):
+            texts = (text for one, some in zip(configs, files, strict=True) for text in training_texts(one, some))
+            train_bpe(texts, size).save(folder)
+            replace_file(made_from, fingerprint(inputs).encode())
+    return str(folder)
+
+
+def _yaml(seq_len: int, folders: Mapping[str, PreparedFolder]) -> str:
+    tokens = {name: folder.split("train")["tokens"] for name, folder in folders.items()}
+    lines = ["data:", f"  seq_len: {seq_len}", "  train:", "    streams:"]
+    for name, folder in folders.items():
+        share = round(tokens[name] / sum(tokens.values()), 6)
+        place = json.dumps(str(folder.out))  # JSON's strings are YAML's
+        lines.append(f"      {name}: {{local: {place}, split: train, proportion: {share}}} # {tokens[name]:,} tokens")
+    held = {name: folder for name, folder in folders.items() if "validation" in folder.manifest["splits"]}
+    lines += ["  validation: # each stream's loss is reported apart", "    streams:"] if held else []
+    for name, folder in held.items():
+        lines.append(f"      {name}: {{local: {json.dumps(str(folder.out))}, split: validation}}")
+    if any(folder.manifest["inputs"]["packing"] == "best_fit" for folder in folders.values()):
+        lines.append("  mask_documents: true")
+    return "\n".join(lines) + "\n"
+
+
+def hold_out(config: PrepareConfig, tokens: int) -> PrepareConfig:
+    """The config with the share of documents that holds about so many tokens, by an estimate from a sample.
+
+    The share is rounded up to a power of 1.1, so that a few files more do not change which documents are held out.
+    Raises PrepareError if that is more than half of the text.
+    """
+    files = list_files(config.sources)
+    total = sum(file.size for file in files) * _tokens_per_stored_byte(config, files)
+    share = _STEP ** math.ceil(math.log(tokens / max(total, 1.0), _STEP))
+    if share > 0.5:
+        raise PrepareError(
+            f"--validation-tokens: {tokens:,} tokens are more than half of the about {round(total):,} in "
+            f"{', '.join(config.sources)}; hold out fewer"
+        )
+    return config.model_copy(update={"validation_fraction": share})
+
+
+def _tokens_per_stored_byte(config: PrepareConfig, files: Sequence[SourceFile]) -> float:
+    chosen = [files[len(files) * number // _SAMPLED_FILES] for number in range(min(_SAMPLED_FILES, len(files)))]
+    if any(token_kind(file.path, file.from_folder) for file in chosen):
+        return 0.5
+    stored = sum(file.size for file in chosen)
+    text = sum(file.size * _text_share(file, config.text_key) for file in chosen)
+    per_token = _BYTES_PER_TOKEN
+    if config.tokenizer is not None:
+        texts = proof_texts(list(files), config.text_key)[::4]
+        tokenizer = load_tokenizer(config.tokenizer)
+        count = sum(len(tokenizer.encode(text)) + 1 for text in texts)
+        per_token = sum(len(text.encode()) for text in texts) / max(count, 1) or _BYTES_PER_TOKEN
+    return text / max(stored, 1) / per_token
+
+
+def _text_share(file: SourceFile, text_key: str) -> float:
+    """Bytes of text for each stored byte of a file, from its beginning."""
+    try:
+        with open_file(file.path) as stream:
+            found = sniff(stream, file.name, text_key, file.from_folder)
+            stream.seek(0)
+            if found.kind == "parquet":
+                return _parquet_share(stream, file, text_key)
+            with decompress(stream, found.compression) as plain:
+                data = plain.read(_SAMPLED_BYTES)
+                packed = len(data) / max(min(stream.tell(), file.size), 1) if found.compression else 1.0
+    except (NotText, *DAMAGES):
+        return 0.0
+    if found.kind != "jsonl" or not data:
+        return packed
+    texts = [parse_line(line, text_key)[0] for line in data.split(b"\n") if line.strip()]
+    return packed * sum(len(text.encode()) for text in texts) / len(data)
+
+
+def _parquet_share(stream, file: SourceFile, text_key: str) -> float:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(stream)
+    if not table.num_row_groups:
+        return 0.0
+    group = table.metadata.row_group(0)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    text = sum(one.total_uncompressed_size for one in columns if one.path_in_schema.startswith(text_key.split(".")[0]))
+    return text / max(file.size, 1) * table.metadata.num_rows / max(group.num_rows, 1)

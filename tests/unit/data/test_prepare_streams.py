@@ -1,0 +1,135 @@
+"""One folder for each stream of a mixture, and the settings that train on them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from llmtrain.cli import main
+from llmtrain.data.prepare_streams import DATA_YAML, hold_out, prepare_streams
+from llmtrain.data.shards import check_streams
+from llmtrain.data.source_files import PrepareError
+from llmtrain.data.tokenizer import train_bpe
+from llmtrain.schema.data import DataConfig, PrepareConfig
+from tests.support.prepared import digests, documents
+from tests.unit.data.conftest import some_text
+
+
+@pytest.fixture
+def sources(tmp_path) -> dict[str, list[str]]:
+    """A stream of two sources, and one of another format and size."""
+    made = {}
+    for number, count in enumerate((200, 100, 50)):
+        made[number] = tmp_path / f"{number}.jsonl"
+        made[number].write_text(
+            "".join(json.dumps({"text": f"{number} " + some_text(i, 60)}) + "\n" for i in range(count))
+        )
+    return {"web": [str(made[0]), str(made[1])], "code": [str(made[2])]}
+
+
+def config(tmp_path: Path, **changes) -> PrepareConfig:
+    values = {"sources": ["all"], "out": str(tmp_path / "out"), "vocab_size": 300, "seq_len": 32, "workers": 1}
+    return PrepareConfig.model_validate(values | {"validation_fraction": 0.2} | changes)
+
+
+def test_each_stream_has_its_folder_and_all_have_one_tokenizer(tmp_path, sources):
+    made = prepare_streams(config(tmp_path), sources, progress=False)
+    assert set(made.folders) == {"web", "code"}
+    tokenizers = {(tmp_path / "out" / name / "tokenizer/tokenizer.json").read_text() for name in sources}
+    assert len(tokenizers) == 1
+    for name, begins in (("web", {"0", "1"}), ("code", {"2"})):
+        assert {text[:1] for text in documents(tmp_path / "out" / name, "train")[:-1] if text} >= begins
+    counts = [made.folders[name].manifest["inputs"]["files"]["count"] for name in ("web", "code")]
+    assert counts == [2, 1]
+
+
+def test_the_yaml_is_the_data_of_a_run(tmp_path, sources):
+    prepare_streams(config(tmp_path), sources, progress=False)
+    content = yaml.safe_load((tmp_path / "out" / DATA_YAML).read_text())
+    data = DataConfig.model_validate(content["data"] | {"num_canonical_nodes": 1})
+    assert check_streams(data, 4) == []
+    shares = {name: stream.proportion for name, stream in data.train_streams().items()}
+    assert sum(filter(None, shares.values())) == pytest.approx(1, abs=1e-5)
+    assert (shares["web"] or 0) == pytest.approx(6 / 7, abs=0.05)
+    assert set(data.validation_streams()) == {"web", "code"}
+
+
+def test_the_same_command_finds_all_there_and_parts_of_a_change_are_told(tmp_path, sources):
+    first = prepare_streams(config(tmp_path), sources, progress=False)
+    before = digests(tmp_path / "out")
+    again = prepare_streams(config(tmp_path), sources, progress=False)
+    assert [one.reused for one in first.folders.values()] == [False, False]
+    assert [one.reused for one in again.folders.values()] == [True, True]
+    assert digests(tmp_path / "out") == before
+    with pytest.raises(PrepareError, match="seq_len: 32 then, 64 now"):
+        prepare_streams(config(tmp_path, seq_len=64), sources, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
+def test_about_so_many_tokens_are_held_out(tmp_path, kind):
+    """Whatever the format: other fields, compression and columns do not count."""
+    texts = [some_text(seed, 80) for seed in range(1500)]
+    train_bpe(texts[:20], 300).save(tmp_path / "tokenizer")
+    source = tmp_path / f"source.{kind}"
+    lines = "".join(json.dumps({"id": "x" * 300, "text": text}) + "\n" for text in texts).encode()
+    if kind == "parquet":
+        pq.write_table(
+            pa.table({"text": texts, "other": [f"{n}" * 90 for n in range(1500)]}), source, row_group_size=500
+        )
+    elif kind == "txt":
+        source = tmp_path / "texts"
+        source.mkdir()
+        for number, text in enumerate(texts):
+            (source / f"{number}.txt").write_text(text)
+    else:
+        source.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
+    given = config(tmp_path, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), sources=[str(source)])
+    streams = {"a": [str(source)]}
+    held = prepare_streams(given, streams, validation_tokens=20_000, progress=False).folders["a"].split("validation")
+    assert 14_000 < held["tokens"] < 32_000
+    with pytest.raises(PrepareError, match="more than half"):
+        hold_out(given, 10_000_000)
+
+
+def test_a_few_more_files_hold_out_the_same_documents(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(200):
+        (folder / f"{number}.txt").write_text(some_text(number, 50))
+    given = config(tmp_path, sources=[str(folder)])
+    before = hold_out(given, 1000).validation_fraction
+    (folder / "more.txt").write_text(some_text(1, 50))
+    assert hold_out(given, 1000).validation_fraction == before
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "give sources"),
+        (["a.txt", "--stream", "b=c"], "not both"),
+        (["--stream", "b=c", "--merge"], "one stream at a time"),
+    ],
+)
+def test_streams_and_sources_exclude_each_other(tmp_path, capsys, words, said):
+    assert main(["prepare", *words, "--out", str(tmp_path / "out"), "--vocab-size", "300"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["a", "=b", "a/b=c", "train=c", "a="])
+def test_a_stream_has_a_name_and_a_source(tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit):
+        main(["prepare", "--stream", wrong, "--out", str(tmp_path / "out"), "--vocab-size", "300"])
+    assert "--stream" in capsys.readouterr().err
+
+
+def test_the_command_prints_where_the_streams_are(tmp_path, sources, capsys):
+    given = [word for name, some in sources.items() for one in some for word in ("--stream", f"{name}={one}")]
+    assert main(["prepare", *given, "--out", str(tmp_path / "out"), "--vocab-size", "300", "--seq-len", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "web: " in out and f"{tmp_path / 'out' / DATA_YAML}: the streams" in out
