@@ -114,7 +114,7 @@ MISTAKES = {
         "n_heads: 4, backend: sdpa:flsh,",
         "model.blocks.a.backend",
         8,
-        "found 'sdpa:flsh'; did you mean sdpa:flash?",
+        "found 'sdpa:flsh'; did you mean sdpa:flash or ",
     ),
     "backend without ALiBi": (
         "n_heads: 4,",

@@ -24,9 +24,9 @@ def test_the_exact_result_in_parts_is_the_references(monkeypatch, features, labe
     shape = AttentionShape(AttentionSpec(4, 2, 16, 0.25, dtype="float32", **features), 130, 2)
     assert shape.label == f"4 on 2 x 16 {label}"
     qkv, dout = shape.tensors("cpu")
-    leaves = [t.detach().double().requires_grad_() for t in qkv]
+    q, k, v = leaves = [t.detach().double().requires_grad_() for t in qkv]
     reference = ReferenceAttention(shape.spec)
-    out = reference(*leaves, reference.prepare(130, torch.device("cpu"), shape.ids("cpu")))
+    out = reference(q, k, v, reference.prepare(130, torch.device("cpu"), shape.ids("cpu")))
     wanted = [out, *torch.autograd.grad(out, leaves, dout.double())]
     for found, exact in zip(shape.exact(qkv, dout), wanted, strict=True):
         torch.testing.assert_close(found, shape.first_group(exact), atol=1e-12, rtol=1e-12)
