@@ -3,7 +3,7 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding |
+# PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding |
 #   compare
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
@@ -18,9 +18,9 @@ cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding | compare) ;;
+checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding | compare) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding, compare" >&2
+    echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding, compare" >&2
     exit 2
     ;;
 esac
@@ -66,6 +66,24 @@ pack() { # weights and shards are large and say nothing
 
 checkpoint_x2() { # goes on where an earlier call on the same machine ended
     step moving 500 "$python" scripts/gpu/moving_checkpoint.py "$work/moving" "$@"
+}
+
+parallel_x2() { # issue 24: long sequences over two GPUs, tensor parallelism beside FSDP2, the scan alone
+    local bench=("$python" -m benchmarks.parallel) full=train.activation_checkpointing.type=full
+    local two=(--nproc 2 train.sharding.strategy=full train.microbatch_size=1)
+    local llama=(yamls/pretrain/llama3-8b.yaml "${two[@]}" "$full") zamba2=(yamls/pretrain/zamba2-2.7b.yaml "$full")
+    step scan 60 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
+    step tensor 120 "${bench[@]}" "${llama[@]}" data.seq_len=8192 train.parallel.tensor=2 train.microbatch_size=2 \
+        --out "$work/llama-tensor.json" "$@"
+    step fsdp2 120 "${bench[@]}" "${llama[@]}" data.seq_len=8192 --out "$work/llama-fsdp2.json" "$@"
+    step llama-context 120 "${bench[@]}" "${llama[@]}" data.seq_len=32768 model.max_seq_len=32768 train.parallel.context=2 \
+        --longest --out "$work/llama-context.json" "$@"
+    step zamba2-context 120 "${bench[@]}" "${zamba2[@]}" "${two[@]}" data.seq_len=65536 model.max_seq_len=65536 \
+        train.parallel.context=2 --longest --out "$work/zamba2-context.json" "$@"
+    step zamba2-short 90 "${bench[@]}" "${zamba2[@]}" "${two[@]}" data.seq_len=4096 train.microbatch_size=8 \
+        --out "$work/zamba2-short.json" "$@"
+    step zamba2-one 120 "${bench[@]}" "${zamba2[@]}" --nproc 1 train.microbatch_size=1 data.seq_len=65536 \
+        model.max_seq_len=65536 --longest --out "$work/zamba2-one.json" "$@"
 }
 
 tests() {
@@ -174,6 +192,7 @@ mpt_hf=('model.positions=none' 'model.norm.bias=false' 'model.blocks.attn.qkv_bi
 say "$part, $(git rev-parse --short HEAD 2>/dev/null || echo 'no git'), $(date -u +%FT%TZ), $(nvidia-smi -L 2>/dev/null | wc -l) GPU(s)"
 case $part in
 checkpoint-x2) checkpoint_x2 "$@" ;;
+parallel-x2) parallel_x2 "$@" ;;
 three-columns) three_columns "$@" ;;
 eval)
     three_columns "$@"

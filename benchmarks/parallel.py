@@ -1,0 +1,207 @@
+"""Training steps of one model on several GPUs, by meshes of context and tensor parallelism, and the scan's communication alone.
+
+    python -m benchmarks.parallel FILE [a.b=c …] --nproc 2 [--steps 6] [--longest] [--out FILE.json]
+    python -m benchmarks.parallel --scan --nproc 2 [--out FILE.json]
+
+FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
+`llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, and the memory at the peak.
+longest: also twice the sequence, and so on, until the memory is not enough. scan: a Mamba-2 scan over 131,072 tokens that the ranks
+share, forward and backward, with its all-gather and with the same bytes copied on the rank itself: the difference is exposed
+communication. Ranks are processes of this machine; without GPUs they run on the CPU, which is good for a try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from llmtrain.distributed.world import free_port, initialize, rank_environment, world_from_environment
+from llmtrain.errors import exit_with
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+WARMUP = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="timed ones")
+    parser.add_argument("--longest", action="store_true")
+    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--tokens", type=int, default=131_072, help="with --scan")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
+    args = parser.parse_intermixed_args()
+    if (args.file is None) != args.scan:
+        parser.error("give a FILE, or --scan")
+    if args.rank:
+        row = scan(args.tokens, args.steps) if args.scan else steps(load_config(args.file, args.overrides), args.steps)
+        if world_from_environment().is_main:
+            print(json.dumps(row), flush=True)
+        return 0
+    rows: list[dict[str, Any]] = []
+    overrides = [*args.overrides]
+    while True:
+        row = on_ranks(args, overrides)
+        rows.append({"file": args.file, "overrides": overrides, "nproc": args.nproc, **row})
+        print(json.dumps(rows[-1]), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(rows, indent=1))
+        if "failed" in row or not args.longest:
+            return int("failed" in rows[0])
+        seq_len = 2 * row["seq_len"]
+        overrides = [*args.overrides, f"data.seq_len={seq_len}", f"model.max_seq_len={seq_len}"]
+
+
+def on_ranks(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """The row that rank 0 prints; `failed` with the last line of an error where a rank fails."""
+    what = ["--scan", "--tokens", str(args.tokens)] if args.scan else [args.file, *overrides]
+    command = [sys.executable, "-m", "benchmarks.parallel", "--rank", "--steps", str(args.steps), *what]
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        errors = [Path(folder) / f"{rank}.txt" for rank in range(args.nproc)]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **rank_environment(rank, args.nproc, port)},
+                stdout=subprocess.PIPE,
+                stderr=error.open("w"),
+                text=True,
+            )
+            for rank, error in enumerate(errors)
+        ]
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.5)
+        if failed := [error for rank, error in zip(ranks, errors, strict=True) if rank.poll()]:
+            for rank in ranks:  # the others would wait for it
+                rank.kill()
+            lines = failed[0].read_text().strip().splitlines() or ["no message"]
+            return {"failed": next((line for line in reversed(lines) if "Error" in line), lines[-1])[:300]}
+    return json.loads(ranks[0].communicate()[0].splitlines()[-1])
+
+
+def steps(config: Config, count: int) -> dict[str, Any]:
+    """Steps of one microbatch per group, every rank calling this."""
+    import torch
+
+    from llmtrain.models.causal_lm import CausalLM
+    from llmtrain.models.hybrid import HybridLM
+    from llmtrain.train.callbacks.throughput import token_cost
+    from llmtrain.train.composer_model import own_part
+    from llmtrain.train.optim import build_optimizer
+    from llmtrain.train.parallel import compute_dtype, parallelize
+    from llmtrain.train.tensor_gradients import TensorGradients
+
+    device, train = initialize(), config.train
+    world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
+    with torch.device("meta"):
+        model = HybridLM(config.model, dtype=compute_dtype(train.precision))
+    causal_lm = CausalLM(model, train.loss)
+    cost = token_cost(model, train, config.data.seq_len, device)
+    segments = parallelize(causal_lm, train, world, device)
+    model.init_weights(config.seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    divided = TensorGradients(model, model.ranks) if model.ranks else None
+    torch.manual_seed(world.data_rank)
+    size = train.microbatch_size if isinstance(train.microbatch_size, int) else 1
+    ids = torch.randint(config.model.vocab_size, (size, config.data.seq_len))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "text_bytes": torch.zeros(size)}
+    part = {name: value.to(device) for name, value in own_part(batch, segments, model.ranks).items()}
+    seconds, losses = [], []
+    for step in range(WARMUP + count):
+        synchronize(device)
+        began = time.perf_counter()
+        loss = causal_lm.loss(part["input_ids"], part["labels"], None, segments).loss
+        loss.backward()
+        if divided is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad_norm or math.inf)
+        else:
+            divided.add_up()
+            divided.clip(train.clip_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        losses.append(float(loss))
+        if step >= WARMUP:
+            seconds.append(time.perf_counter() - began)
+    step_seconds = statistics.median(seconds)
+    per_gpu = ids.numel() * world.data_size / world.size / step_seconds
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "seq_len": config.data.seq_len,
+        "step_seconds": step_seconds,
+        "tokens_per_second_per_gpu": per_gpu,
+        "mfu_causal": per_gpu * cost.causal / cost.peak.flops if cost.peak.flops else None,
+        "memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "losses": losses,
+    }
+
+
+def scan(tokens: int, count: int) -> dict[str, Any]:
+    """Seconds of a scan of Zamba2-2.7B's shape that all ranks share, with and without communication. Every rank calls this."""
+    from unittest.mock import patch
+
+    import torch
+    import torch.distributed as dist
+
+    from llmtrain.kernels import registry
+    from llmtrain.kernels.platform import detect
+    from llmtrain.kernels.ssd.spec import SSDSpec
+    from llmtrain.models.mixers.mamba2_segments import SegmentScan
+    from llmtrain.models.segments import Segments
+
+    device = initialize()
+    world, group = world_from_environment(), dist.group.WORLD
+    assert group is not None
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    spec = SSDSpec(80, 64, 64, 1, 256, None, str(dtype).removeprefix("torch."))
+    kernel = registry.resolve("ssd", "auto", spec, detect()).build(spec, detect())
+    segments = Segments(world.rank, world.size, group.group_name)
+    context = SegmentScan.of(segments, tokens, device, None, 4)
+    n = tokens // world.size
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+
+    x, dt, B, C = draw(1, n, 80, 64), draw(1, n, 80), draw(1, n, 1, 64), draw(1, n, 1, 64)
+    A, D, dt_bias = (-torch.rand(80, device=device), *(torch.rand(80, device=device) for _ in "Db"))
+
+    def run() -> float:
+        times = []
+        for _ in range(WARMUP + count):
+            synchronize(device)
+            began = time.perf_counter()
+            context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias).sum().backward()
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[WARMUP:])
+
+    together = run()
+    alone = "llmtrain.models.segments.all_gather_tensor_autograd"
+    with patch(alone, lambda own, dim, group: torch.cat([own] * world.size)):
+        apart = run()
+    return {"tokens": tokens, "seconds": together, "without_communication": apart, "exposed": 1 - apart / together}
+
+
+def synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    exit_with(main)
