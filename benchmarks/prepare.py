@@ -23,6 +23,7 @@ from llmtrain.errors import RunError, exit_with
 
 FILE_MB = 64
 """Text of a file: about a partition."""
+PEERS = ("datasets", "datatrove", "megatron")
 SMALL_FILE_MB = 8
 """That of programs that take a second for each MB."""
 
@@ -74,11 +75,13 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
+    parser.add_argument(
+        "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
+    )
     parser.add_argument("--peers", type=Path, help="Python of an environment that holds the peers")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     parser.add_argument("--json", type=Path, help="gets the figures")
     args = parser.parse_args()
-    names = ["llmtrain", *(["datasets", "datatrove"] if args.peers else []), *(["megatron"] if args.megatron else [])]
     found: list[dict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -90,7 +93,7 @@ def main() -> None:
         options = ("--vocab-size", "16000", "--validation-fraction", "0")
         run(*prepare(str(folder / "first.jsonl"), "--out", str(folder / "first"), *options))
         for workers in args.workers:
-            for name in names:
+            for name in args.programs:
                 fast = name in ("llmtrain", "megatron")
                 few = max(workers, 5) if fast else workers  # beyond 256 MB contents are not hashed
                 more, chosen = workers * args.files, file if fast else small_file
