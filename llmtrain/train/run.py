@@ -53,6 +53,7 @@ from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import require_same_run
+from llmtrain.train.same_kernels import require_same_kernels
 from llmtrain.train.settled import write_settled
 from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.spike_window import SpikeWindow
@@ -99,6 +100,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     with torch.device("meta"):
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
         model = HybridLM(config.model, dtype=dtype, documents=documents)
+    require_same_kernels(config.model, model.platform, str(dtype).removeprefix("torch."), documents, world)
     causal_lm = CausalLM(model, config.train.loss)
     settled = settled_config(config, world, device)
     cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers

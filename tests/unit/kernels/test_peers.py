@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmtrain.bench.kernels import scan
+from llmtrain.bench.tune.ssd import Case
 from llmtrain.errors import UserError
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -262,3 +264,26 @@ def test_fla_is_asked_for_the_same_rule(monkeypatch, documents, with_state):
         y, final = fla.build(spec, H200, "")(*leaves, document_ids=None if ids is None else mode.from_tensor(ids))
         traced = [y, final, *torch.autograd.grad(y.sum() + final.sum(), leaves)]
     assert [(t.shape, t.dtype) for t in traced] == [(t.shape, t.dtype) for t in found]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fla_beside_our_scan_is_called_with_what_mamba_2_means(monkeypatch, groups):
+    """Its kernel is a stand-in here: the recurrence that its documentation states."""
+
+    def chunk_simple_gla(q, k, v, g, scale):
+        state, out = torch.zeros(q.shape[0], *q.shape[2:], v.shape[-1], dtype=v.dtype), []
+        for t in range(q.shape[1]):
+            state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None, :]
+            out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        return torch.stack(out, 1), None
+
+    for name in ("fla", "fla.ops", "fla.ops.simple_gla"):
+        module = types.ModuleType(name)
+        module.chunk_simple_gla = chunk_simple_gla  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    case = Case(4, 8, 16, groups, 40, "float32", 80)
+    *tensors, _ = case.tensors("cpu")
+    with torch.compiler.set_stance("force_eager"):
+        found = scan.fla()(*tensors)
+    exact = case.exact()(*(t.double() for t in tensors))
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
