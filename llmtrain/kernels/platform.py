@@ -27,12 +27,13 @@ _SHARED = {
     "sm103": 232_448,
     "sm120": 101_376,
     "sm121": 101_376,
+    "gfx950": 163_840,
 }
 
 
 def shared_limit(arch: str) -> int | None:
     """Bytes of shared memory of one program, or None where it is not known."""
-    return 65_536 if arch.startswith("gfx") else _SHARED.get(arch)
+    return _SHARED.get(arch, 65_536 if arch.startswith("gfx") else None)
 
 
 @dataclass(frozen=True)

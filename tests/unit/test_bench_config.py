@@ -62,6 +62,14 @@ def test_every_kernel_of_a_model_becomes_a_case_that_its_problem_takes(name):
     }
 
 
+@pytest.mark.parametrize("seq_len, batch", [(2048, 8), (32768, 1)])
+def test_with_an_automatic_microbatch_it_measures_on_about_16384_tokens(seq_len, batch):
+    settings = ["train.microbatch_size=auto", f"data.seq_len={seq_len}", f"model.max_seq_len={seq_len}"]
+    assert [(shape.seq_len, shape.batch) for shape in shapes(load_config("mpt-125m", settings), H200)] == [
+        (seq_len, batch)
+    ]
+
+
 def test_a_block_that_names_a_backend_is_neither_tuned_nor_measured():
     config = load_config("llama3-8b", ["model.blocks.attn.backend=flex"])
     assert shapes(config, H200) == []

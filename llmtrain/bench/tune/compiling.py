@@ -175,7 +175,7 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 def _resources(compiled: Any, arch: str) -> dict[str, int]:
     amd = arch.startswith("gfx")
     assembly = compiled.asm["amdgcn" if amd else "ptx"]
-    matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
+    matrix = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma"))
     wide = sum(assembly.count(f"{way}.global.v4.b32") for way in ("ld", "st"))  # 16 bytes a thread; NVIDIA's
     used = {"shared": compiled.metadata.shared, "matrix": matrix, "wide": wide}
     return used | (_amd(assembly) if amd else _nvidia(compiled, arch))
@@ -196,7 +196,9 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         products = compiled.asm["ptx"].count("wgmma.commit_group")
         waits = _tool("nvdisasm", "-c", "-ndf", file.name).count(", gsb0 ;") if products else 0
     registers, num_warps = _number(r"REG:(\d+)", usage), compiled.metadata.num_warps
-    shared_all = 233_472 if arch.startswith("sm9") else 167_936  # of a multiprocessor; 1,024 go to each program
+    shared_all = (
+        233_472 if arch.startswith(("sm9", "sm10")) else 167_936
+    )  # of a multiprocessor; 1,024 go to each program
     programs = min(
         65_536 // (-(-registers // 8) * 8 * 32 * num_warps),
         shared_all // (compiled.metadata.shared + 1024),

@@ -35,6 +35,12 @@ def dtype_of(config: Config) -> str:
     return "float32" if config.train.precision == "fp32" else "bfloat16"
 
 
+def microbatch(config: Config) -> int:
+    """Sequences to measure on: train.microbatch_size, or with auto about 16,384 tokens."""
+    size = config.train.microbatch_size
+    return max(1, 16384 // config.data.seq_len) if size == "auto" else size
+
+
 def items(config: Config, here: Platform) -> list[Item]:
     """Searches for what runs by our kernels: attention wherever a block does not name another backend, for whether ours is the
     fastest is not known before; other operations where they are ours already. Each once, in the config's order."""
@@ -43,7 +49,7 @@ def items(config: Config, here: Platform) -> list[Item]:
 
 def shapes(config: Config, here: Platform) -> list[AttentionShape]:
     """Attention of every block whose backend is `auto` or a family, at the run's length and microbatch."""
-    seq_len, batch = config.data.seq_len, config.train.least_microbatch
+    seq_len, batch = config.data.seq_len, microbatch(config)
     found = (one.kernel for one in _kernels(config, here) if one.kernel.operation == "attention")
     return list(dict.fromkeys(AttentionShape(k.spec, seq_len, batch) for k in found if k.backend in ("auto", "sdpa")))
 
@@ -57,7 +63,7 @@ def _item(one: Chosen, config: Config) -> Item | None:
     if one.backend is None or not (one.backend == OURS or (operation == "attention" and name == "auto")):
         return None
     seq_len, documents = config.data.seq_len, config.data.mask_documents
-    case: dict[str, Any] = {"dtype": spec.dtype, "tokens": config.train.least_microbatch * seq_len}
+    case: dict[str, Any] = {"dtype": spec.dtype, "tokens": microbatch(config) * seq_len}
     if operation == "attention":
         variant, window = variant_of(spec), spec.sliding_window
         case |= {"head_dim": spec.head_dim, "heads": spec.n_heads, "kv_heads": spec.n_kv_heads, "seq_len": seq_len}
