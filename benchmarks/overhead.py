@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtrain.errors import exit_with
@@ -32,7 +34,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     config = load_config(args.file, args.overrides)
     if args.plain:
-        print(json.dumps(plain_loop(config)))
+        print(json.dumps(plain_loop(config).seconds))
         return 0
     plain = _plain(args)
     ours = _llmtrain(args, config)
@@ -61,8 +63,21 @@ def _llmtrain(args: argparse.Namespace, config: Config) -> float:
     return statistics.median(seconds[WARMUP - 1 :])  # the first step is never logged
 
 
-def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | None = None) -> list[float]:
-    """Seconds of every step after the warmup. fullgraph: compile layers without graph breaks. losses: list to append to."""
+@dataclass
+class Loop:
+    """Steps of the plain loop. seconds: of every step after the warmup by the host's clock, from an idle device to an idle device;
+    host: of it, until the host has launched everything. kernels: seconds of the GPU's kernels in one step, None without a GPU.
+    losses: of all steps.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    kernels: float | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
+    """Train for the config's steps. fullgraph: compile layers without graph breaks."""
     import torch
 
     from llmtrain.models.causal_lm import CausalLM
@@ -97,10 +112,8 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
     ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device=device)
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
-    seconds = []
-    for step in range(int(config.train.duration.value)):
-        synchronize()
-        began = time.perf_counter()
+
+    def train_step(number: int) -> torch.Tensor:
         with torch.no_grad():
             torch._foreach_copy_(copies, masters)
             torch._foreach_zero_(gradients)
@@ -117,14 +130,37 @@ def plain_loop(config: Config, fullgraph: bool = True, losses: list[float] | Non
             model.zero_grad(set_to_none=True)
         torch.nn.utils.clip_grad_norm_(masters, config.train.clip_grad_norm or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+            group["lr"] = rate(number)
         optimizer.step()
+        return total
+
+    loop, steps = Loop(), int(config.train.duration.value)
+    for number in range(steps):
         synchronize()
-        if step >= WARMUP:
-            seconds.append(time.perf_counter() - began)
-        if losses is not None:
-            losses.append(float(total))
-    return seconds
+        began = time.perf_counter()
+        total = train_step(number)
+        launched = time.perf_counter()
+        synchronize()
+        if number >= WARMUP:
+            loop.seconds.append(time.perf_counter() - began)
+            loop.host.append(launched - began)
+        loop.losses.append(float(total))
+    if device == "cuda":
+        loop.kernels = kernel_seconds(lambda: train_step(steps - 1))
+    return loop
+
+
+def kernel_seconds(run: Callable[[], object]) -> float:
+    """Seconds of the GPU's kernels within run(), as its profiler counts them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.time_range.elapsed_us() for e in events if not e.is_user_annotation) / 1e6
 
 
 def mfu(config: Config, tokens_per_second: float) -> float:

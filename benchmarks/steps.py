@@ -6,7 +6,8 @@ ours: our Triton kernels in every block. public: PyTorch's FlashAttention-2, and
 causal_conv1d if that is installed; what neither offers is compiled PyTorch, as the rest of the model. auto: the default of
 `llmtrain train`. Each trains in a process of its own by the plain loop of `benchmarks.overhead`
 (bf16, random tokens, no trainer), the first once more at the end: the difference between its two figures is noise. The
-public scan does not trace, so that its layers are compiled around it.
+public scan does not trace, so that its layers are compiled around it. Beside a step's time by the clock: the host's share of it,
+until everything is launched, and the sum of the GPU's kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     names = [*args.kernels, args.kernels[0]] if len(args.kernels) > 1 else args.kernels
-    print(f"{'kernels':10} {'ms/step':>9} {'tokens/s':>10} {'MFU %':>6} {'GB':>6} {'x first':>8}", flush=True)
+    print(
+        f"{'kernels':10} {'ms/step':>9} {'host ms':>9} {'GPU ms':>9} {'tokens/s':>10} {'MFU %':>6} {'GB':>6} {'x first':>8}",
+        flush=True,
+    )
     for name in names:
         command = [
             sys.executable,
@@ -83,22 +87,28 @@ def with_kernels(file: str, overrides: list[str], name: str) -> Config:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """seconds: of a step, the median; losses: of all steps; memory: bytes at the peak."""
+    """seconds, host: of a step, medians; gpu: seconds of its kernels in a step; losses: of all steps; memory: bytes at the peak."""
     import torch
 
     public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())
-    losses: list[float] = []
-    seconds = plain_loop(config, fullgraph=not public, losses=losses)
+    loop = plain_loop(config, fullgraph=not public)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {"seconds": statistics.median(seconds), "losses": losses, "memory": memory}
+    return {
+        "seconds": statistics.median(loop.seconds),
+        "host": statistics.median(loop.host),
+        "gpu": loop.kernels,
+        "losses": loop.losses,
+        "memory": memory,
+    }
 
 
 def format_row(row: dict[str, Any], first: dict[str, Any], config: Config) -> str:
     rate = config.tokens_per_step / row["seconds"]
     ratio = f"{first['seconds'] / row['seconds']:8.3f}" if "seconds" in first else f"{'':8}"
+    gpu = "" if row["gpu"] is None else f"{1000 * row['gpu']:.1f}"
     return (
-        f"{row['kernels']:10} {1000 * row['seconds']:9.1f} {rate:10,.0f} {100 * mfu(config, rate):6.2f} "
-        f"{row['memory'] / 1e9:6.1f} {ratio}  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
+        f"{row['kernels']:10} {1000 * row['seconds']:9.1f} {1000 * row['host']:9.1f} {gpu:>9} {rate:10,.0f} "
+        f"{100 * mfu(config, rate):6.2f} {row['memory'] / 1e9:6.1f} {ratio}  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
     )
 
 

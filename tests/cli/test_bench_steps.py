@@ -38,6 +38,13 @@ def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_t
     assert [line.split()[0] for line in printed.out.splitlines()] == ["kernels", *kernels, "auto"]
 
 
+def test_a_row_has_the_time_by_the_clock_the_hosts_and_the_gpus():
+    config = steps.with_kernels(FILE, TINY, "auto")
+    row = {"kernels": "auto", "seconds": 0.1, "host": 0.09, "gpu": 0.025, "losses": [4.0, 3.0], "memory": 2e9}
+    assert steps.format_row(row, row, config).split()[:5] == ["auto", "100.0", "90.0", "25.0", "1,280"]
+    assert steps.format_row(row | {"gpu": None}, row, config).split()[:4] == ["auto", "100.0", "90.0", "1,280"]
+
+
 def test_a_bad_override_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr("sys.argv", ["steps", FILE, "model.layerz=1"])
     with pytest.raises(ConfigError, match="layerz"):

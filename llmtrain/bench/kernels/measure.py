@@ -24,7 +24,7 @@ _CYCLES_MS = 2_000_000  # of a GPU, at most
 @dataclass
 class Result:
     """ms: medians of the device's own time. wall_ms: median of forward and backward by the host's clock, called eagerly,
-    the device idle before and after; 0: not measured.
+    the device idle before and after; host_ms: of it, until the host has launched everything; 0: not measured.
     memory_mib: peak of forward and backward above the inputs, None where it is not measured.
     share_*: the time that the copy and the matmul of this run say it needs at least, over the time it took.
     errors: relative, of the output and of every gradient, against float64; of several draws the root mean square.
@@ -43,6 +43,7 @@ class Result:
     errors: dict[str, float] = field(default_factory=dict)
     failed: str | None = None
     wall_ms: float = 0.0
+    host_ms: float = 0.0
 
     @property
     def sum_ms(self) -> float:
@@ -123,8 +124,10 @@ def _device_milliseconds(run: Callable[[Any], Any], before: Callable[[], Any], r
     return statistics.median(once()[0] for _ in range(count))
 
 
-def wall_milliseconds(run: Callable[[], Any]) -> float:
-    """The median of run() by the host's clock, from an idle device with nothing in its L2 to an idle device."""
+def wall_milliseconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """Medians of run() by the host's clock, from an idle device with nothing in its L2: until it is idle again, and until the host
+    has launched everything.
+    """
     on_gpu = device() == "cuda"
     flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda") if on_gpu else None
     times = []
@@ -134,10 +137,12 @@ def wall_milliseconds(run: Callable[[], Any]) -> float:
             torch.cuda.synchronize()
         began = time.perf_counter()
         run()
+        launched = time.perf_counter()
         if on_gpu:
             torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+        times.append((1e3 * (time.perf_counter() - began), 1e3 * (launched - began)))
+    wall, host = (statistics.median(each) for each in zip(*times, strict=True))
+    return wall, host
 
 
 def measure(
@@ -211,6 +216,6 @@ def _measure(
         result.memory_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
     result.forward_ms = milliseconds(lambda _: function(*leaves), rep_ms=rep_ms)
     result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, leaves, up), lambda: function(*leaves), rep_ms)
-    result.wall_ms = wall_milliseconds(lambda: run_both(function, leaves, up))
+    result.wall_ms, result.host_ms = wall_milliseconds(lambda: run_both(function, leaves, up))
     result.share_forward = most.least_ms(cell.forward) / result.forward_ms
     result.share_backward = most.least_ms(cell.backward) / result.backward_ms

@@ -10,7 +10,8 @@ from llmtrain.bench.kernels.cell import OURS, Bar, Cell
 from llmtrain.bench.kernels.measure import Result
 
 COLUMNS = (
-    "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "peak MiB", "roofline fwd / bwd", "error", "ratio", "bar",
+    "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "wall ms", "host ms", "peak MiB", "roofline fwd / bwd", "error",
+    "ratio", "bar",
 )  # fmt: skip
 MOST_ERROR = 1.1  # of the best public one's, tensor by tensor
 FP32_NOISE = 1e-6  # below it two kernels differ in the order of their fp32 sums alone
@@ -79,6 +80,8 @@ def table(cells: list[tuple[Cell, list[Result]]]) -> list[tuple[str, ...]]:
                     f"{one.forward_ms:.3f}",
                     f"{one.backward_ms:.3f}",
                     f"{one.sum_ms:.3f}",
+                    f"{one.wall_ms:.3f}",
+                    f"{one.host_ms:.3f}",
                     "" if one.memory_mib is None else f"{one.memory_mib:,.0f}",
                     "" if one.memory_mib is None else f"{one.share_forward:.0%} / {one.share_backward:.0%}",
                     f"{one.error:.1e}",
