@@ -108,6 +108,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
         master.grad = gradient
     optimizer = build_optimizer(weights, config.optimizer)
     rate = resolve(config)
+    assert isinstance(config.train.microbatch_size, int), "name a number for train.microbatch_size"
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
     ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), device=device)
     labels = ids.roll(-1, 1)

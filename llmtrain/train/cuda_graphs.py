@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import RunError, UserError
@@ -24,7 +25,7 @@ from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 from llmtrain.schema.training import TrainConfig
-from llmtrain.train.fsdp_state import after_failure, streams_of
+from llmtrain.train.fsdp_reset import reset_fsdp
 
 MEMORY_LEFT = 0.06
 """Share of the device's memory that must be left beside the graphs, for the optimizer, validation and evaluation: memory of graphs
@@ -53,7 +54,7 @@ def graphed_loss(model: CausalLM, config: TrainConfig, world_size: int) -> Graph
     platform = model.hybrid.platform
     reason = refusal(config, world_size, platform, model.config.dropout)
     if reason is None:
-        microbatches = config.global_batch_size // config.least_microbatch // world_size
+        microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))
         return GraphedLoss(model, microbatches, required=config.cuda_graphs == "on")
     if config.cuda_graphs == "on":
         raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")
@@ -95,7 +96,10 @@ class GraphedLoss:
         except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
             reason = str(error).strip().splitlines()[0]
         self.microbatches = 0
-        after_failure(self.model)
+        kept = [(p, p.grad) for p in self.model.parameters()]  # of earlier microbatches of this step
+        reset_fsdp(self.model)
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         gc.collect()
         torch.cuda.empty_cache()
         if self.required:
@@ -220,7 +224,7 @@ class MicrobatchGraph:
         # The outer one: where recording fails, torch.cuda.graph leaves its own stream current.
         with torch.cuda.stream(torch.cuda.current_stream()), recorded:
             yield
-            for stream in streams_of(self.model):
+            for stream in _fsdp_streams(self.model):
                 with torch.cuda.stream(stream):
                     forked = torch.cuda.is_current_stream_capturing()
                 if forked:
@@ -251,6 +255,15 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[None, None]:
         ctx.graph.backward(d_loss, ctx.number)
         return None, None
+
+
+def _fsdp_streams(model: CausalLM) -> list[torch.cuda.Stream]:
+    """The streams that FSDP2 launches on beside the current one, for which it has no public name."""
+    if not isinstance(model, FSDPModule):
+        return []
+    context = model._get_fsdp_state()._comm_ctx
+    names = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+    return [getattr(context, name) for name in names if isinstance(getattr(context, name, None), torch.cuda.Stream)]
 
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:

@@ -28,6 +28,7 @@ def reset_fsdp(model: nn.Module) -> None:
             continue
         group._training_state = TrainingState.IDLE
         group._post_forward_indices.clear()
+        group._post_reduce_event = group._all_reduce_state = None
         if group._all_gather_result is not None:  # begun ahead of its layer
             group.wait_for_unshard()
         for parameter in group.fsdp_params:
