@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform as host
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 
+
+_NO_WGMMA = "DISABLE_MMA_V3"
+"""Triton's own switch, which it reads when it compiles; what it compiles with it is cached apart."""
 
 # Bytes of shared memory (AMD: LDS) that one program can have. CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability"; AMD's CDNA and RDNA instruction set architecture guides.
@@ -107,3 +112,17 @@ def float8_refusal(platform: Platform) -> str | None:
     if platform.arch.startswith(("gfx94", "gfx95", "gfx12")):
         return None
     return f"{platform.device_name} ({platform.arch}) has no float8 units; those of AMD begin with gfx942 (MI300)"
+
+
+@contextlib.contextmanager
+def without_wgmma() -> Iterator[None]:
+    """Inside, Triton compiles matrix products with mma.sync, on Hopper too. Elsewhere it does anyway."""
+    before = os.environ.get(_NO_WGMMA)
+    os.environ[_NO_WGMMA] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_WGMMA]
+        else:
+            os.environ[_NO_WGMMA] = before

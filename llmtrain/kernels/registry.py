@@ -136,6 +136,12 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "gated_delta": (
         Backend("reference", "llmtrain.kernels.gated_delta.reference"),
         Backend(
+            "triton",
+            "llmtrain.kernels.gated_delta.triton",
+            gated_delta.refuse_triton_chunks,
+            ("llmtrain.gated_delta_forward.default",),
+        ),
+        Backend(
             "fla",
             "llmtrain.kernels.gated_delta.fla",
             gated_delta.refuse_fla,

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_package
+from llmtrain.kernels.refusals import refuse_package, refuse_triton
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class GatedDeltaSpec:
         return 6 * seq_len * self.n_heads * self.key_head_dim * self.value_head_dim
 
 
+def refuse_triton_chunks(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"our Triton gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
+    if spec.key_head_dim > 256:
+        return f"our Triton kernels take a key_head_dim up to 256, not {spec.key_head_dim}; use reference"
+    return refuse_triton(spec.dtype, platform)
+
+
 def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
     if spec.dtype not in ("bfloat16", "float16"):
         return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
@@ -63,6 +71,7 @@ def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
 
 def preference(spec: GatedDeltaSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`. fla's where it is installed: the reference takes the states of chunks one
-    after another in fp32, and keeps every square of a chunk in memory.
+    after another in fp32, and keeps every square of a chunk in memory. Ours, `triton`, are taken by name alone: as they are
+    compiled now, they have not run on a GPU.
     """
     return ("reference",) if platform.vendor == "cpu" else ("fla", "reference")

@@ -11,7 +11,7 @@ from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection, Divided, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
-GatedDeltaBackend = Literal["auto", "reference", "fla"]
+GatedDeltaBackend = Literal["auto", "reference", "triton", "fla"]
 
 
 class GatedDeltaNetBlock(BlockSection):
@@ -88,8 +88,9 @@ class GatedDeltaNetBlock(BlockSection):
         output; in fp32 decays and beta.
 
         The reference keeps in fp32 per head three squares of a chunk, w and five tensors like k, three like v, and per chunk
-        two states and a transition; fla's kernels keep one square of a chunk in the activations' format. Selective
-        checkpointing keeps in_proj's output, not out_proj's, and what fla's forward returns.
+        two states and a transition; fla's kernels keep one square of a chunk in the activations' format, and ours also w, what
+        tokens write and the states. Selective checkpointing keeps in_proj's output, not out_proj's, and what the forward of
+        fla's or ours returns.
         """
         keys, values = self.widths()
         spec, heads, k, v = self.spec(d_model), self.n_heads, self.key_head_dim, self.value_head_dim
@@ -99,5 +100,8 @@ class GatedDeltaNetBlock(BlockSection):
         if self.backend == "fla":
             rule = heads * (width * (v + chunk) + 4 * (1 + k * v / chunk))
             return SavedBytes(everything + heads * (width * chunk + 4), width * in_proj + rule)
+        if self.backend == "triton":
+            kept = heads * width * (chunk + k + v + k * v / chunk)
+            return SavedBytes(everything + kept, width * in_proj + kept + heads * (width * v + 4 * k * v / chunk))
         rule = 4 * heads * (3 * chunk + 5 * k + 3 * v + (k + 2 * v) * k / chunk)
         return SavedBytes(everything + rule, width * in_proj)

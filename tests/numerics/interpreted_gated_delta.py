@@ -1,0 +1,103 @@
+"""Cases of test_gated_delta_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.gated_delta.triton import TritonGatedDelta
+from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
+from llmtrain.kernels.platform import Platform
+
+GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
+TILE = Tile(16, 16, 4, 1)
+SMALL = Launch(TILE, TILE, TILE, TILE, TILE, TILE, TILE, chunk_size=32)
+"""Several tiles and chunks in a small problem."""
+# heads, key heads, channels of keys and of values; batch, tokens; documents, a state; chunk size; largest beta.
+CASES = {
+    "whole chunks": ((2, 2, 16, 16), (1, 64), False, False, 32, 1.0),
+    "a ragged chunk, odd sizes, shared keys, a state": ((4, 2, 24, 20), (2, 70), False, True, 32, 1.0),
+    "documents": ((3, 1, 40, 16), (1, 77), True, False, 32, 1.0),
+    "documents and a state": ((2, 1, 20, 36), (2, 45), True, True, 16, 1.0),
+    "one block in a chunk of 64, negative eigenvalues": ((2, 1, 16, 24), (1, 100), True, True, 64, 2.0),
+    "one token": ((2, 2, 16, 16), (3, 1), False, True, 32, 1.0),
+}
+
+
+def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(batch * 1000 + seq_len)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    keys, heads = (batch, seq_len, spec.n_key_heads, spec.key_head_dim), (batch, seq_len, spec.n_heads)
+    q, k = F.normalize(draw(*keys), dim=-1), F.normalize(draw(*keys), dim=-1)
+    decay, beta = -0.5 * torch.rand(heads, generator=g), most * torch.rand(heads, generator=g)
+    return [q, k, draw(*heads, spec.value_head_dim), decay, beta]
+
+
+def outcome(kernel, tensors: list[torch.Tensor], state, ids) -> list[torch.Tensor]:
+    """y, the last state, and every gradient of a random sum of both."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    initial = None if state is None else state.detach().requires_grad_()
+    y, final = kernel(*leaves, initial, ids)
+    weights = torch.randn(y.numel() + final.numel(), generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    total = torch.cat([y.flatten(), final.to(y.dtype).flatten()]) @ weights
+    return [y, final, *torch.autograd.grad(total, leaves if initial is None else [*leaves, initial])]
+
+
+def assert_agrees(kernel, spec: GatedDeltaSpec, tensors, state, ids) -> None:
+    exact = [t.double() for t in tensors]
+    expected = outcome(ReferenceGatedDelta(spec), exact, None if state is None else state.double(), ids)
+    for found, value in zip(outcome(kernel, tensors, state, ids), expected, strict=True):
+        assert (found.double() - value).norm() < 3e-6 * value.norm()
+
+
+def documents(batch: int, seq_len: int) -> torch.Tensor:
+    starts = torch.rand(batch, seq_len, generator=torch.Generator().manual_seed(3)) < 0.08
+    return starts.long().cumsum(1) + 5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_the_references(case):
+    sizes, (batch, seq_len), packed, with_state, chunk, most = CASES[case]
+    spec = GatedDeltaSpec(*sizes, "float32")
+    state = torch.randn(batch, sizes[0], *sizes[2:], generator=torch.Generator().manual_seed(2)) if with_state else None
+    ids = documents(batch, seq_len) if packed else None
+    kernel = TritonGatedDelta(replace(SMALL, chunk_size=chunk))
+    assert_agrees(kernel, spec, inputs(spec, batch, seq_len, most), state, ids)
+
+
+def test_slices_of_a_projection_are_read_where_they_lie():
+    spec = GatedDeltaSpec(2, 1, 16, 16, "float32")
+    q, k, v, decay, beta = inputs(spec, 2, 40, 1.0)
+    joined = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
+    q, k, v = (t.unflatten(-1, (-1, 16)) for t in joined.split([16, 16, 32], -1))
+    assert not v.is_contiguous()
+    assert_agrees(TritonGatedDelta(SMALL), spec, [q, k, v, decay, beta], None, None)
+
+
+def test_equal_keys_without_decay_stay_stable():
+    """The worst system: every token rewrites what the one before wrote."""
+    spec = GatedDeltaSpec(1, 1, 16, 16, "float32")
+    tensors = inputs(spec, 1, 64, 1.0)
+    tensors[1][:] = tensors[1][:, :1].clone()
+    tensors[3].zero_()
+    tensors[4].fill_(1.9)
+    expected, state = ReferenceGatedDelta(spec)(*(t.double() for t in tensors))
+    y, final = TritonGatedDelta(replace(SMALL, chunk_size=64))(*tensors)
+    assert (y.double() - expected).norm() < 1e-4 * expected.norm()
+    assert (final.double() - state).norm() < 1e-4 * state.norm()
+
+
+def test_strong_decay_gives_finite_gradients():
+    """Above the diagonal the decay between two tokens would overflow: it must be masked before exp."""
+    spec = GatedDeltaSpec(1, 1, 16, 16, "float32")
+    tensors = inputs(spec, 1, 70, 1.0)
+    tensors[3].fill_(-50.0)
+    assert all(
+        torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcome(TritonGatedDelta(SMALL), tensors, None, None)
+    )

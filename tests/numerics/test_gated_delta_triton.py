@@ -1,0 +1,116 @@
+"""The Triton kernels of the gated delta rule: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
+
+In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_gated_delta.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.platform import Platform
+from tests.support.interpreter import run_interpreted
+
+H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
+SIZES = [(64, 64), (96, 192), (128, 128), (128, 256), (256, 256)]
+PROGRAM = """
+import json, sys
+import torch
+from llmtrain.bench.tune import compiling
+from llmtrain.bench.tune.compiling import compile_only, platform_of
+from llmtrain.kernels.gated_delta import triton
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.gated_delta.triton_launch import launch_for
+
+arch, K, V = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+spec = GatedDeltaSpec(4, 2, K, V)
+options = launch_for(spec, platform_of(arch)).dump()
+resources = compiling._resources
+def with_wgmma(compiled, arch):
+    return resources(compiled, arch) | {"wgmma": compiled.asm.get("ptx", "").count("wgmma")}
+compiling._resources = with_wgmma
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+wide = {"dtype": torch.float32}
+q, k, v = empty(2, 256, 2, K), empty(2, 256, 2, K), empty(2, 256, 4, V)
+per_head, state = empty(2, 256, 4, **wide), empty(2, 4, K, V, **wide)
+given = (q, k, v, per_head, per_head, state, empty(2, 256, dtype=torch.int64))
+with compile_only(arch) as taken:
+    _, _, *kept = triton.launch_forward(*given, 64, options)
+    triton.launch_backward(v, state, *given, *kept, 64, options)
+print(json.dumps(taken))
+"""
+
+
+def test_the_interpreted_kernels_agree_with_the_reference():
+    run_interpreted("gated_delta")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_kernel_compiles(arch, size):
+    """Without spills and within the GPU's shared memory, by matrix instructions; on Hopper by mma.sync, never wgmma."""
+    words = [arch, *map(str, size)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    taken = json.loads(done.stdout.splitlines()[-1])
+    limit = platform.shared_limit(arch)
+    assert len({one["kernel"] for one in taken}) == len(taken) == 7 and limit is not None
+    assert [one for one in taken if one["spilled"] or one["shared"] > limit or not one["matrix"]] == []
+    assert not any(one["wgmma"] for one in taken)
+
+
+def test_only_the_name_takes_them():
+    spec = GatedDeltaSpec(4, 2, 64, 64)
+    assert registry.resolve("gated_delta", "auto", spec, H200).name == "reference"
+    assert registry.resolve("gated_delta", "triton", spec, H200).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32; use reference"),
+        (GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320; use reference"),
+    ],
+)
+def test_what_they_cannot_do_is_refused_on_every_machine(spec, words):
+    reason = registry.refusal("gated_delta", "triton", spec, None)
+    assert reason is not None and words in reason
+
+
+def test_hopper_gets_no_wgmma_and_the_environment_comes_back(monkeypatch):
+    monkeypatch.delenv("DISABLE_MMA_V3", raising=False)
+    with platform.without_wgmma():
+        assert os.environ["DISABLE_MMA_V3"] == "1"
+    assert "DISABLE_MMA_V3" not in os.environ
+    monkeypatch.setenv("DISABLE_MMA_V3", "0")
+    with pytest.raises(RuntimeError), platform.without_wgmma():
+        raise RuntimeError
+    assert os.environ["DISABLE_MMA_V3"] == "0"
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_compiled_layer_sees_the_right_shapes(with_state):
+    kernel = registry.resolve("gated_delta", "triton", GatedDeltaSpec(4, 2, 24, 40), H200)
+    built = kernel.build(GatedDeltaSpec(4, 2, 24, 40), H200)
+    keys, heads = (2, 70, 2, 24), (2, 70, 4)
+    narrow = [torch.randn(shape, dtype=torch.bfloat16) for shape in (keys, keys, (*heads, 40))]
+    tensors = [*narrow, torch.randn(heads), torch.randn(heads), *([torch.randn(2, 4, 24, 40)] if with_state else [])]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [mode.from_tensor(t.requires_grad_()) for t in tensors]
+        y, final = built(*leaves, document_ids=mode.from_tensor(torch.zeros(2, 70, dtype=torch.long)))
+        gradients = torch.autograd.grad(y.float().sum() + final.sum(), leaves)
+    assert (y.shape, y.dtype, final.shape, final.dtype) == ((*heads, 40), torch.bfloat16, (2, 4, 24, 40), torch.float32)
+    assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, t.dtype) for t in tensors]
