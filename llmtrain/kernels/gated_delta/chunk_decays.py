@@ -1,4 +1,4 @@
-"""What every kernel of the chunked gated delta rule knows about a chunk: its tokens' decays and documents."""
+"""Decays and documents of a chunk, as every kernel of the chunked gated delta rule needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens read: the state before their chunk, and what was written in the chunk up to themselves; and the gradients."""
+"""Outputs of tokens: what they read from the state before their chunk, and from what was written in the chunk; and the gradients."""
 
 from __future__ import annotations
 

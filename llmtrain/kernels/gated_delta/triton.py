@@ -185,7 +185,7 @@ def _ids(document_ids: Tensor | None, unused: Tensor) -> Tensor:
 
 
 def _precision(t: Tensor, of_fp32: str = "ieee") -> str:
-    """Of products of fp32: as exact as it goes for inputs of fp32."""
+    """Precision of products of fp32: as exact as it goes for inputs of fp32."""
     return "ieee" if t.dtype == torch.float32 else of_fp32
 
 
