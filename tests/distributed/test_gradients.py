@@ -220,8 +220,8 @@ def test_they_also_do_whatever_surrounds_the_mixers(ranks, config, kind):
 
 
 def test_bf16_leaves_weights_of_norms_near_one(ranks, config):
-    made = config(WIRED | {"train.precision": "amp_bf16", "train.microbatch_size": 4, "train.compile": "on"})
-    step = ranks(2).run(one_step, made, "aot_eager")[0]
+    made = config(WIRED | {"train.precision": "amp_bf16", "train.microbatch_size": 4})
+    step = ranks(2).run(one_step, made)[0]
     assert all(gradient.dtype == torch.float32 for gradient in step.gradients.values())
     assert_same_step(step, plain_step(made, step.batch), relative=0.1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
+from llmtrain.distributed.processes import end_with_parent
 from llmtrain.distributed.world import free_port, rank_environment
 from tests.support.segments import released_segments
 
@@ -33,6 +35,7 @@ def warm() -> Any:
 class Ranks:
     """A gloo group of `size` processes, forked from one that has imported Composer.
 
+    Between jobs they are stopped: gloo polls in every process group that a run has made, a tenth of a core or more.
     `worn`: has run enough jobs. Composer keeps what it trained with until the process ends, open files among it.
     """
 
@@ -54,6 +57,7 @@ class Ranks:
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
         """Run job(*args) on every rank; return the results. Raises RankFailed if it raised on any, or a rank hung or died."""
         self.jobs += 1
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((job, args)))
         deadline = time.monotonic() + timeout
@@ -67,6 +71,7 @@ class Ranks:
             if not heard:
                 self.kill()  # the next test gets a new group
                 break
+        self._signal(signal.SIGSTOP)
         failures = [str(answer) for fine, answer in answers if not fine]
         if failures:
             raise RankFailed("\n".join(failures))
@@ -75,6 +80,11 @@ class Ranks:
     @property
     def worn(self) -> bool:
         return self.jobs >= 20
+
+    def _signal(self, sign: signal.Signals) -> None:
+        if self.alive:
+            for process in self.processes:
+                os.kill(process.pid, sign)
 
     def kill(self) -> None:
         self.alive = False
@@ -85,6 +95,7 @@ class Ranks:
     def close(self) -> None:
         if not self.alive:
             return
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps(None))
         for process in self.processes:
@@ -93,6 +104,7 @@ class Ranks:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    end_with_parent()  # also while it is stopped
     os.environ.update(rank_environment(rank, size, port))
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
     import torch

@@ -68,6 +68,7 @@ def test_the_runs_alternate_and_are_made_once(tmp_path):
     assert (tmp_path / "order.txt").read_text().split()[4:] == ["base", "new"]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_cut_short_goes_on(tmp_path):
     checkout(tmp_path / "base", 2.0)
     checkout(tmp_path / "new", 2.0)
@@ -76,6 +77,7 @@ def test_a_comparison_that_was_cut_short_goes_on(tmp_path):
     assert (tmp_path / "order.txt").read_text().split() == ["base", "new", "base", "new"]
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_shown(tmp_path):
     checkout(tmp_path / "base", None)
     checkout(tmp_path / "new", 2.0)
