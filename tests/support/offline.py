@@ -27,6 +27,7 @@ from typing import Any
 
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task, default_workers
 from llmtrain.kernels import tuning, tuning_table
+from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import shared_limit
 from llmtrain.kernels.tuning_table import Row
 from tests.support import offline_steps
@@ -155,12 +156,19 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield "mixed, full", {**base, **grouped, "variant": "mixed, full"}, True
         return
     if row.variant is not None:  # in whole tiles, fetched as the row says; see Call._choose_launch
-        yield row.variant, {**base, "variant": row.variant}, True
-        if row.kernel == "attention.dkdv":  # which writes fp32 where heads share keys
-            yield f"{row.variant}, grouped", {**base, "kv_heads": 2, "variant": row.variant}, False
+        variant = row.variant.removesuffix(f", {GROUPED}")
+        base["variant"] = variant
+        if variant == row.variant:
+            yield variant, base, True
+        if row.kernel == "attention.dkdv" and f"{variant}, {GROUPED}" not in _variants(arch, row) - {row.variant}:
+            yield f"{variant}, grouped", {**base, "kv_heads": 2}, variant != row.variant
+        if variant == "documents":
+            yield "documents and a window", {**base, "variant": "documents+window"}, False
+        if variant != row.variant:
+            return
         for other in _others(arch, row, (row.variant, None)):
             if not row.launch.use_tma or row.launch.part is not None or other & (other - 1) == 0:
-                yield f"head_dim {other}", {**base, "variant": row.variant, "head_dim": other}, False
+                yield f"head_dim {other}", {**base, "head_dim": other}, False
         return
     yield "plain", base, True
     if row.dtype == "float32":
@@ -217,6 +225,12 @@ def _others(arch: str, row: Row, variants: tuple[str | None, ...], wanted: tuple
     sizes = [r.shape[0] for r in rows if (r.kernel, r.dtype) == (row.kernel, row.dtype) and r.variant in variants]
     near = {other: min(size for size in sizes if size >= other) for other in wanted}
     return [other for other, size in near.items() if size == row.shape[0] != other]
+
+
+def _variants(arch: str, row: Row) -> set[str | None]:
+    """Variants with a row of this kernel at this shape."""
+    key = (row.kernel, row.dtype, row.shape)
+    return {r.variant for r in tuning.read_shipped(arch).rows if (r.kernel, r.dtype, r.shape) == key}
 
 
 def _rival(other: Row, row: Row) -> bool:

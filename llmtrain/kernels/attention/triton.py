@@ -197,7 +197,8 @@ class Call:
         dtype = str(q.dtype).removeprefix("torch.")
         reach = self.seq_len if self.window is None else self.window
         self.selection, self.variant = (self.head_dim, dtype, self.platform, reach), self._variant()
-        self.launches = {kernel: choose(kernel, *self.selection, self.variant) for kernel in KERNELS} | (launches or {})
+        chosen = {kernel: choose(kernel, *self.selection, self.variant, self.group > 1) for kernel in KERNELS}
+        self.launches = chosen | (launches or {})
         self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 

@@ -7,7 +7,7 @@ from llmtrain.kernels.attention.triton_launch import Kernel, Launch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
-MIXED = "mixed"
+MIXED, GROUPED = "mixed", "grouped"
 _INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
 
 
@@ -18,22 +18,31 @@ def choose(
     platform: Platform,
     seq_len: int | None = None,
     variant: str | None = None,
+    grouped: bool = False,
 ) -> Launch:
     """Launch parameters of the row that serves this shape.
 
     seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.
     variant: `plain`, what is beyond it (alibi, documents, softcap, window), or several of these, joined by `+` in this order;
-    or `mixed`: without causality. Several without a row of their own take the rows for `mixed`, whose small tiles leave
-    registers for everything. None: rows that name no variant.
+    or `mixed`: without causality. None: rows that name no variant. grouped: heads share keys.
+    Of the rows for these, the nearest head_dim, then the first: the variant; `documents` for documents with a window, which
+    differ from it by two constants; for other sums `mixed`, whose small tiles leave registers for everything. For dkdv of
+    grouped heads, whose loop is another, `VARIANT, grouped` before each.
     """
     if platform.vendor == "cpu":
         return _INTERPRETED
+    names = [variant]
+    if variant is not None and "+" in variant:
+        names += ["documents"] * (variant == "documents+window") + [MIXED]
+    if grouped and kernel == "dkdv":
+        names = [each for name in names for each in (f"{name}, {GROUPED}", name)]
 
-    def select(variant: str | None) -> Row:
-        return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, variant)
+    def select(name: str | None) -> Row:
+        return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, name)
 
-    row = select(variant)
-    return (select(MIXED) if variant is not None and "+" in variant and row.variant != variant else row).launch
+    rows = [(select(name), name) for name in names]
+    found = [row for row, name in rows if row.variant == name]
+    return min(found, key=lambda row: row.shape, default=rows[-1][0]).launch
 
 
 def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:

@@ -68,6 +68,29 @@ def test_several_features_take_their_own_row_or_else_that_for_mixed(rows):
     assert block_m("alibi") == block_m(None) == 16
 
 
+def test_documents_with_a_window_take_the_row_for_documents(rows):
+    rows((16, None, None), (32, "mixed", None), (64, "documents", None), (128, "window", None))
+    assert block_m("documents+window") == 64
+
+
+def test_dkdv_of_grouped_heads_has_rows_of_its_own(monkeypatch, tmp_path):
+    made = [
+        Row("attention.dkdv", "bfloat16", (size,), Launch(m, 64, 4, 2), 1, "compiled only", None, variant)
+        for size, m, variant in ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"))
+    ]
+    tuning_table.save(tmp_path / "own.yaml", "sm90", made)
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "own.yaml"))
+    tuning.forget()
+
+    def chosen(head_dim: int, grouped: bool) -> int:
+        return choose("dkdv", head_dim, "bfloat16", HOPPER, 4096, "window", grouped).block_m
+
+    assert (chosen(128, False), chosen(128, True)) == (32, 64)
+    assert chosen(96, True) == 16  # the nearest head_dim comes first
+    monkeypatch.undo()
+    tuning.forget()
+
+
 def test_the_length_of_a_row_for_windows_is_how_far_back_a_query_sees(rows):
     rows((16, None, None), (64, "window", 1024), (128, "window", 8192))
     assert call(16384, window=1500).launches["forward"].block_m == 64
