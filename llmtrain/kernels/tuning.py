@@ -65,6 +65,11 @@ def select(
     return _select(kernel, dtype, tuple(shape[name] for name in KERNELS[kernel].shape), platform, seq_len, variant)
 
 
+def is_own(row: Row, platform: Platform) -> bool:
+    """True for a row of the user's."""
+    return row in _own_rows(platform.arch)
+
+
 def forward_backward(operation: str, dtype: str, shape: Mapping[str, int], platform: Platform) -> list[Any]:
     """Launch parameters of an operation that has a forward and a backward kernel."""
     return [select(f"{operation}.{kernel}", dtype, shape, platform).launch for kernel in ("forward", "backward")]

@@ -181,7 +181,8 @@ class Problem:
         single = self.case.dtype == "float32"
         seq_len, variant = self.case.seq_len, self.case.variant
         kernel: Any = part
-        found = [choose(kernel, head_dim, self.case.dtype, self.where, seq_len, variant)]
+        grouped = self.spec.n_kv_heads < self.spec.n_heads
+        found = [choose(kernel, head_dim, self.case.dtype, self.where, seq_len, variant, grouped)]
         queries: tuple[int, ...] = (64, 128) if part != "dkdv" else (32, 64, *([128] if head_dim <= 64 else []))
         keys: tuple[int, ...] = (32, 64, 128) if part != "dkdv" else (64, 128)
         if single or not hopper:

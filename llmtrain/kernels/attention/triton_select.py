@@ -25,9 +25,9 @@ def choose(
     seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.
     variant: `plain`, what is beyond it (alibi, documents, softcap, window), or several of these, joined by `+` in this order;
     or `mixed`: without causality. None: rows that name no variant. grouped: heads share keys.
-    Of the rows for these, the nearest head_dim, then the first: the variant; `documents` for documents with a window, which
-    differ from it by two constants; for other sums `mixed`, whose small tiles leave registers for everything. For dkdv of
-    grouped heads, whose loop is another, `VARIANT, grouped` before each.
+    Of the rows for these, the nearest head_dim, then the user's own, then the first: the variant; `documents` for documents
+    with a window, which differ from it by two constants; for other sums `mixed`, whose small tiles leave registers for
+    everything. For dkdv of grouped heads, whose loop is another, `VARIANT, grouped` before each.
     """
     if platform.vendor == "cpu":
         return _INTERPRETED
@@ -42,7 +42,7 @@ def choose(
 
     rows = [(select(name), name) for name in names]
     found = [row for row, name in rows if row.variant == name]
-    return min(found, key=lambda row: row.shape, default=rows[-1][0]).launch
+    return min(found, key=lambda row: (row.shape, not tuning.is_own(row, platform)), default=rows[-1][0]).launch
 
 
 def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:

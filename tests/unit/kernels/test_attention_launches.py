@@ -73,20 +73,24 @@ def test_documents_with_a_window_take_the_row_for_documents(rows):
     assert block_m("documents+window") == 64
 
 
+OWN = ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"), (128, 8, "plain"))
+
+
 def test_dkdv_of_grouped_heads_has_rows_of_its_own(monkeypatch, tmp_path):
     made = [
         Row("attention.dkdv", "bfloat16", (size,), Launch(m, 64, 4, 2), 1, "compiled only", None, variant)
-        for size, m, variant in ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"))
+        for size, m, variant in OWN
     ]
     tuning_table.save(tmp_path / "own.yaml", "sm90", made)
     monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "own.yaml"))
     tuning.forget()
 
-    def chosen(head_dim: int, grouped: bool) -> int:
-        return choose("dkdv", head_dim, "bfloat16", HOPPER, 4096, "window", grouped).block_m
+    def chosen(head_dim: int, grouped: bool, variant: str = "window") -> int:
+        return choose("dkdv", head_dim, "bfloat16", HOPPER, 4096, variant, grouped).block_m
 
     assert (chosen(128, False), chosen(128, True)) == (32, 64)
     assert chosen(96, True) == 16  # the nearest head_dim comes first
+    assert chosen(128, True, "plain") == 8  # one's own, though there is a shipped row for `plain, grouped`
     monkeypatch.undo()
     tuning.forget()
 
