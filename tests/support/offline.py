@@ -316,8 +316,8 @@ def may_spill(check: Check) -> float:
 
     A few registers, where the row was measured and was the fastest nevertheless. All that it takes where no launch without
     spills was found: float32 on NVIDIA multiplies three times in TF32, whose operands no tile leaves room for; it serves
-    comparisons. And dkdv at head_dim 224, three parts, on sm80. A scan whose row loads tiles through TMA spills
-    where it cannot, in sequences that are not whole chunks: a prompt, not training.
+    comparisons. And dkdv at head_dim 224, three parts, in the row without a variant, on NVIDIA. A scan whose row loads tiles
+    through TMA spills where it cannot, in sequences that are not whole chunks: a prompt, not training.
     """
     if check.operation == "ssd_prefix_tree":
         return math.inf if check.key.endswith("fp32") and check.task.arch.startswith("sm") else 0
@@ -326,8 +326,8 @@ def may_spill(check: Check) -> float:
     if check.key.endswith("ragged, documents"):
         return math.inf
     single = check.row.dtype == "float32" and check.task.arch.startswith("sm")
-    three_parts = ("sm80", "attention.dkdv", (224,), None)
-    if single or (check.task.arch, check.row.kernel, check.row.shape, check.row.variant) == three_parts:
+    three_parts = check.task.arch.startswith("sm") and (check.row.kernel, check.row.shape) == ("attention.dkdv", (224,))
+    if single or (three_parts and check.row.variant is None):
         return math.inf
     return MEASURED_SPILL if check.operation == "attention" and not isinstance(check.row.provenance, str) else 0
 

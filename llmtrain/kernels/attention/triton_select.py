@@ -40,6 +40,8 @@ def choose(
     def select(name: str | None) -> Row:
         return tuning.select(f"attention.{kernel}", dtype, {"head_dim": head_dim}, platform, seq_len, name)
 
+    if len(names) == 1:
+        return select(variant).launch
     rows = [(select(name), name) for name in names]
     found = [row for row, name in rows if row.variant == name]
     return min(found, key=lambda row: (row.shape, not tuning.is_own(row, platform)), default=rows[-1][0]).launch
