@@ -1,4 +1,4 @@
-"""Outputs of tokens: what they read from the state before their chunk, and from what was written in the chunk; and the gradients."""
+"""Outputs of tokens, from the state before their chunk and from what was written in the chunk; and the gradients."""
 
 from __future__ import annotations
 
