@@ -9,6 +9,7 @@ with hooks, and for arguments that are neither tensors, numbers nor our tensor d
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _INT32 = 1 << 31
+TRITONS_OWN = "LLMTRAIN_LAUNCH"
+"""Environment variable; `triton` leaves every launch to Triton, to compare with."""
 MAX_KEPT = 256
 """Launches that a kernel keeps; those of other arguments are Triton's own. A run needs a few."""
 
@@ -37,7 +40,7 @@ def next_power_of_2(n: int) -> int:
 
 def jit(function: Callable[..., Any]) -> JITFunction[Any]:
     """triton.jit for a kernel that is launched."""
-    if knobs.runtime.interpret:
+    if knobs.runtime.interpret or os.environ.get(TRITONS_OWN) == "triton":
         return cast("JITFunction[Any]", triton.jit(function))
     return Kernel(function)
 

@@ -176,6 +176,12 @@ def test_on_amd_and_with_constants_by_position_nothing_is_kept(launches: list[An
     assert not kernel.kept
 
 
+def test_launches_can_be_left_to_triton(monkeypatch: pytest.MonkeyPatch):
+    assert type(jit(add)) is Kernel
+    monkeypatch.setenv(launch.TRITONS_OWN, "triton")
+    assert type(jit(add)) is JITFunction
+
+
 def test_a_kernel_keeps_a_bounded_number_of_launches(launches: list[Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "MAX_KEPT", 3)
     kernel, x = jit(add), aligned()
