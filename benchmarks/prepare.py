@@ -3,7 +3,7 @@
 JSON lines of Python's standard library and of the installed packages, each source file once in about 64 MB, and as many links to
 that file as it takes; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and on a larger corpus, and the
 difference is its speed beyond start-up. Run as a file, with PYTHONPATH of another checkout, it measures that one. The peers need an
-environment of their own: see prepare_peers.py.
+environment of their own: see peers/prepare.py.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
                         command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
                         command += ["--validation-fraction", "0", "--tokenizer-engine", args.engine]
                     else:
-                        script = str(Path(__file__).with_name("prepare_peers.py"))
+                        script = str(Path(__file__).parent / "peers" / "prepare.py")
                         command = [str(args.peers), script, name, *given]
                         command += [str(args.megatron)] if name == "megatron" else []
                     results.append(run(*command))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmtrain.data.packing import token_dtype
+from llmtrain.errors import UserError
 
 BATCH_TEXT = 2 << 20
 """Characters that `tokenizers` encodes together; it needs some 40 bytes of memory for each."""
@@ -31,7 +32,7 @@ class Engine(Protocol):
         ...
 
 
-class EngineError(Exception):
+class EngineError(UserError):
     """An engine that cannot encode as a tokenizer does: why, as a sentence fragment."""
 
 

@@ -1,7 +1,8 @@
 """Other programs that turn JSON lines into token files or shards: one of them, on one corpus, for benchmarks/prepare.py.
 
 Run by the Python of an environment that holds them (datasets, mosaicml-streaming, datatrove, gigatoken, and Megatron-LM's
-repository with what it imports): `python prepare_peers.py PEER FOLDER OUT TOKENIZER WORKERS [MEGATRON]`. FOLDER holds .jsonl files.
+repository with what it imports): `python benchmarks/peers/prepare.py PEER FOLDER OUT TOKENIZER WORKERS [MEGATRON]`. FOLDER
+holds .jsonl files.
 """
 
 from __future__ import annotations
