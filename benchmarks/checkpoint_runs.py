@@ -50,7 +50,9 @@ class Training:
         self.optimizer = build_optimizer(self.model, config.optimizer)
 
     def step(self) -> None:
-        shape = (self.config.train.microbatch_size, self.config.data.seq_len)
+        size = self.config.train.microbatch_size
+        assert isinstance(size, int), "name a number for train.microbatch_size"
+        shape = (size, self.config.data.seq_len)
         ids = torch.randint(self.config.model.vocab_size, shape, device=self.device)
         self.causal_lm.loss(ids, ids.roll(-1, 1)).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

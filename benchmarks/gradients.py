@@ -64,6 +64,7 @@ def gradients(config: Config, dtype: torch.dtype) -> tuple[float, dict[str, Tens
     model.init_weights(config.seed)
     model.cast(torch.bfloat16).cast(dtype)
     causal_lm = CausalLM(model, config.train.loss)
+    assert isinstance(config.train.microbatch_size, int), "name a number for train.microbatch_size"
     size, per_step = config.train.microbatch_size, config.train.global_batch_size
     g = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(config.model.vocab_size, (per_step, config.data.seq_len), generator=g).to(device)

@@ -138,7 +138,9 @@ def random_case(seed: int, world_size: int) -> Case:
         sharding["shard_size"] = rng.choice(
             [size for size in range(group, world_size + 1, group) if world_size % size == 0]
         )
-    checkpointing = rng.choice([{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "every_k", "k": 2}])
+    checkpointing: dict[str, Any] = rng.choice(
+        [{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "every_k", "k": 2}]
+    )
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
     return Case(
