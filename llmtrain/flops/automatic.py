@@ -52,7 +52,7 @@ def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: i
         chosen = _with(
             config, next(_recomputations(train.activation_checkpointing)), _named(train.sharding, "full"), size
         )
-        return Settled(chosen, _reasons(config, chosen, "no GPU"))
+        return Settled(chosen, _reasons(config, chosen, "no GPU", shards=False))
     candidates = [
         (_price(config, rank, kind, size), _with(config, kind, sharding, size))
         for kind in _recomputations(train.activation_checkpointing)
@@ -69,7 +69,7 @@ def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: i
     else:
         chosen, memory = fitting
         why = f"the fastest that fits: {_share(memory, available)} by the estimate"
-    return Settled(chosen, _reasons(config, chosen, why, alone=world_size == 1))
+    return Settled(chosen, _reasons(config, chosen, why, shards=world_size > 1))
 
 
 def microbatches(config: Config, world_size: int) -> list[int]:
@@ -99,13 +99,13 @@ def _share(memory: Memory, available: float) -> str:
     return f"{binary(memory.total)} of {binary(available)}"
 
 
-def _reasons(before: Config, after: Config, why: str, alone: bool = False) -> tuple[str, ...]:
-    """alone: on one GPU, which has nothing to shard."""
+def _reasons(before: Config, after: Config, why: str, shards: bool) -> tuple[str, ...]:
+    """shards: whether there is a choice of shardings, which one GPU and a CPU have not."""
     found = []
-    if before.train.sharding.strategy == "auto":
+    if shards and before.train.sharding.strategy == "auto":
         sharding = after.train.sharding
         sync = {None: "", True: "", False: ", gradients reduced once a step"}[sharding.sync_every_microbatch]
-        found.append(f"train.sharding.strategy auto: {sharding.strategy}{sync} ({'one GPU' if alone else why})")
+        found.append(f"train.sharding.strategy auto: {sharding.strategy}{sync} ({why})")
     if before.train.activation_checkpointing.type == "auto":
         kind = after.train.activation_checkpointing.type
         found.append(f"train.activation_checkpointing auto: {kind} ({why})")
