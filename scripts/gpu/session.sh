@@ -3,8 +3,8 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | steps | decoding |
-#   compare
+# PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
+#   decoding | convergence | compare
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
@@ -18,9 +18,11 @@ cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | steps | decoding | compare) ;;
+checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
+convergence | compare) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, steps, decoding, compare" >&2
+    echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
+        "decoding, convergence, compare" >&2
     exit 2
     ;;
 esac
@@ -171,6 +173,23 @@ steps() {
 decoding() {
     step decoding-zamba2 300 "$python" -m benchmarks.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
     step decoding-mpt 200 "$python" -m benchmarks.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
+}
+
+grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file
+    public_packages
+    local bench=("$python" -m benchmarks.grid --out "$work/grid.csv")
+    cp benchmarks/grid.csv "$work/"
+    step grid-ours 170 "${bench[@]}" --only attention --backends triton --seconds 140 "$@"
+    step grid-scan 200 "${bench[@]}" --only ssd others --seconds 170 "$@"
+    step grid-public 200 "${bench[@]}" --only attention --backends sdpa:cudnn sdpa:flash varlen flex --seconds 170 "$@"
+}
+
+convergence() { # four models of about 100M parameters, 25 s of training each
+    local site
+    site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+    step convergence 300 "$python" -m benchmarks.convergence yamls/pretrain/{gdn-130m,mamba2-130m}.yaml yamls/bench/zamba2-105m.yaml \
+        yamls/pretrain/mpt-125m.yaml --seconds 25 --sources stdlib "$site/torch" "$site/numpy" --max-bytes 60000000 --out "$work/convergence" \
+        --set train.global_batch_size=32 train.microbatch_size=32 'schedule={type: constant, warmup: 30 steps}' "$@"
 }
 
 compare() { # [BASE [more arguments]]
