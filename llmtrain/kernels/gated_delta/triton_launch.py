@@ -42,7 +42,7 @@ def launch_for(spec: GatedDeltaSpec, platform: Platform) -> Launch:
     small, large = Tile(32, 32, 4, stages), Tile(64, 64, 4, stages)
     return Launch(
         chunk_wy=small,
-        state_passing=Tile(256, 16, 8 if wide else 4, stages),
+        state_passing=Tile(256, 16, 8 if wide else 4, 1),
         chunk_scores=large,
         written_bwd=large,
         state_passing_bwd=Tile(256, 16, 8 if wide else 4, 1),
