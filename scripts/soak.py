@@ -111,7 +111,7 @@ class Soak:
             while not self.attempt(name, size, seconds[size], may_kill=sum(self.kills.values()) < kills):
                 pass
             self.require_equal(name, whole[size])
-            self.require_clean(name)
+            self.require_clean(name, f"whole-{size}")
             self.complete += 1
             shutil.rmtree(self.folder / name)
             number += 1
@@ -217,10 +217,10 @@ class Soak:
         if different := [key for key in whole.keys() | state.keys() if whole.get(key) != state.get(key)]:
             raise SoakError(f"{name} is not the undisturbed run: {', '.join(sorted(different))} differ")
 
-    def require_clean(self, name: str) -> None:
+    def require_clean(self, name: str, whole: str) -> None:
+        """Check that a complete run has left nothing that the undisturbed run `whole` has not."""
         self.wait(lambda: not self.living(), f"{name} is complete, but processes still run")
-        expected = {"checkpoints", "logs", "metrics.jsonl", "loss.png"}
-        found = {path.name for path in (self.folder / name).iterdir()}
+        found, expected = ({path.name for path in (self.folder / run).iterdir()} for run in (name, whole))
         checkpoints = [path.name for path in (self.folder / name / "checkpoints").iterdir()]
         strange = sorted((found - expected) | {entry for entry in checkpoints if not entry[5:].isdigit()})
         if strange or list(self.folder.glob(f"{name}.before-*")):

@@ -1,15 +1,31 @@
-"""A few of the kills of scripts/soak.py."""
+"""A few of the kills of scripts/soak.py, and what it finds wrong."""
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.soak import Soak, SoakError
 from tests.support.project import Project
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
+
+
+def test_what_only_the_disturbed_run_has_was_left_behind(tmp_path):
+    for run in ("whole", "disturbed"):
+        for name in ("metrics.jsonl", "settled.json", "checkpoints/step-00000040/manifest.json"):
+            (tmp_path / run / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / run / name).touch()
+    soak = Soak(tmp_path, random.Random(0))
+    soak.require_clean("disturbed", "whole")
+    for left in ("lock.json", "checkpoints/step-00000040.partial"):
+        (tmp_path / "disturbed" / left).touch()
+        with pytest.raises(SoakError, match=Path(left).name):
+            soak.require_clean("disturbed", "whole")
+        (tmp_path / "disturbed" / left).unlink()
 
 
 @pytest.mark.slow
