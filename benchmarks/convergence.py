@@ -1,16 +1,18 @@
 """Loss of several models over tokens and over wall time: the same text in the same order, the same batch and learning rate.
 
-    python -m benchmarks.convergence FILE… [--set a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
+    python -m benchmarks.convergence FILE… [--set a.b=c …] [--for NAME a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
 
-Each FILE, a run's YAML, is trained by `llmtrain train` in a process of its own for so many seconds of steps (compilation, the
-first steps, not counted), one after another, on the text in --sources (default: Python's standard library) with a tokenizer
-trained on it. FOLDER gets convergence.json, rewritten after each model, and convergence.png.
+Each FILE, a run's YAML, is trained by `llmtrain train` in a process of its own on the text in --sources (default: Python's
+standard library) with a tokenizer trained on it. All start and compile beside each other, then stop (SIGSTOP, on POSIX alone)
+and go on one after another for so many seconds of steps, the others standing still. FOLDER gets convergence.json, rewritten
+after each model, and convergence.png. A model that fails does not end the others; the exit status is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.figures import rounded
@@ -25,7 +28,7 @@ from llmtrain.errors import RunError, exit_with
 from llmtrain.schema.load import load_config
 
 COMPILING = 3
-"""Steps that compile, of which the time does not count."""
+"""Steps that compile. Their time, and that of steps that were interrupted, is taken to be that of a median step."""
 VOCAB = 16_384
 LOSS, SECONDS = "loss/train/cross_entropy", "throughput/step_seconds"
 
@@ -34,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="further settings of every run")
+    parser.add_argument("--for", nargs="+", default=[], action="append", dest="special", metavar="NAME a.b=c",
+                        help="further settings of the run of NAME.yaml; may be repeated")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--sources", nargs="+", default=["stdlib"])
     parser.add_argument("--max-bytes", type=int, default=150_000_000, help="of text")
@@ -55,54 +60,146 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *("logging.interval=1", "logging.tensorboard=false", "logging.wandb=null"),
         *args.set,
     ]
+    special = {name: settings for name, *settings in args.special}
+    runs = [Run(file, [*common, *special.get(Path(file).stem, [])], args.out) for file in args.files]
     found: dict[str, Any] = {}
-    for file in args.files:
-        name = Path(file).stem
-        found[name] = rounded(train(file, common, args.out / name, args.seconds))
-        content = {"device": _device(), "settings": common, "models": found}
-        (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-        plot(found, args.out / "convergence.png")
-        one = found[name]
-        print(
-            f"{name}: {one['parameters'] / 1e6:.1f}M parameters, {one['tokens_per_second']:,.0f} tokens/s, "
-            f"{one['tokens'][-1] / 1e6:.1f}M tokens, loss {_smoothed(one['loss'])[-1]:.3f}",
-            flush=True,
-        )
-    return 0
-
-
-def train(file: str, overrides: Sequence[str], run: Path, seconds: float) -> dict[str, Any]:
-    """The curve of one run. Raises RunError for one that ends by itself."""
-    config = load_config(file, overrides)
-    command = [sys.executable, "-m", "llmtrain.cli", "train", file, *overrides, f"run_dir={run}", "--nproc", "1"]
-    print(" ".join(command[3:5]), flush=True)
-    process = subprocess.Popen(command)
+    failed = False
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what it started would outlive it
     try:
-        rows = _rows(run)
-        while sum(row[SECONDS] for row in rows[COMPILING:]) < seconds:
-            if process.poll() is not None:
-                raise RunError(f"llmtrain train {file} ended with status {process.returncode}")
-            time.sleep(1)
-            rows = _rows(run)
+        for run in runs:
+            run.start()
+        _compile(runs)
+        for run in runs:
+            try:
+                found[run.name] = rounded(run.train(args.seconds))
+            except RunError as error:
+                print(f"{run.name}: {error}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            content = {"device": _device(), "settings": common, "special": special, "models": found}
+            (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            plot(found, args.out / "convergence.png")
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=120)
-    counted, per_step = rows[COMPILING:], config.tokens_per_step
-    wall = list(accumulate(row[SECONDS] for row in counted))
+        for run in runs:
+            run.kill()
+    for line in table(found):
+        print(line, flush=True)
+    return 1 if failed else 0
+
+
+class Run:
+    """One model's training: a process group that can stand still."""
+
+    def __init__(self, file: str, overrides: Sequence[str], out: Path):
+        self.name = Path(file).stem
+        self.config = load_config(file, overrides)
+        self.settings, self.folder, self.log = [file, *overrides], out / self.name, out / f"{self.name}.log"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start it in a folder of its own, from step 0; the first call to prepare takes the lock and the others wait."""
+        while self.folder.exists():
+            self.folder = self.folder.with_name(f"{self.folder.name}-again")
+        command = [
+            sys.executable,
+            "-m",
+            "llmtrain.cli",
+            "train",
+            *self.settings,
+            f"run_dir={self.folder}",
+            "--nproc",
+            "1",
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End it and all that it started. Nothing of it is wanted but its metrics, so that it need not save."""
+        if self.process is not None:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics of its training steps so far."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row for row in rows if LOSS in row and SECONDS in row]
+
+    def train(self, seconds: float) -> dict[str, Any]:
+        """Train on for so many seconds, end, and return the curve. A run that has ended already, for want of memory beside the
+        others perhaps, is tried again. Raises RunError for one that ends by itself.
+        """
+        if self.ended():
+            self.start()
+        self.signal(signal.SIGCONT)
+        # The step that was interrupted, and one more: the queue of the loader has filled meanwhile.
+        uncounted = max(len(self.rows()) + 2, COMPILING)
+        try:
+            while sum(row[SECONDS] for row in self.rows()[uncounted:]) < seconds:
+                if self.ended():
+                    raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
+                time.sleep(0.5)
+        finally:
+            self.kill()
+        return curve(self.rows(), uncounted, self.config.tokens_per_step) | {"parameters": _parameters(self.config)}
+
+
+def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:
+    """Loss, tokens and seconds of training after each step; the first `uncounted` ones are given the time of a median step."""
+    usual = median(row[SECONDS] for row in rows[uncounted:])
+    wall = list(accumulate(usual if i < uncounted else row[SECONDS] for i, row in enumerate(rows)))
     return {
-        "parameters": _parameters(config),
-        "tokens_per_second": per_step * len(counted) / wall[-1],
-        "tokens": [per_step * row["step"] for row in counted],
+        "tokens_per_second": tokens_per_step * len(rows) / wall[-1],
+        "tokens": [tokens_per_step * row["step"] for row in rows],
         "seconds": wall,
-        "loss": [row[LOSS] for row in counted],
+        "loss": [row[LOSS] for row in rows],
     }
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    file = run / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in rows if LOSS in row and SECONDS in row]
+def table(found: dict[str, Any]) -> list[str]:
+    """Rows in Markdown: the smoothed loss after as many tokens, and seconds, as the shortest run has."""
+    if not found:
+        return []
+    tokens, seconds = (min(one[axis][-1] for one in found.values()) for axis in ("tokens", "seconds"))
+    lines = [
+        f"| | parameters | tokens/s | loss after {tokens / 1e6:.1f}M tokens | after {seconds:.1f} s | at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        loss = _smoothed(one["loss"])
+        shown = [_at(loss, one["tokens"], tokens), _at(loss, one["seconds"], seconds), loss[-1]]
+        counts = f"{one['parameters'] / 1e6:.1f}M | {one['tokens_per_second']:,.0f}"
+        lines.append(f"| {name} | {counts} | " + " | ".join(f"{value:.3f}" for value in shown) + " |")
+    return lines
+
+
+def _at(loss: Sequence[float], axis: Sequence[float], place: float) -> float:
+    """The loss of the last step that ends by `place`, or of the first."""
+    return loss[max(sum(position <= place for position in axis) - 1, 0)]
+
+
+def _compile(runs: Sequence[Run]) -> None:
+    """Wait until each run has compiled or ended, and stop it there."""
+    waiting = list(runs)
+    while waiting:
+        for run in list(waiting):
+            if run.ended() or len(run.rows()) >= COMPILING:
+                run.signal(signal.SIGSTOP)
+                waiting.remove(run)
+                print(f"{run.name}: {'ended' if run.ended() else 'compiled'}", flush=True)
+        time.sleep(0.05)
+
+
+def _end(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
 
 def _parameters(config: Any) -> int:

@@ -1,8 +1,21 @@
-"""The picture and the average of benchmarks.convergence."""
+"""The picture, the table and the averages of benchmarks.convergence."""
+
+import subprocess
+import sys
+import time
 
 import pytest
 
 from benchmarks import convergence
+from llmtrain.errors import RunError
+
+ONE = {
+    "parameters": 100_000_000,
+    "tokens_per_second": 5e5,
+    "tokens": [65_536, 131_072],
+    "seconds": [0.2, 0.4],
+    "loss": [9.7, 9.1],
+}
 
 
 def test_the_average_has_no_bias_to_its_beginning():
@@ -13,20 +26,61 @@ def test_the_average_has_no_bias_to_its_beginning():
 
 
 def test_each_model_is_drawn_over_tokens_and_seconds(tmp_path):
-    one = {
-        "parameters": 100_000_000,
-        "tokens_per_second": 5e5,
-        "tokens": [65_536, 131_072],
-        "seconds": [0.2, 0.4],
-        "loss": [9.7, 9.1],
-    }
-    convergence.plot({"a": one, "b": one | {"loss": [9.6, 8.9]}}, tmp_path / "curves.png")
+    convergence.plot({"a": ONE, "b": ONE | {"loss": [9.6, 8.9]}}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_torn_line_of_a_running_log_is_not_read(tmp_path):
+def test_steps_that_compile_or_are_interrupted_count_as_usual_ones():
+    seconds = [30.0, 2.0, 9.0, 0.4, 0.5, 0.6]
+    rows = [{"step": i + 1, convergence.LOSS: 9.0 - i, convergence.SECONDS: seconds[i]} for i in range(len(seconds))]
+    one = convergence.curve(rows, uncounted=3, tokens_per_step=1000)
+    assert one["seconds"] == pytest.approx([0.5, 1.0, 1.5, 1.9, 2.4, 3.0])
+    assert one["tokens"] == [1000, 2000, 3000, 4000, 5000, 6000] and one["tokens_per_second"] == pytest.approx(2000)
+
+
+def test_losses_are_compared_where_the_shortest_run_ends():
+    slow = ONE | {"seconds": [0.3, 0.6]}
+    longer = ONE | {"tokens": [65_536, 131_072, 196_608], "seconds": [0.2, 0.4, 0.6], "loss": [9.7, 9.7, 5.0]}
+    lines = convergence.table({"slow": slow, "longer": longer})
+    assert "after 0.1M tokens | after 0.6 s" in lines[0]
+    _, name, _, _, by_tokens, by_seconds, at_end, _ = (cell.strip() for cell in lines[3].split("|"))
+    assert name == "longer" and by_tokens == "9.700" and by_seconds == at_end != by_tokens
+    assert convergence.table({}) == []
+
+
+def test_a_torn_line_of_a_running_log_is_not_read(run):
     line = '{"step": %d, "loss/train/cross_entropy": 5.0, "throughput/step_seconds": 0.5}'
-    (tmp_path / "metrics.jsonl").write_text(
+    run.folder.mkdir()
+    (run.folder / "metrics.jsonl").write_text(
         f'{line % 1}\n{{"step": 1, "loss/validation": 1.0}}\n{line % 2}\n{line[:20]}'
     )
-    assert [row["step"] for row in convergence._rows(tmp_path)] == [1, 2]
+    assert [row["step"] for row in run.rows()] == [1, 2]
+
+
+def test_a_run_that_ends_by_itself_is_named_with_its_last_lines(run, monkeypatch):
+    monkeypatch.setattr(run, "start", lambda: start(run, "print('out of memory'); raise SystemExit(1)"))
+    with pytest.raises(RunError, match="after 0 steps:\nout of memory"):
+        run.train(seconds=1.0)
+
+
+def test_a_run_stands_still_and_is_killed(run):
+    start(run, "import time\nfor i in range(2000): print(i, flush=True); time.sleep(0.01)")
+    while not run.log.read_text().strip():
+        time.sleep(0.01)
+    run.signal(convergence.signal.SIGSTOP)
+    time.sleep(0.05)
+    seen = run.log.read_text()
+    time.sleep(0.1)
+    assert run.log.read_text() == seen and not run.ended()
+    run.kill()
+    assert run.ended()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return convergence.Run("yamls/bench/zamba2-105m.yaml", [], tmp_path)
+
+
+def start(run, program):
+    with run.log.open("ab") as log:
+        run.process = subprocess.Popen([sys.executable, "-c", program], stdout=log, stderr=log, start_new_session=True)
