@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,6 +105,37 @@ class GraphedLoss:
         if self.required:
             raise RunError(f"train.cuda_graphs = on, but they cannot be made: {reason}; use auto or off")
         run_log.warning(f"CUDA graphs: off, as they cannot be made: {reason}")
+
+
+def replay_seconds(
+    model: CausalLM, batch: tuple[Tensor | None, ...], accumulates: bool, clock: Callable[[], float]
+) -> float | None:
+    """Time of one microbatch by its graphs, which are dropped again; None where they cannot be made. Gradients are None afterwards.
+
+    batch, accumulates: as for MicrobatchGraph. clock: the time in seconds, once the GPU has done everything so far.
+    """
+    seconds, graph = None, None
+    try:
+        graph = MicrobatchGraph(model, batch, accumulates)
+        for _ in range(2):  # the first is slower
+            began = clock()
+            graph(*batch).loss.backward()
+            seconds = clock() - began
+    except (RuntimeError, NoGraph) as error:
+        error.__traceback__ = None
+        seconds = None
+        reset_fsdp(model)
+    del graph
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def graph_memory() -> int:
+    """Bytes of the current GPU's memory that belong to graphs, as long as these exist."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 
 
 class NoGraph(Exception):

@@ -1,7 +1,8 @@
 """The size of a microbatch where train.microbatch_size is auto: a few are tried when a run starts, the fastest is remembered.
 
 The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took,
-it is tried too. A size fails only where the estimate is wrong; then smaller ones are tried. All ranks take the same decisions.
+it is tried too. A size fails only where the estimate is wrong; then smaller ones are tried. All ranks take the same decisions, also
+where only some of them run out of memory. Where a run will launch CUDA graphs, a trial is timed by them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from llmtrain.flops.memory import optimizer_bytes, shard_ranks
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import Segments
 from llmtrain.schema.config import Config
+from llmtrain.train.cuda_graphs import refusal, replay_seconds
 from llmtrain.train.fsdp_reset import reset_fsdp
+from llmtrain.train.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
 
 FILE = "microbatch.json"
 USABLE = 0.95
 """Share of the memory that this process can have which a larger microbatch may fill, as extrapolated."""
-_REPEATS = 3  # the first compiles
+_REPEATS = 3  # the first compiles, the last is timed
 _MOST_TRIALS = 4
 
 
@@ -140,7 +143,16 @@ def choose_microbatch(
     before, limit = _most(gauge.allocated(), device), USABLE * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
-    trials = search(sizes, start, lambda size: _attempt(size, settled, model, segments, device, gauge), before, limit)
+    graphs = settled.train.cuda_graphs != "off" and not refusal(
+        settled.train, world.size, model.hybrid.platform, model.config.dropout
+    )
+    agreement = MemoryAgreement()
+
+    def attempt(size: int) -> Trial | None:
+        return _attempt(size, settled, model, segments, device, gauge, agreement, graphs)
+
+    trials = search(sizes, start, attempt, before, limit)
+    agreement.close()
     del reserve
     gauge.begin()
     if not trials:
@@ -203,9 +215,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _attempt(
-    size: int, config: Config, model: CausalLM, segments: Segments | None, device: torch.device, gauge: Gauge
+    size: int,
+    config: Config,
+    model: CausalLM,
+    segments: Segments | None,
+    device: torch.device,
+    gauge: Gauge,
+    agreement: MemoryAgreement,
+    graphs: bool,
 ) -> Trial | None:
-    """Forward and backward passes, all but the last without the reduction of gradients where a step has one alone."""
+    """Forward and backward passes, of which the last is timed. Those before take as much memory, so that it is they that fail,
+    on some of the ranks; where the last fails, the run ends. The first does not reduce gradients where a step does so once.
+
+    graphs: the time is that of CUDA graphs, where they can be made.
+    """
     gauge.begin()
     once = config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
@@ -214,23 +237,38 @@ def _attempt(
     if config.data.mask_documents:
         whole = local * (segments.size if segments else 1)
         documents = torch.zeros(size, whole, dtype=torch.int64, device=device)
-    seconds, fits = 0.0, True
+    seconds, fits, agreeing = 0.0, True, True
+
+    def backward_pass(repeat: int) -> None:
+        synced = not once or repeat > 0
+        model.set_requires_gradient_sync(synced)  # type: ignore[operator]
+        model.set_reshard_after_backward(synced)  # type: ignore[operator]
+        model.loss(tokens, tokens, documents, segments).loss.backward()
+
     try:
-        for repeat in range(_REPEATS):
-            began = gauge.seconds()
-            synced = not once or repeat == _REPEATS - 1
-            model.set_requires_gradient_sync(synced)  # type: ignore[operator]
-            model.set_reshard_after_backward(synced)  # type: ignore[operator]
-            model.loss(tokens, tokens, documents, segments).loss.backward()
-            seconds = gauge.seconds() - began
+        for repeat in range(_REPEATS - 1):
+            with agreement.before_collectives(model):
+                backward_pass(repeat)
+            agreement.agree()
+        agreeing = agreement.group is None
+        began = gauge.seconds()
+        backward_pass(_REPEATS - 1)
+        seconds = gauge.seconds() - began
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not (agreeing and is_out_of_memory(error)):
             raise
         fits = False
         error.__traceback__ = None  # whose frames hold activations
+        if not isinstance(error, OutOfMemoryElsewhere):
+            agreement.failed()
         reset_fsdp(model)
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
+    if fits and graphs:
+        accumulates = config.train.global_batch_size > size
+        replayed = replay_seconds(model, (tokens, tokens, documents), accumulates, gauge.seconds)
+        fits = replayed is not None or config.train.cuda_graphs != "on"
+        seconds, peak = replayed or seconds, gauge.peak()
     if _most(0.0 if fits else 1.0, device):
         return None
     return Trial(size, _most(seconds, device) / size, _most(peak, device))

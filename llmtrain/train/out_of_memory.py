@@ -14,9 +14,14 @@ from llmtrain.schema.config import Config
 
 
 def explain(
-    error: torch.OutOfMemoryError, config: Config, world_size: int, available: int, local_size: int | None = None
+    error: torch.OutOfMemoryError,
+    config: Config,
+    world_size: int,
+    available: int,
+    local_size: int | None = None,
+    graphs: int = 0,
 ) -> str:
-    """available: bytes of memory of this rank's GPU. local_size: ranks of a node; default: all."""
+    """available, graphs: bytes of memory of this rank's GPU, and of its CUDA graphs. local_size: ranks of a node; default: all."""
     local_size = local_size or world_size
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
     config = settle(config, sizes, world_size, local_size, available).config
@@ -26,6 +31,11 @@ def explain(
     lines = [f"{first}: the GPU has {binary(available)}. By the estimate of `llmtrain describe` the run takes"]
     lines += [f"  {binary(size):>10}  {name}" for name, size in _parts(estimate)]
     lines += [f"  {binary(estimate.total):>10}  together"]
+    if graphs:
+        lines.append(
+            f"CUDA graphs hold {binary(graphs)}, which serve nothing but the passes of a microbatch. Without them validation "
+            "and the optimizer may use the same memory: train.cuda_graphs=off"
+        )
     return "\n".join(lines + _advice(config, sizes, world_size, estimate, available))
 
 

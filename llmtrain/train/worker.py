@@ -159,11 +159,13 @@ def _memory_explained(config: Config) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:  # CUDA's and HIP's
+        from llmtrain.train.cuda_graphs import graph_memory
         from llmtrain.train.out_of_memory import explain
 
         available = torch.cuda.mem_get_info()[1]
         world = world_from_environment()
-        raise RunError(explain(error, config, world.size, available, world.local_size)) from error
+        text = explain(error, config, world.size, available, world.local_size, graph_memory())
+        raise RunError(text) from error
 
 
 def silence_warnings() -> None:

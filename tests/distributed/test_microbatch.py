@@ -40,17 +40,34 @@ class FakeGauge(microbatch.Gauge):
         return time.perf_counter()
 
 
-def with_fake_memory(config: Config, most: int) -> tuple[Any, list[int]]:
-    """A job: the run of a config where passes of more than `most` sequences run out of memory, and the sizes that were tried."""
+def fail(*_: Any) -> None:
+    raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+
+
+def with_fake_memory(
+    config: Config, most: int, poor: int | None = None, in_backward: bool = False
+) -> tuple[Any, list[int]]:
+    """A job: the run of a config where passes of more than `most` sequences run out of memory, and the sizes that were tried.
+
+    poor: the one rank of which that is true; default: of all. in_backward: amid the backward pass, not before it.
+    """
     tried: list[int] = []
+    limited_here = poor is None or poor == torch.distributed.get_rank()
     choose, loss = microbatch.choose_microbatch, CausalLM.loss
 
     def limited(self: CausalLM, input_ids: torch.Tensor, *rest: Any) -> Any:
         if torch.is_grad_enabled():
             tried.append(len(input_ids))
+        limits = limited_here and len(input_ids) > most
+        hooks = []
+        if limits and in_backward:
+            layer: Any = self.hybrid.blocks[1]
+            hooks = [layer.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)]
         found = loss(self, input_ids, *rest)
-        if len(input_ids) > most:  # in the middle of things: between the forward and the backward pass
-            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+        for hook in hooks:
+            hook.remove()
+        if limits and not in_backward:  # in the middle of things: between the forward and the backward pass
+            fail()
         return found
 
     with (
@@ -80,3 +97,24 @@ def test_a_size_is_found_and_remembered_and_training_is_as_with_it(ranks, shards
     )
     [(again, tried), _] = ranks(2).run(with_fake_memory, longer, 2)
     assert tried == [2] * 4 and list(again.losses) == [*range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("poor", "in_backward", "sync"), [(0, False, True), (1, False, False), (0, True, False), (1, True, True)]
+)
+def test_where_one_rank_alone_runs_out_of_memory_the_others_do_not_wait_for_it(
+    ranks, shards, tmp_path, poor, in_backward, sync
+):
+    """The other rank goes on with its pass, whose next collective this one would never join."""
+    config = tiny_config(
+        shards,
+        tmp_path,
+        {
+            "train.duration": "5 steps",
+            "train.sharding": {"sync_every_microbatch": sync},
+            "train.microbatch_size": "auto",
+        },
+    )
+    for found, tried in ranks(2).run(with_fake_memory, config, 2, poor, in_backward, timeout=60):
+        assert tried[:4] == [4, 2, 2, 2] and set(tried[4:]) == {2}
+        assert list(found.losses) == [*range(1, 6)]

@@ -7,7 +7,7 @@ import torch
 
 from llmtrain.errors import RunError
 from llmtrain.schema.load import load_config
-from llmtrain.train import out_of_memory, worker
+from llmtrain.train import cuda_graphs, out_of_memory, worker
 
 LLAMA = Path(__file__).parents[3] / "yamls" / "pretrain" / "llama3-1b.yaml"
 FOUND = (
@@ -16,9 +16,9 @@ FOUND = (
 )
 
 
-def explained(*overrides: str, gibibytes: float = 39.38, ranks: int = 1) -> str:
-    config = load_config(LLAMA, overrides)
-    return out_of_memory.explain(torch.OutOfMemoryError(FOUND), config, ranks, int(gibibytes * 2**30))
+def explained(*overrides: str, gibibytes: float = 39.38, ranks: int = 1, graphs: int = 0) -> str:
+    config, error = load_config(LLAMA, overrides), torch.OutOfMemoryError(FOUND)
+    return out_of_memory.explain(error, config, ranks, int(gibibytes * 2**30), graphs=graphs)
 
 
 def test_it_names_what_was_asked_what_takes_the_memory_and_what_would_fit():
@@ -31,6 +31,18 @@ def test_it_names_what_was_asked_what_takes_the_memory_and_what_would_fit():
 
 def test_it_names_the_moving_average_where_there_is_one():
     assert "average" not in explained() and "average" in explained("train.ema={}")
+
+
+def test_it_says_how_to_get_back_what_cuda_graphs_hold():
+    assert "cuda_graphs" not in explained()
+    text = explained(graphs=3 * 2**30)
+    assert "CUDA graphs hold 3.000 GiB" in text and "train.cuda_graphs=off" in text
+
+
+def test_memory_of_graphs_is_that_of_other_pools_than_the_common_one(monkeypatch):
+    segments = [{"total_size": size, "segment_pool_id": pool} for size, pool in ((5, (0, 0)), (7, (0, 1)), (2, (1, 0)))]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert cuda_graphs.graph_memory() == 9
 
 
 def test_where_the_estimate_says_that_it_fits_less_is_asked_for_all_the_same():
@@ -51,5 +63,6 @@ def test_a_run_ends_with_it(monkeypatch):
 
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     with pytest.raises(RunError, match="4 GPUs would be enough, with train"):
         worker._train(load_config(LLAMA), None, "llama.yaml", [])
