@@ -12,7 +12,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.documents import check_documents
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards import check_streams, check_vocabulary, steps_per_epoch
+from llmtrain.data.shards import check_streams, check_vocabulary, steps_per_epoch, stream_samples
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import Check, load_config
@@ -28,7 +28,7 @@ def load_runnable(
     """
     checks = (
         Check(_data_problems, reads=("data",)),
-        Check(_mixture_problems, reads=("data", "train.global_batch_size")),
+        Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
         Check(_group_problems, reads=("model", "optimizer")),
@@ -49,7 +49,12 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
     if config.data.mixture:
         from llmtrain.data.mixture import mixture_problems  # imports numpy
 
-        yield from mixture_problems(config.data, config.train.global_batch_size)
+        duration, batch = config.train.duration, config.train.global_batch_size
+        epoch = steps_per_epoch(config.data, batch)
+        length = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": epoch, "total_steps": None}
+        known = duration.unit != "epochs" or epoch is not None
+        steps = duration.steps(**length) if known else None
+        yield from mixture_problems(config.data, batch, stream_samples(config.data), steps)
 
 
 def _epoch_problems(config: Config) -> Iterator[Problem]:

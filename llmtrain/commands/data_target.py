@@ -62,10 +62,14 @@ def open_run(place: str, overrides: Sequence[str] = ()) -> RunData:
     if _is_checkpoint(place):
         _refuse_overrides(place, overrides)
         return _recorded(place)
+    from llmtrain.checkpoint.repository import Repository, silent
     from llmtrain.schema.load import load_config
 
     config = load_config(place, overrides)
-    return RunData(config.data, config.train.global_batch_size, None, None)
+    data = config.data
+    if found := Repository(Path(config.run_dir) / "checkpoints").newest(silent):  # the run would go on in its order
+        data = data.in_order_of(found.require().data.get("position", {}))
+    return RunData(data, config.train.global_batch_size, None, None)
 
 
 def _refuse_overrides(place: str, overrides: Sequence[str]) -> None:
@@ -100,6 +104,11 @@ def _recorded(place: str) -> RunData:
     if problems or data is None:
         unknown = "; ".join(f"data.{problem.path}: {problem.message}" for problem in problems)
         raise UserError(f"{checkpoint.address} was written by another version of llmtrain ({unknown})")
-    data = data.model_copy(update={"order": position.get("order", "streaming")})
+    began = position.get("order", "streaming")
+    if began == "seekable" and data.order_name == "mixed":
+        raise UserError(
+            f"{checkpoint.address} was written by another version of llmtrain, which ordered mixtures otherwise"
+        )
+    data = data.model_copy(update={"order": "streaming" if began == "streaming" else "seekable"})
     batch = manifest.config["train"]["global_batch_size"]
     return RunData(data, batch, manifest.step, manifest.data.get("fingerprint"))

@@ -185,6 +185,16 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=1e6)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
+def _whole_number(value: Any) -> Any:
+    """5000000000 for 5e9, which YAML reads as a float; any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+PositiveTokens = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, le=10**18)]
+Tokens = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=10**18)]
+"""Numbers of tokens, also written 5e9."""
+
+
 def parse_share(value: Any) -> Any:
     """The number of `0.1 %`; any other value as it is, for the type to judge."""
     if not isinstance(value, str):

@@ -134,9 +134,10 @@ def train_dataset(
     }
     if data.chosen_order == "seekable":
         options["order"] = functools.partial(_seekable, data, global_batch_size)
+        options["order_name"] = data.order_name
     with dataset_lock():
         dataset = TokenDataset(streams=streams, **options)
-        dataset.set_epoch_size(require_epoch(data, dataset.num_samples, global_batch_size))
+        dataset.set_epoch_size(require_epoch(data, dataset.samples_per_stream.tolist(), global_batch_size))
     return dataset
 
 

@@ -3,45 +3,99 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 
 from llmtrain.config.base import Problem
-from llmtrain.data.order import Phase, SampleOrder
-from llmtrain.schema.data import DataConfig
+from llmtrain.data.mixture_blocks import Phase
+from llmtrain.data.order import SampleOrder
+from llmtrain.data.shards import epoch_streams, require_epoch
+from llmtrain.schema.data import DataConfig, MixturePhase
 
 
-def mixture_phases(data: DataConfig, global_batch_size: int) -> tuple[Phase, ...]:
-    """Phases of data.mixture, or one of the streams' proportions; empty where each stream counts by its size."""
+def mixture_phases(data: DataConfig, global_batch_size: int, samples: Sequence[int]) -> tuple[Phase, ...]:
+    """Phases of data.mixture, or one of the streams' own shares; empty where each stream counts by its size.
+
+    samples: of each stream. Where the last phase is a budget, a further one begins at its end, with the same proportions.
+    """
     streams = data.train_streams()
-    if data.mixture is None:
-        given = tuple(stream.proportion for stream in streams.values())
-        return (Phase(0, tuple(map(float, given))),) if all(given) and len(given) > 1 else ()  # type: ignore[arg-type]
     if len(streams) == 1:
         return ()
-    ends = [phase.until for phase in data.mixture[:-1]]
-    length = {"tokens_per_step": global_batch_size * data.seq_len, "steps_per_epoch": None, "total_steps": None}
-    firsts = [0, *(end.steps(**length) for end in ends if end)]
-    return tuple(
-        Phase(first, tuple(phase.proportions[name] for name in streams))
-        for first, phase in zip(firsts, data.mixture, strict=True)
-    )
+    if data.mixture is not None:
+        ends = _phase_ends(data, data.mixture, global_batch_size, samples)
+        shares = [_stream_samples(phase, data, samples) for phase in data.mixture]
+        firsts = [0, *(end for end in ends if end is not None)]
+        return tuple(
+            Phase(first, tuple(map(float, one))) for first, one in zip(firsts, [*shares, shares[-1]], strict=False)
+        )
+    if any(stream.is_budget for stream in streams.values()):
+        shares = tuple(map(float, epoch_streams(data, samples)))
+        # Cut there, so that an epoch reads what it should; further epochs go on in these proportions.
+        return (Phase(0, shares), Phase(require_epoch(data, samples, global_batch_size) // global_batch_size, shares))
+    given = tuple(stream.proportion for stream in streams.values())
+    return (Phase(0, tuple(map(float, given))),) if all(given) else ()  # type: ignore[arg-type]
 
 
-def mixture_problems(data: DataConfig, global_batch_size: int) -> Iterator[Problem]:
-    """Phases that do not follow one another; paths begin with `data.`."""
-    firsts = [phase.first_step for phase in mixture_phases(data, global_batch_size)]
-    for number, (before, after) in enumerate(itertools.pairwise(firsts)):
-        if after <= before:
-            until = data.mixture[number].until if data.mixture else None
-            message = f"is step {after:,}, but the phase begins at step {before:,}"
-            yield Problem(f"data.mixture.{number}.until", str(until), message)
+def _stream_samples(phase: MixturePhase, data: DataConfig, samples: Sequence[int]) -> tuple[Fraction, ...]:
+    """Samples of each stream in a phase of tokens or repeats; the shares of one of proportions."""
+    shares = [Fraction(phase.shares[name]).limit_denominator(10**6) for name in data.train_streams()]
+    if phase.repeats is not None:
+        return tuple(repeats * size for repeats, size in zip(shares, samples, strict=True))
+    return tuple(share / data.seq_len if phase.tokens is not None else share for share in shares)
+
+
+def _phase_ends(
+    data: DataConfig, phases: Sequence[MixturePhase], global_batch_size: int, samples: Sequence[int]
+) -> list[int | None]:
+    """Steps at which the phases end, rounded up; None for a last phase of proportions."""
+    tokens_per_step = global_batch_size * data.seq_len
+    ends: list[int | None] = []
+    read = Fraction(0)  # samples up to the end of the phase
+    for phase in phases:
+        if phase.is_budget:
+            read += sum(_stream_samples(phase, data, samples))
+            steps = math.ceil(read / global_batch_size)
+        elif phase.until is not None:
+            steps = phase.until.steps(tokens_per_step=tokens_per_step, steps_per_epoch=None, total_steps=None)
+            read = Fraction(steps * global_batch_size)
+        else:
+            steps = None
+        ends.append(steps)
+    return ends
+
+
+def mixture_problems(
+    data: DataConfig, global_batch_size: int, samples: Sequence[int] | None, steps: int | None
+) -> Iterator[Problem]:
+    """Phases that do not follow one another, and a run that is longer than they are; paths are the whole config's.
+
+    samples: of each stream, None where they are not known. steps: of the run, None where they are not known.
+    """
+    if not data.mixture or (samples is None and any(phase.repeats is not None for phase in data.mixture)):
+        return
+    ends = _phase_ends(data, data.mixture, global_batch_size, samples or [0] * len(data.train_streams()))
+    for number, (before, end) in enumerate(itertools.pairwise([0, *ends])):
+        if end is not None and before is not None and end <= before:
+            phase = data.mixture[number]
+            name = "until" if phase.until else next(iter(phase.given))
+            found = str(phase.until) if phase.until else None
+            yield Problem(
+                f"data.mixture.{number}.{name}", found, f"ends at step {end:,}, but the phase begins at step {before:,}"
+            )
+    if steps is not None and ends[-1] is not None and steps > ends[-1]:
+        message = (
+            f"are {steps:,} steps, but the phases of data.mixture end at step {ends[-1]:,}: shorten it, or add a last phase of "
+            "proportions"
+        )
+        yield Problem("train.duration", None, message)
 
 
 def seekable_order(data: DataConfig, global_batch_size: int, sizes: Sequence[np.ndarray]) -> SampleOrder:
     """The order that `data.order: seekable` means. sizes: samples of each shard, by stream."""
-    phases = mixture_phases(data, global_batch_size)
+    phases = mixture_phases(data, global_batch_size, [int(one.sum()) for one in sizes])
     return SampleOrder(
         sizes if phases else [np.concatenate(sizes)],
         phases,
@@ -54,7 +108,7 @@ def seekable_order(data: DataConfig, global_batch_size: int, sizes: Sequence[np.
     )
 
 
-def mixture_report(data: DataConfig, order: SampleOrder, samples: list[int], steps: int) -> list[str]:
+def mixture_report(data: DataConfig, order: SampleOrder, samples: Sequence[int], steps: int) -> list[str]:
     """Lines on what a run of so many steps reads of each stream: its share, and how often all of it. samples: of each stream."""
     counts, total = order.counts(steps), steps * order.global_batch
     if len(counts) == 1:

@@ -8,38 +8,26 @@ Each source is read epoch by epoch without replacement. In every epoch its shard
 that sequence are dealt to the lanes in turn, and samples are shuffled within each window: a machine needs the shards of a window
 or two of each of its lanes at a time. A small source is shuffled as a whole.
 
-Where several sources are mixed, each lane draws from them in blocks. A block holds as many samples of each source as its
-proportion says, rounded so that the sums over blocks never stray by more than one; their order within the block is random, or
-even (`stratified`).
+Where several sources are mixed, each lane draws from them as `data/mixture_blocks.py` says. Draws of a small source are numbered
+over all lanes: after any step, no sample of it was read twice before all were read once. Of a large one each lane reads its own
+windows, so that lanes may be a few samples apart where an epoch of it ends.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from llmtrain.data.mixture_blocks import MixtureBlocks, Phase
 from llmtrain.data.permutation import key, mix, permute, shuffled
 
-_ONE = 1 << 32
-"""The unit of proportions."""
 _LARGEST_WINDOW = 1 << 18
 _SMALLEST_WINDOW = 1 << 8
 _WINDOWS_PER_LANE = 64
 """Windows that a lane has at least in an epoch: two of them are a small part of a source's shards."""
-_SMALLEST_BLOCK = 64
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Proportions of the sources, not all zero, from a step on; their scale is arbitrary."""
-
-    first_step: int
-    proportions: tuple[float, ...]
 
 
 class SampleOrder:
@@ -67,39 +55,33 @@ class SampleOrder:
             _Source(sizes, int(begin), self.lanes, key(seed, number), shuffle, window)
             for number, (sizes, begin) in enumerate(zip(sources, begins, strict=False))
         ]
-        share = global_batch // self.lanes
-        self._mixtures = (
-            [_Mixture(phases, share, lane, self.lanes, seed, shuffle, stratified) for lane in range(self.lanes)]
+        self._share = global_batch // self.lanes
+        self._mixture = (
+            MixtureBlocks(phases, self._share, self.lanes, seed, even=stratified or not shuffle)
             if len(sources) > 1
-            else []
+            else None
         )
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
         """Sample ids at these positions. int64, of the same shape."""
         positions = np.asarray(positions, np.int64)
         step, slot = np.divmod(positions, self.global_batch)
-        share = self.global_batch // self.lanes
-        lane = slot // share
-        drawn = step * share + slot % share  # samples of its lane before it
-        if not self._mixtures:
+        lane, within = np.divmod(slot, self._share)
+        drawn = step * self._share + within  # samples of its lane before it
+        if self._mixture is None:
             return self._sources[0].ids(drawn * self.lanes + lane)
+        source, of_lane, of_all = self._mixture.draws(lane, drawn)
         result = np.empty(positions.shape, np.int64)
-        for one in np.unique(lane):
-            here = lane == one
-            source, index = self._mixtures[one].draws(drawn[here])
-            found = np.empty(source.shape, np.int64)
-            for number in np.unique(source):
-                of_it = source == number
-                found[of_it] = self._sources[number].ids(index[of_it] * self.lanes + one)
-            result[here] = found
+        for number in np.unique(source):
+            here = source == number
+            one = self._sources[number]
+            result[here] = one.ids(of_all[here] if one.is_small else of_lane[here] * self.lanes + lane[here])
         return result
 
     def counts(self, steps: int) -> list[int]:
         """Samples of each source in the first so many steps."""
-        drawn = steps * (self.global_batch // self.lanes)
-        if not self._mixtures:
-            return [drawn * self.lanes]
-        return [sum(numbers) for numbers in zip(*(mixture.counts(drawn) for mixture in self._mixtures), strict=True)]
+        drawn = steps * self._share
+        return [drawn * self.lanes] if self._mixture is None else self._mixture.counts(drawn)
 
 
 class _Source:
@@ -109,7 +91,8 @@ class _Source:
         self.sizes, self.begin, self.lanes, self.key, self.shuffle = sizes, begin, lanes, int(chosen), shuffle
         self.samples = int(sizes.sum())
         self.window = window or min(_LARGEST_WINDOW, self.samples // (_WINDOWS_PER_LANE * lanes))
-        if shuffle and self.window < _SMALLEST_WINDOW and window is None:
+        self.is_small = window is None and self.window < _SMALLEST_WINDOW
+        if shuffle and self.is_small:
             self.window = 0  # all of it is one window
         self._begins = np.cumsum(sizes) - sizes
         self._layout = functools.lru_cache(maxsize=3)(self._laid_out)
@@ -150,92 +133,3 @@ class _Source:
         """The shards in the order of an epoch, and the places at which each ends."""
         order = shuffled(len(self.sizes), key(self.key, epoch, 2))
         return order, np.cumsum(self.sizes[order])
-
-
-class _Mixture:
-    """Sources from which a lane draws: for its sample number 0, 1, 2, … the source, and the number of the draw from it."""
-
-    def __init__(
-        self,
-        phases: Sequence[Phase],
-        share: int,
-        lane: int,
-        lanes: int,
-        seed: int,
-        shuffle: bool,
-        stratified: bool,
-    ):
-        self._firsts = np.array([phase.first_step * share for phase in phases], np.int64)
-        self._edges = [_edges(phase.proportions) for phase in phases]
-        self._size = max(map(_block_size, phases))
-        self._offset = lane * _ONE // lanes  # lanes round at different draws
-        self._key, self._lane = key(seed, 3), lane
-        self._random = shuffle and not stratified
-        self._shift = lane * self._size // lanes
-        self._block = functools.lru_cache(maxsize=3)(self._drawn)
-        self._before: list[list[int]] = [[0] * len(phases[0].proportions)]
-        for number, phase in enumerate(phases[1:]):
-            drawn = phase.first_step * share - int(self._firsts[number])
-            self._before.append(self._counts(number, drawn))
-
-    def draws(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number of the draw from it) of the lane's samples."""
-        source, index = np.empty(drawn.shape, np.int64), np.empty(drawn.shape, np.int64)
-        phase = np.searchsorted(self._firsts, drawn, side="right") - 1
-        block, within = np.divmod(drawn - self._firsts[phase], self._size)
-        for one, number in np.unique(np.stack([phase, block]), axis=1).T:
-            here = (phase == one) & (block == number)
-            sources, numbers = self._block(int(one), int(number))
-            source[here], index[here] = sources[within[here]], numbers[within[here]]
-        return source, index
-
-    def counts(self, drawn: int) -> list[int]:
-        """Draws from each source among the lane's first so many samples."""
-        phase = int(np.searchsorted(self._firsts, drawn, side="right")) - 1
-        return self._counts(phase, drawn - int(self._firsts[phase]))
-
-    def _counts(self, phase: int, drawn: int) -> list[int]:
-        block, rest = divmod(drawn, self._size)
-        counts = self._until(phase, block)
-        if rest:
-            sources, _ = self._block(phase, block)
-            for number, more in enumerate(np.bincount(sources[:rest], minlength=len(counts))):
-                counts[number] += int(more)
-        return counts
-
-    def _until(self, phase: int, block: int) -> list[int]:
-        """Draws from each source before a block."""
-        edges = [(edge * block * self._size + self._offset) // _ONE for edge in self._edges[phase][1:-1]]
-        edges = [0, *edges, block * self._size]
-        return [before + high - low for before, low, high in zip(self._before[phase], edges, edges[1:], strict=False)]
-
-    def _drawn(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and number of the draw from it, for each sample of a block."""
-        begin, end = self._until(phase, block), self._until(phase, block + 1)
-        counts = [high - low for low, high in zip(begin, end, strict=True)]
-        source = np.repeat(np.arange(len(counts)), counts)
-        numbers = np.concatenate([np.arange(count) for count in counts])
-        if self._random:
-            chosen = key(int(self._key), self._lane, phase, block)
-            source = source[np.argsort(mix(np.arange(self._size).astype(np.uint64) ^ chosen), kind="stable")]
-        else:
-            source = source[np.argsort((numbers + 0.5) / np.repeat(counts, counts), kind="stable")]
-            source = np.roll(source, self._shift)  # or all lanes would draw from one source at a time
-        index = np.empty(self._size, np.int64)
-        for number, first in enumerate(begin):
-            here = source == number
-            index[here] = first + np.arange(here.sum())
-        return source, index
-
-
-def _edges(proportions: Sequence[float]) -> list[int]:
-    """Borders of the sources' shares of _ONE."""
-    sums = np.cumsum(proportions, dtype=np.float64)
-    return [0, *(round(float(edge) / float(sums[-1]) * _ONE) for edge in sums[:-1]), _ONE]
-
-
-def _block_size(phase: Phase) -> int:
-    """Samples of a block, a power of two: every source with a share has at least one in each."""
-    edges = _edges(phase.proportions)
-    least = min(high - low for low, high in itertools.pairwise(edges) if high > low)
-    return max(_SMALLEST_BLOCK, 1 << (2 * _ONE // least).bit_length())

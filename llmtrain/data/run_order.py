@@ -31,7 +31,7 @@ class RunOrder:
 
     def __init__(self, data: DataConfig, global_batch_size: int, indexes: Sequence[Index]):
         self._data, self._batch, self._indexes = data, global_batch_size, indexes
-        samples = sum(index.samples for index in indexes)
+        samples = [index.samples for index in indexes]
         self.steps_per_epoch = require_epoch(data, samples, global_batch_size) // global_batch_size
         if data.chosen_order == "seekable":
             sizes = [np.array([shard["samples"] for shard in index.shards], np.int64) for index in indexes]

@@ -32,25 +32,43 @@ def epoch_samples(samples: int, global_batch_size: int, num_canonical_nodes: int
     return samples // (step := math.lcm(global_batch_size, num_canonical_nodes)) * step
 
 
-def require_epoch(data: DataConfig, samples: int, global_batch_size: int) -> int:
-    """`epoch_samples` of the training data. Raises ShardError if it has less than one global batch."""
-    if size := epoch_samples(samples, global_batch_size, data.num_canonical_nodes):
+def epoch_streams(data: DataConfig, samples: Sequence[int]) -> list[int]:
+    """Samples that an epoch reads of each training stream. samples: of each, all that it has."""
+    wanted = []
+    for stream, size in zip(data.train_streams().values(), samples, strict=True):
+        if stream.tokens is not None:
+            size = max(round(stream.tokens / data.seq_len), 1)
+        elif stream.repeats is not None:
+            size = max(round(stream.repeats * size), 1)
+        wanted.append(size)
+    return wanted
+
+
+def require_epoch(data: DataConfig, samples: Sequence[int], global_batch_size: int) -> int:
+    """`epoch_samples` of the training data. samples: of each stream. Raises ShardError if it has less than one global batch."""
+    total = sum(epoch_streams(data, samples))
+    if size := epoch_samples(total, global_batch_size, data.num_canonical_nodes):
         return size
     raise ShardError(
-        f"the training data has {samples} samples; one epoch needs a multiple of both the global "
+        f"the training data has {total} samples; one epoch needs a multiple of both the global "
         f"batch ({global_batch_size}) and data.num_canonical_nodes ({data.num_canonical_nodes})"
     )
 
 
-def steps_per_epoch(data: DataConfig, global_batch_size: int) -> int | None:
-    """Optimizer steps of one epoch; None while an index of the training data is not on this machine, or is none."""
+def stream_samples(data: DataConfig) -> list[int] | None:
+    """Samples of each training stream; None while one of their indexes is not on this machine, or is none."""
     try:
         indexes = [read_index(stream_folder(stream)) for stream in data.train_streams().values()]
     except ShardError:
         return None
-    if not all(indexes):
+    return [index.samples for index in indexes if index] if all(indexes) else None
+
+
+def steps_per_epoch(data: DataConfig, global_batch_size: int) -> int | None:
+    """Optimizer steps of one epoch; None while an index of the training data is not on this machine, or is none."""
+    if (found := stream_samples(data)) is None:
         return None
-    samples = sum(index.samples for index in indexes if index)
+    samples = sum(epoch_streams(data, found))
     return epoch_samples(samples, global_batch_size, data.num_canonical_nodes) // global_batch_size or None
 
 
@@ -71,7 +89,8 @@ def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
                 indexes.append(index)
         problems += _check_duplicate_folders(streams, split)
         if split == "train" and streams and len(indexes) == len(streams):
-            problems += _check_size(sum(index.samples for index in indexes), data, global_batch_size)
+            samples = sum(epoch_streams(data, [index.samples for index in indexes]))
+            problems += _check_size(samples, data, global_batch_size)
     return problems
 
 
@@ -222,5 +241,6 @@ def fingerprint_of(data: DataConfig, indexes: Sequence[Index]) -> str:
         for shard in index.shards:
             raw = shard["raw_data"]
             digest.update(json.dumps([shard["samples"], raw["bytes"], raw["hashes"]], sort_keys=True).encode())
-        digest.update(f"{stream.proportion}\n".encode())
+        budget = f" {stream.repeats} {stream.tokens}" if stream.is_budget else ""
+        digest.update(f"{stream.proportion}{budget}\n".encode())
     return digest.hexdigest()

@@ -126,12 +126,15 @@ class TokenDataset(StreamingDataset):
         seq_len: int,
         vocab_size: int | None = None,
         order: Callable[[TokenDataset], SampleOrder] | None = None,
+        order_name: str = "streaming",
         **kwargs: Any,
     ) -> None:
-        """order: makes the order of samples once the shards are known; None: StreamingDataset's."""
+        """order: makes the order of samples once the shards are known; None: StreamingDataset's. order_name: what a position
+        calls it."""
         with mock.patch.object(dataset_module, "Spanner", ShardSpanner):
             super().__init__(**kwargs)
         self._make_order = order
+        self.order_name = order_name
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self._failure: BaseException | None = None
@@ -268,4 +271,4 @@ class TokenDataset(StreamingDataset):
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0 and self.epoch_finished:
             state["epoch"] += 1
-        return state | {"order": "streaming" if self.order is None else "seekable"}
+        return state | {"order": self.order_name}

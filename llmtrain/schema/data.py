@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,12 +14,14 @@ from llmtrain.config.base import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    PositiveTokens,
     Probability,
     Problem,
     Processes,
     Section,
     Seed,
     Share,
+    Tokens,
     free,
 )
 from llmtrain.config.texts import LocalPath, PathText
@@ -105,8 +107,20 @@ class StreamConfig(Section):
     """Subfolder, such as train or validation."""
     proportion: PositiveFloat | None = None
     """Share of the mixture; give one to every stream or to none (then each stream counts by its size)."""
+    repeats: PositiveFloat | None = None
+    """In place of a proportion: how often an epoch reads the stream, such as 2 or 0.5. Default: once."""
+    tokens: PositiveTokens | None = None
+    """In place of a proportion: tokens of the stream that an epoch reads, such as 5e9; rounded to whole samples."""
+
+    @property
+    def is_budget(self) -> bool:
+        """True where an epoch reads another part of the stream than all of it once."""
+        return self.repeats is not None or self.tokens is not None
 
     def problems(self) -> Iterator[Problem]:
+        given = [name for name in ("proportion", "repeats", "tokens") if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield Problem(given[1], getattr(self, given[1]), f"is given beside {given[0]}; give one of them")
         if local_problem(self.local):
             yield Problem("local", self.local, "is an address: give it as `remote`, and here a folder that caches it")
 
@@ -124,22 +138,50 @@ class SplitConfig(Section):
 
 
 class MixturePhase(Section):
-    """A part of the run in which the streams are mixed by these proportions."""
+    """A part of the run: how the streams are mixed in it, by proportions, tokens or repeats, and where it ends."""
 
     until: DurationField | None = None
-    """Where the next phase begins, counted from the start of the run, in steps or tokens; the last phase has none."""
-    proportions: Annotated[dict[str, NonNegativeFloat], Field(min_length=1)]
+    """Where the next phase begins, counted from the start of the run, in steps or tokens. A phase of tokens or repeats has none,
+    it ends when they are read; nor has the last phase."""
+    proportions: Annotated[dict[str, NonNegativeFloat], Field(min_length=1)] | None = None
     """Share of each stream, by name, in any scale; 0 leaves a stream out."""
+    tokens: Annotated[dict[str, Tokens], Field(min_length=1)] | None = None
+    """Tokens to read of each stream in this phase, by name, such as 5e9; their sum is rounded to whole steps."""
+    repeats: Annotated[dict[str, NonNegativeFloat], Field(min_length=1)] | None = None
+    """How often to read each stream in this phase, by name, such as 2 or 0.5; the sum is rounded to whole steps."""
+
+    @property
+    def given(self) -> dict[str, dict[str, float]]:
+        """What the phase says of each stream, under the name of the setting: one, in a valid config."""
+        named = {"proportions": self.proportions, "tokens": self.tokens, "repeats": self.repeats}
+        return {name: dict(value) for name, value in named.items() if value is not None}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Proportions, tokens or repeats of each stream."""
+        return next(iter(self.given.values()))
+
+    @property
+    def is_budget(self) -> bool:
+        return self.proportions is None
 
     def problems(self) -> Iterator[Problem]:
-        if self.until is not None and self.until.unit not in ("steps", "tokens"):
+        if len(self.given) != 1:
+            found = ", ".join(self.given) or None
+            yield Problem("proportions", found, "give one of proportions, tokens and repeats")
+            return
+        if self.until is not None and self.is_budget:
+            yield Problem(
+                "until", str(self.until), f"a phase of {next(iter(self.given))} ends when they are read; remove it"
+            )
+        elif self.until is not None and self.until.unit not in ("steps", "tokens"):
             yield Problem(
                 "until", str(self.until), "give steps or tokens: the order must not depend on the run's length"
             )
         elif self.until is not None and self.until.value <= 0:
             yield Problem("until", str(self.until), "must be positive")
-        if not any(self.proportions.values()):
-            yield Problem("proportions", None, "all are 0; at least one stream must be read")
+        if not any(self.shares.values()):
+            yield Problem(next(iter(self.given)), None, "all are 0; at least one stream must be read")
 
 
 SampleOrderName = Literal["seekable", "streaming"]
@@ -168,11 +210,12 @@ class DataConfig(Section):
     """StreamingDataset's: samples that are shuffled together. Default: StreamingDataset's own choice."""
     order: SampleOrderName | None = free(None)
     """seekable: computed position by position, with neither time at the start nor memory for it; streaming: StreamingDataset's
-    own, which builds a list of the whole epoch at every start: a minute for ten million samples. Default: streaming; seekable
-    with `mixture` or `stratified`, which need it."""
+    own, which builds a list of the whole epoch at every start: a minute for ten million samples. Default: seekable; a run that
+    began with the other one keeps it."""
     mixture: list[MixturePhase] | None = None
-    """Proportions of the training streams that change during the run, in place of the streams' own `proportion`. A stream is
-    read without repetition until all of it was, whatever its share is at the time."""
+    """Phases of the run that mix the training streams by other proportions, or read so many tokens or repeats of each, in place of
+    the streams' own `proportion`, `tokens` and `repeats`. A stream is read without repetition until all of it was, whatever its
+    share is at the time."""
     stratified: bool = False
     """Spread each stream evenly over the samples instead of at random, so that every batch has about the same mixture."""
     num_canonical_nodes: PositiveInt = 8
@@ -205,35 +248,65 @@ class DataConfig(Section):
                 f"deletes shards that can be downloaded again, but stream {kept[0]} has no remote",
             )
         yield from self._mixture_problems()
+        for name, stream in self.validation.streams.items() if self.validation else ():
+            if stream.is_budget:
+                key = "repeats" if stream.tokens is None else "tokens"
+                path = f"validation.streams.{name}.{key}"
+                yield Problem(
+                    path, getattr(stream, key), "is of training; validation reads all of a stream, or eval.max_samples"
+                )
 
     def _mixture_problems(self) -> Iterator[Problem]:
         streams = self.train_streams() if self.train or self.prepare else {}
-        if self.stratified and self.mixture is None and not any(one.proportion for one in streams.values()):
+        weighted = [name for name, one in streams.items() if one.proportion is not None or one.is_budget]
+        budgets = [name for name, one in streams.items() if one.is_budget]
+        if self.stratified and self.mixture is None and not weighted:
             yield Problem("stratified", True, "has an effect on a mixture alone; give proportions, or leave it out")
-        if self.order == "streaming" and (self.mixture is not None or self.stratified):
-            yield Problem("order", self.order, "is StreamingDataset's, which has no data.mixture or data.stratified")
+        if self.order == "streaming" and (self.mixture is not None or self.stratified or budgets):
+            wanted = (
+                "mixture" if self.mixture is not None else "stratified" if self.stratified else "tokens and repeats"
+            )
+            yield Problem("order", self.order, f"is StreamingDataset's, which has no data.{wanted}; leave it out")
         if self.mixture is None:
             return
         if not self.mixture:
             yield Problem("mixture", None, "is empty; leave it out, or give a phase")
         for number, phase in enumerate(self.mixture):
-            for name in sorted(phase.proportions.keys() ^ streams.keys()):
+            [(key, shares)] = phase.given.items()
+            for name in sorted(shares.keys() ^ streams.keys()):
                 known = "is missing; 0 leaves a stream out" if name in streams else "is no stream of data.train"
-                yield Problem(f"mixture.{number}.proportions.{name}", None, known)
-            if (phase.until is None) != (number == len(self.mixture) - 1):
+                yield Problem(f"mixture.{number}.{key}.{name}", None, known)
+            last = number == len(self.mixture) - 1
+            if not phase.is_budget and (phase.until is None) != last:
                 wrong = "missing; only the last phase has none" if phase.until is None else "the last phase has none"
                 yield Problem(f"mixture.{number}.until", phase.until and str(phase.until), wrong)
-        for name, stream in streams.items():
-            if stream.proportion is not None:
-                yield Problem(
-                    f"train.streams.{name}.proportion",
-                    stream.proportion,
-                    "has no effect beside data.mixture; remove it",
-                )
+        for name in weighted:
+            stream = streams[name]
+            key = next(key for key in ("proportion", "tokens", "repeats") if getattr(stream, key) is not None)
+            yield Problem(
+                f"train.streams.{name}.{key}", getattr(stream, key), "has no effect beside data.mixture; remove it"
+            )
 
     @property
     def chosen_order(self) -> SampleOrderName:
-        return self.order or ("seekable" if self.mixture is not None or self.stratified else "streaming")
+        return self.order or "seekable"
+
+    @property
+    def order_name(self) -> str:
+        """The name of the order in checkpoints; a run goes on in the order of this name alone."""
+        if self.chosen_order == "streaming":
+            return "streaming"
+        streams = self.train_streams().values()
+        weighted = self.mixture is not None or any(one.proportion is not None or one.is_budget for one in streams)
+        return "mixed" if weighted and len(streams) > 1 else "seekable"
+
+    def in_order_of(self, position: Mapping[str, Any]) -> DataConfig:
+        """The data of a run that continues from a position that `data.order: null` leaves at the order that it began with."""
+        began = position.get("order", "streaming")  # before there were others
+        needs_seekable = self.mixture is not None or self.stratified
+        if self.order is not None or began != "streaming" or needs_seekable:
+            return self
+        return self.model_copy(update={"order": "streaming"})
 
     def train_streams(self) -> dict[str, StreamConfig]:
         return self.train.streams if self.train else self._prepared("train")

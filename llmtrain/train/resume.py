@@ -20,7 +20,13 @@ def check_resumption(config: Config) -> None:
     """Raise CheckpointError if `config.run_dir` holds a run that this config must not continue."""
     found = Repository(Path(config.run_dir) / "checkpoints").newest(silent)  # the run itself will warn
     if found:
-        require_same_run(config, found)
+        require_same_run(continued(config, found), found)
+
+
+def continued(config: Config, checkpoint: Checkpoint) -> Config:
+    """The config to continue a run with, in the order of samples that it began with where none is named."""
+    data = config.data.in_order_of(checkpoint.require().data.get("position", {}))
+    return config.model_copy(update={"data": data})
 
 
 def download_newest_checkpoint(config: Config, launch: str | None, progress: bool) -> str | None:
@@ -62,8 +68,10 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
     manifest = checkpoint.require()
     changed = differences(manifest.config, config)
     began = manifest.data.get("position", {}).get("order", "streaming")
-    if began != config.data.chosen_order:
-        changed.append(f"data.order: {began} -> {config.data.chosen_order}")
+    if began == "seekable" and config.data.order_name == "mixed":
+        changed.append("data.order: mixtures were ordered otherwise in the version of llmtrain that began this run")
+    elif began != config.data.order_name:
+        changed.append(f"data.order: {began} -> {config.data.order_name}")
     try:
         if manifest.data.get("fingerprint") != data_fingerprint(config.data):
             changed.append("data: the shards are not those the run was started on")

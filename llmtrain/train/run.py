@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.data.loaders import ValidationLoader, build_train_loader, build_validation_loader
-from llmtrain.data.mixture import mixture_report
+from llmtrain.data.mixture import mixture_problems, mixture_report
 from llmtrain.data.shards import data_fingerprint
 from llmtrain.data.streaming import TokenDataset
 from llmtrain.data.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ from llmtrain.train.microbatch import choose_microbatch
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
-from llmtrain.train.resume import require_same_run
+from llmtrain.train.resume import continued, require_same_run
 from llmtrain.train.same_kernels import require_same_kernels
 from llmtrain.train.settled import write_settled
 from llmtrain.train.shared_folder import require_shared
@@ -96,6 +97,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     resumed = newest_checkpoint(
         folder / "checkpoints", verify=checkpoint.verify, warn=run_log.warning, verified=verified
     )
+    config = continued(config, resumed) if resumed else config
 
     with torch.device("meta"):
         dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
@@ -126,7 +128,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     )
     validation = validation_loader(settled, world)
     streams = stream_samples(validation, config)
-    schedule = resolved_schedule(config, len(loader))
+    schedule = resolved_schedule(config, len(loader), loader.dataset.samples_per_stream.tolist())
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
@@ -237,11 +239,16 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     )
 
 
-def resolved_schedule(config: Config, steps_per_epoch: int) -> Schedule:
-    """The schedule in steps. Raises UserError if its lengths make none, which shows only now where the data was not here."""
-    if problems := list(schedule_problems(config, steps_per_epoch)):
-        raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))
-    return resolve(config, steps_per_epoch)
+def resolved_schedule(config: Config, steps_per_epoch: int, samples: Sequence[int]) -> Schedule:
+    """The schedule in steps. samples: of each training stream. Raises UserError if its lengths make none, or the mixture is
+    another length, which shows only now where the data was not here."""
+    problems = list(schedule_problems(config, steps_per_epoch))
+    if not problems:
+        schedule = resolve(config, steps_per_epoch)
+        problems = list(mixture_problems(config.data, config.train.global_batch_size, samples, schedule.total))
+        if not problems:
+            return schedule
+    raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))
 
 
 def settled_config(config: Config, world: World, device: torch.device) -> Config:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from llmtrain.config.decode import decode
-from llmtrain.data.mixture import mixture_phases, mixture_problems, mixture_report
-from llmtrain.data.order import Phase, SampleOrder
+from llmtrain.data.mixture import mixture_phases, mixture_problems, mixture_report, seekable_order
+from llmtrain.data.mixture_blocks import Phase
+from llmtrain.data.order import SampleOrder
 from llmtrain.schema.data import DataConfig
 
 STREAMS: dict[str, Any] = {"web": {"local": "web"}, "code": {"local": "code"}}
@@ -37,27 +38,76 @@ GOOD = [
 
 
 def test_phases_begin_at_steps():
-    assert said(GOOD) == {} and list(mixture_problems(config(GOOD), 8)) == []
-    assert mixture_phases(config(GOOD), 8) == (Phase(0, (3, 1)), Phase(50, (1, 1)), Phase(100, (0, 1)))
+    assert said(GOOD) == {} and list(mixture_problems(config(GOOD), 8, None, 200)) == []
+    assert mixture_phases(config(GOOD), 8, [1, 1]) == (Phase(0, (3, 1)), Phase(50, (1, 1)), Phase(100, (0, 1)))
 
 
 def test_proportions_of_streams_are_one_phase():
     given = {
         name: stream | {"proportion": share} for (name, stream), share in zip(STREAMS.items(), (0.9, 0.1), strict=True)
     }
-    assert mixture_phases(config(streams=given), 8) == (Phase(0, (0.9, 0.1)),)
-    assert mixture_phases(config(), 8) == ()
+    assert mixture_phases(config(streams=given), 8, [1, 1]) == (Phase(0, (0.9, 0.1)),)
+    assert mixture_phases(config(), 8, [1, 1]) == ()
 
 
 def test_phases_that_go_back_are_told():
-    [problem] = mixture_problems(config(GOOD), 20)  # 8,000 tokens are 40 steps
-    assert problem.path == "data.mixture.1.until" and "is step 40, but the phase begins at step 50" in problem.message
+    [problem] = mixture_problems(config(GOOD), 20, None, None)  # 8,000 tokens are 40 steps
+    assert problem.path == "data.mixture.1.until" and "at step 40, but the phase begins at step 50" in problem.message
+
+
+BUDGETS = [
+    {"tokens": {"web": 6e3, "code": 2000}},
+    {"repeats": {"web": 0.5, "code": 2}},
+    {"until": "200 steps", "proportions": {"web": 1, "code": 3}},
+    {"tokens": {"web": 0, "code": 400}},
+]
+
+
+def test_a_phase_of_tokens_or_repeats_ends_when_they_are_read():
+    samples = [1000, 100]
+    assert said(BUDGETS) == {} and list(mixture_problems(config(BUDGETS), 8, samples, 205)) == []
+    phases = mixture_phases(config(BUDGETS), 8, samples)
+    # 800 samples, 700, to step 200, 40: and what would follow.
+    assert [phase.first_step for phase in phases] == [0, 100, 188, 200, 205]
+    assert phases[1].proportions == (500, 200)
+    order = seekable_order(config(BUDGETS), 8, [np.full(10, 100), np.full(5, 20)])
+    read = np.array([order.counts(phase.first_step) for phase in phases])
+    assert np.diff(read, axis=0).tolist() == [[600, 200], [502, 202], [24, 72], [0, 40]]  # 88 steps are 704
+
+
+def test_a_run_beyond_the_last_budget_is_told():
+    [problem] = mixture_problems(config(BUDGETS), 8, [1000, 100], 206)
+    assert (
+        problem.path == "train.duration"
+        and "206 steps, but the phases of data.mixture end at step 205" in problem.message
+    )
+    assert list(mixture_problems(config(BUDGETS), 8, None, 206)) == []  # of repeats, with the shards not here yet
+
+
+@pytest.mark.parametrize("own", [{"code": {"repeats": 3}}, {"code": {"tokens": 3000}}, {"web": {"repeats": 0.25}}])
+def test_an_epoch_reads_streams_by_their_budgets(own):
+    streams = {name: stream | own.get(name, {}) for name, stream in STREAMS.items()}
+    data, sizes = config(streams=streams, num_canonical_nodes=4), [np.full(10, 100), np.full(5, 20)]
+    wanted = [250, 100] if "web" in own else [1000, 300]
+    order = seekable_order(data, 10, sizes)
+    epoch = sum(wanted) // 20 * 20  # whole batches for four nodes
+    counts = order.counts(epoch // 10)
+    assert sum(counts) == epoch and np.abs(np.array(counts) - wanted).max() <= sum(wanted) - epoch + 1
+    ids = order.ids(np.arange(3 * epoch))
+    code = np.bincount(ids[ids >= 1000] - 1000, minlength=100)
+    assert code.max() - code.min() <= 1
 
 
 @pytest.mark.parametrize(
     ("mixture", "options", "path", "message"),
     [
         ([], {}, "mixture", "is empty"),
+        ([{"until": "5 steps"}], {}, "mixture.0.proportions", "give one of proportions, tokens and repeats"),
+        ([GOOD[2] | BUDGETS[0]], {}, "mixture.0.proportions", "give one of"),
+        ([{"tokens": {"web": 5}}], {}, "mixture.0.tokens.code", "0 leaves a stream out"),
+        ([{"tokens": {"web": 0, "code": 0}}], {}, "mixture.0.tokens", "all are 0"),
+        ([{"repeats": {"web": 1, "code": 1}, "until": "5 steps"}], {}, "mixture.0.until", "ends when they are read"),
+        ([{"tokens": {"web": 2.5, "code": 1}}], {}, "mixture.0.tokens.web", "integer"),
         ([{"proportions": {"web": 1}}], {}, "mixture.0.proportions.code", "0 leaves a stream out"),
         ([{"proportions": {"web": 1, "code": 1, "x": 1}}], {}, "mixture.0.proportions.x", "no stream"),
         ([*GOOD, GOOD[-1]], {}, "mixture.2.until", "only the last phase has none"),
@@ -71,15 +121,31 @@ def test_what_does_not_fit_is_told(mixture, options, path, message):
     assert message in said(mixture, **options)[path]
 
 
-def test_a_streams_own_proportion_beside_a_mixture_is_told():
-    streams = {name: stream | {"proportion": 1} for name, stream in STREAMS.items()}
-    assert "no effect beside data.mixture" in said(GOOD, streams)["train.streams.web.proportion"]
+@pytest.mark.parametrize("own", ["proportion", "tokens", "repeats"])
+def test_a_streams_own_share_beside_a_mixture_is_told(own):
+    streams = {name: stream | {own: 1} for name, stream in STREAMS.items()}
+    assert "no effect beside data.mixture" in said(GOOD, streams)[f"train.streams.web.{own}"]
+
+
+def test_two_shares_of_a_stream_are_told():
+    streams = STREAMS | {"code": {"local": "code", "tokens": 5, "repeats": 2}}
+    assert said(None, streams) == {"train.streams.code.tokens": "is given beside repeats; give one of them"}
+
+
+def test_budgets_need_the_seekable_order_and_training():
+    budget = {"streams": STREAMS | {"code": {"local": "code", "repeats": 2}}}
+    assert "no data.tokens and repeats" in said(None, budget["streams"], order="streaming")["order"]
+    assert "is of training" in said(None, validation=budget)["validation.streams.code.repeats"]
 
 
 def test_what_a_run_reads_of_each_stream_is_reported():
     data = config(GOOD)
     order = SampleOrder(
-        [np.array([1000]), np.array([100])], mixture_phases(data, 8), global_batch=8, canonical_nodes=1, seed=1
+        [np.array([1000]), np.array([100])],
+        mixture_phases(data, 8, [1000, 100]),
+        global_batch=8,
+        canonical_nodes=1,
+        seed=1,
     )
     web, code = mixture_report(data, order, [1000, 100], 100)
     assert web == "data: web: 62.5 % of the samples, 5,000 tokens, 0.50 passes"

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from llmtrain.data.order import Phase, SampleOrder
+from llmtrain.data.mixture_blocks import Phase
+from llmtrain.data.order import SampleOrder
 from llmtrain.data.permutation import key, permute
 from llmtrain.data.worker_samples import Reader, WorkerSamples
 
@@ -109,10 +110,28 @@ def test_phases_hold_their_proportions(stratified):
 def test_a_source_is_read_whole_before_it_is_read_again():
     made = order([100] * 50, [10] * 5, phases=[Phase(0, (0.9, 0.1)), Phase(60, (0.5, 0.5))], batch=16)
     ids = made.ids(np.arange(16 * 200))
-    small = ids[ids >= 5000]
-    assert len(set(small[:50].tolist())) >= 46  # the four lanes are up to a draw apart
-    counts = np.bincount(small - 5000, minlength=50)
-    assert counts.max() - counts.min() <= 2
+    for step in (3, 20, 71, 72, 150, 200):
+        counts = np.bincount(ids[: 16 * step], minlength=5050)
+        assert all(np.ptp(source) <= 1 for source in (counts[:5000], counts[5000:]))
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [90], [3, 7, 1, 40]])
+@pytest.mark.parametrize("stratified", [False, True])
+def test_after_any_step_a_small_source_was_read_evenly(sizes, stratified):
+    phases = [Phase(0, (0.9, 0.1)), Phase(37, (0.3, 0.7)), Phase(90, (1, 1))]
+    made = order([5000] * 40, sizes, phases=phases, batch=24, lanes=8, stratified=stratified)
+    ids = made.ids(np.arange(24 * 150)).reshape(150, 24)
+    for step in range(1, 151):
+        small = ids[:step][ids[:step] >= 200_000] - 200_000
+        counts = np.bincount(small, minlength=sum(sizes))
+        assert counts.max() - counts.min() <= 1
+
+
+def test_shares_of_very_different_size_are_read_exactly():
+    phases = [Phase(0, (1e6, 1, 37)), Phase(40_000, (1, 0, 0))]
+    made = order([10_000] * 400, [100], [500], phases=phases, batch=256, lanes=8)
+    read = np.array(made.counts(40_000))
+    assert np.abs(read - 256 * 40_000 * np.array([1e6, 1, 37]) / 1_000_038).max() <= 1.01
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 24])
