@@ -152,7 +152,7 @@ class MixturePhase(Section):
 
     @property
     def given(self) -> dict[str, dict[str, float]]:
-        """What the phase says of each stream, under the name of the setting: one, in a valid config."""
+        """Shares of each stream under the name of their setting; of one setting, in a valid config."""
         named = {"proportions": self.proportions, "tokens": self.tokens, "repeats": self.repeats}
         return {name: dict(value) for name, value in named.items() if value is not None}
 
