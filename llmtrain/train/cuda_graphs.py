@@ -189,6 +189,7 @@ class MicrobatchGraph:
 
     def forward(self) -> tuple[Tensor, int]:
         """The loss, and the number of this forward pass, for `backward`."""
+        self._move_gradients()
         self.forward_graph.replay()
         self._forwards += 1
         return self.loss.clone(), self._forwards
@@ -198,13 +199,6 @@ class MicrobatchGraph:
         if number != self._forwards or number == self._backward_of:
             raise RuntimeError("the graph of a backward pass follows that of its forward pass, once and at once")
         self._backward_of = number
-        # Memory that the graph is about to overwrite holds the gradients of earlier microbatches.
-        held = [i for i, (p, g) in enumerate(zip(self.parameters, self.gradients, strict=True)) if p.grad is g]
-        if held:
-            self.sums = self.sums or [torch.empty_like(g) for g in self.gradients]
-            torch._foreach_copy_(_local([self.sums[i] for i in held]), _local([self.gradients[i] for i in held]))
-            for i in held:
-                self.parameters[i].grad = self.sums[i]
         self.d_loss.copy_(d_loss)
         self.backward_graph.replay()
         sums, added = [], []
@@ -216,6 +210,16 @@ class MicrobatchGraph:
                 added.append(gradient)
         if sums:
             torch._foreach_add_(_local(sums), _local(added))
+
+    def _move_gradients(self) -> None:
+        """Take gradients of earlier microbatches out of the graphs' memory. Both graphs write there: what the backward pass had
+        freed when it allocated the gradients, the forward pass uses."""
+        held = [i for i, (p, g) in enumerate(zip(self.parameters, self.gradients, strict=True)) if p.grad is g]
+        if held:
+            self.sums = self.sums or [torch.empty_like(g) for g in self.gradients]
+            torch._foreach_copy_(_local([self.sums[i] for i in held]), _local([self.gradients[i] for i in held]))
+            for i in held:
+                self.parameters[i].grad = self.sums[i]
 
     def _loss(self) -> LossOutput:
         input_ids, labels, document_ids = self.batch

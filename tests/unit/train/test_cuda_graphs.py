@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -104,7 +105,8 @@ def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monk
 
 
 class Replayed(MicrobatchGraph):
-    """Two graphs whose backward pass writes 1, 2, 3 … into the gradients, times the gradient of the loss."""
+    """Two graphs whose backward pass writes 1, 2, 3 … into the gradients, times the gradient of the loss, and whose forward pass
+    uses the same memory."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.gradients = parameters, [torch.zeros_like(p) for p in parameters]
@@ -120,9 +122,8 @@ class Replayed(MicrobatchGraph):
 
     def replay(self) -> None:
         self.replays += 1
-        if self.replays % 2 == 0:
-            for gradient in self.gradients:
-                gradient.fill_(self.replays / 2).mul_(self.d_loss)
+        for gradient in self.gradients:
+            gradient.fill_(self.replays / 2 if self.replays % 2 == 0 else math.nan).mul_(self.d_loss)
 
     def step(self, *weights: float) -> list[float]:
         """The gradients after microbatches of these weights, of parameters that had none."""
