@@ -111,9 +111,8 @@ def _operations(found: list[Times]) -> list[str]:
 
 
 def _ratios(found: list[Times], operation: str, name: str) -> list[float]:
-    """Ratios of the cells that have it; `before` and `auto` are of the same cells."""
-    both = name in ("before", "auto")
-    of = (one for one in found if one.operation == operation and not (both and None in (one.before, one.auto)))
+    """Ratios of the cells in which it was measured."""
+    of = (one for one in found if one.operation == operation)
     return sorted(ratio for one in of if (ratio := getattr(one, name)) is not None)
 
 
