@@ -46,6 +46,7 @@ def llama_keys(rng: random.Random, **further: Any) -> Options:
         "tie_word_embeddings": rng.random() < 0.5,
         "max_position_embeddings": 128,
         "initializer_range": rng.choice([0.02, 0.05]),
+        "hidden_act": rng.choice(["silu", "silu", "gelu", "gelu_pytorch_tanh"]),
         "pad_token_id": None,  # the class learns nothing about that token
         **further,
     }
@@ -58,15 +59,15 @@ def layer_types(rng: random.Random, layers: int) -> Options:
 
 
 def mistral(rng: random.Random) -> Options:
-    act = rng.choice(["silu", "gelu", "gelu_pytorch_tanh"])
-    window = rng.choice([None, 1, 5])
-    return llama_keys(rng, head_dim=rng.choice([None, 4, 10]), sliding_window=window, hidden_act=act)
+    return llama_keys(rng, head_dim=rng.choice([None, 4, 10]), sliding_window=rng.choice([None, 1, 5]))
 
 
 def qwen2(rng: random.Random) -> Options:
     keys = llama_keys(rng)
-    windows = layer_types(rng, keys["num_hidden_layers"]) | {"use_sliding_window": True}
-    return keys | rng.choice([{}, windows])
+    layers = keys["num_hidden_layers"]
+    windows = layer_types(rng, layers) | {"use_sliding_window": True}
+    above = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": rng.randrange(layers)}
+    return keys | rng.choice([{}, windows, above])
 
 
 def qwen3(rng: random.Random) -> Options:
@@ -75,7 +76,7 @@ def qwen3(rng: random.Random) -> Options:
 
 def olmo2(rng: random.Random) -> Options:
     # Weights so large that the gradients of norms of small numbers do not drown in rounding.
-    return llama_keys(rng, attention_bias=rng.random() < 0.5, initializer_range=0.3)
+    return llama_keys(rng, attention_bias=rng.random() < 0.5, initializer_range=rng.choice([0.3, 0.25]))
 
 
 def olmo3(rng: random.Random) -> Options:
@@ -112,6 +113,7 @@ def gpt_neox(rng: random.Random) -> Options:
         "rope_parameters": ropes.draw(rng, partial_rotary_factor=rng.choice([0.25, 0.5, 1.0])),
         "tie_word_embeddings": rng.random() < 0.5,
         "hidden_dropout": rng.choice([0.0, 0.1]),
+        "initializer_range": rng.choice([0.02, 0.05]),
     }
 
 
@@ -123,7 +125,7 @@ def starcoder2(rng: random.Random) -> Options:
 def gemma2(rng: random.Random) -> Options:
     keys = llama_keys(rng, head_dim=rng.choice([4, 10]), query_pre_attn_scalar=rng.choice([4, 7, 10]))
     caps = {"final_logit_softcapping": rng.choice([None, 3.0]), "attn_logit_softcapping": rng.choice([None, 2.0])}
-    act = {"hidden_activation": rng.choice(["gelu_pytorch_tanh", "gelu"]), "attention_bias": rng.random() < 0.5}
+    act = {"hidden_activation": keys.pop("hidden_act"), "attention_bias": rng.random() < 0.5}
     return keys | caps | act | layer_types(rng, keys["num_hidden_layers"])
 
 
@@ -149,7 +151,7 @@ def gdn_keys(rng: random.Random) -> Options:
 
 
 def qwen3_next(rng: random.Random) -> Options:
-    keys = llama_keys(rng, head_dim=rng.choice([4, 12])) | gdn_keys(rng)
+    keys = llama_keys(rng, head_dim=rng.choice([4, 12]), hidden_act="silu") | gdn_keys(rng)
     layers = keys["num_hidden_layers"]
     dense: list[Options] = [
         {"num_experts": 0},
@@ -161,10 +163,11 @@ def qwen3_next(rng: random.Random) -> Options:
 
 
 def olmo_hybrid(rng: random.Random) -> Options:
-    keys = llama_keys(rng, initializer_range=0.1) | gdn_keys(rng)
+    keys = llama_keys(rng, initializer_range=rng.choice([0.1, 0.08]), hidden_act="silu") | gdn_keys(rng)
     without: Options = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     low, high = rng.choice([(0.5, 9.0), (0.0, 16.0)])
     of_fresh = {"linear_a_log_min": low, "linear_a_log_max": high, "linear_dt_max": rng.choice([0.1, 0.2])}
+    of_fresh["linear_dt_min"] = rng.choice([0.001, 0.01])
     return keys | rng.choice([{}, without]) | of_fresh | {"linear_allow_neg_eigval": rng.random() < 0.5}
 
 

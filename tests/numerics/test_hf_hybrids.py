@@ -42,6 +42,7 @@ def common(rng: random.Random, i: int) -> Options:
         "rms_norm_eps": rng.choice([1e-5, 1e-3]),
         "tie_word_embeddings": rng.random() < 0.5,
         "max_position_embeddings": 128,
+        "initializer_range": rng.choice([0.02, 0.05]),
         "rope_parameters": ropes.draw(rng),
         "pad_token_id": None,  # the class learns nothing about that token
         **({"time_step_limit": limit} if i % 3 != 1 and (limit := rng.choice(limits)) else {}),

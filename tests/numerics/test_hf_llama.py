@@ -40,6 +40,7 @@ def draw(rng: random.Random, i: int) -> dict[str, Any]:
         "mlp_bias": rng.random() < 0.5,
         "max_position_embeddings": 128,
         "initializer_range": rng.choice([0.02, 0.05]),
+        "hidden_act": rng.choice(["silu", "silu", "gelu", "gelu_pytorch_tanh"]),
     }
 
 

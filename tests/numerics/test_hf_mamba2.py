@@ -15,7 +15,7 @@ from llmtrain.models.hf.load import load_hf
 from llmtrain.models.hf.mamba2 import FAMILY
 from tests.support import hf
 
-OTHER = frozenset({"residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"})
+OTHER = frozenset({"residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_floor"})
 
 
 def draw(rng: random.Random, i: int) -> dict[str, Any]:
@@ -38,6 +38,8 @@ def draw(rng: random.Random, i: int) -> dict[str, Any]:
         # Initial steps in these tests are about softplus(-3..1) = 0.05..1.3, so that these limits are met.
         "time_step_limit": rng.choice([(0.0, math.inf), (0.1, math.inf), (0.0, 0.4), (0.1, 0.5)]),
         "time_step_min": rng.choice([1e-3, 1e-2]),
+        "time_step_max": rng.choice([0.1, 0.3]),
+        "time_step_floor": rng.choice([1e-4, 1e-3]),
         "tie_word_embeddings": rng.random() < 0.6,
         "initializer_range": rng.choice([0.1, 0.05]),
     }

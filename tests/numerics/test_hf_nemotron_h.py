@@ -11,7 +11,9 @@ from llmtrain.models.hf.nemotron_h import FAMILY
 from tests.support import hf
 
 # Of training and of fresh weights, and what the class derives or passes over.
-OTHER = frozenset({"attention_dropout", "time_step_limit", "time_step_max", "num_hidden_layers", "expand"})
+OTHER = frozenset(
+    {"attention_dropout", "time_step_limit", "time_step_max", "time_step_floor", "num_hidden_layers", "expand"}
+)
 
 
 def draw(rng: random.Random, i: int) -> dict[str, Any]:
@@ -33,11 +35,14 @@ def draw(rng: random.Random, i: int) -> dict[str, Any]:
         "conv_kernel": rng.choice([2, 4]),
         "chunk_size": rng.choice([4, 16]),
         "time_step_min": rng.choice([0.001, 0.3]),
+        "time_step_max": rng.choice([0.1, 0.5]),
+        "time_step_floor": rng.choice([1e-4, 1e-2]),
         "use_conv_bias": rng.random() < 0.5,
         "use_bias": rng.random() < 0.5,
         "mlp_bias": rng.random() < 0.5,
         "mlp_hidden_act": rng.choice(["relu2", "gelu"]),
         "layer_norm_epsilon": rng.choice([1e-5, 1e-3]),
+        "initializer_range": rng.choice([0.02, 0.05]),
         "pad_token_id": None,
     }
 

@@ -13,7 +13,7 @@ from tests.support import hf
 # num_mem_blocks: more than there are uses mean as many as there are.
 OTHER = frozenset(
     {"attention_dropout", "num_logits_to_keep", "use_mamba_kernels", "use_mem_eff_path", "kv_channels"}
-    | {"num_query_groups", "rope_theta", "rope_scaling"}
+    | {"num_query_groups", "rope_theta", "rope_scaling", "time_step_floor"}
 )
 
 
@@ -47,6 +47,8 @@ def draw(rng: random.Random, i: int) -> dict[str, Any]:
         "adapter_rank": rng.choice([2, 5]),
         "use_mem_rope": rope,
         **({"rope_parameters": {"rope_theta": rng.choice([100.0, 10_000.0]), **scaling}} if rope else {}),
+        "time_step_floor": rng.choice([1e-4, 1e-3]),
+        "initializer_range": rng.choice([0.02, 0.05]),
         "rms_norm_eps": rng.choice([1e-5, 1e-6, 1e-3]),
         "tie_word_embeddings": rng.random() < 0.7,
         "max_position_embeddings": 128,

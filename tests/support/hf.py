@@ -158,7 +158,7 @@ def their_gradients(peer: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def assert_same_gradients(family: Family, ours: HybridLM, peer: Any, tokens: Tensor) -> None:
     """Every gradient within the tolerance of the class's; or, where fp32's rounding weighs more, as near to ours in fp64 as the
-    class's is. tokens: [batch, T + 1]."""
+    class's is, or apart by less than LARGEST of what SMALL says. tokens: [batch, T + 1]."""
     theirs = their_gradients(peer, tokens)
     found = our_gradients(family, ours, theirs, tokens)
     total = math.sqrt(sum(float(g.norm()) ** 2 for g in theirs.values()))
@@ -170,10 +170,11 @@ def assert_same_gradients(family: Family, ours: HybridLM, peer: Any, tokens: Ten
     if off:
         wide = our_gradients(family, ours_in_memory(peer, torch.float64), theirs, tokens)
         errors = {name: (apart(found[name], name, wide[name]), apart(theirs[name], name, wide[name])) for name in off}
-        assert all(d < LARGEST for d in off.values()) and all(mine < 2 * its for mine, its in errors.values()), (
-            off,
-            errors,
-        )
+        # With a single token the class's are 0 to the bit, ours what is left of two sums in another order.
+        near = {
+            name: mine < 2 * its or float(theirs[name].norm()) < SMALL * total for name, (mine, its) in errors.items()
+        }
+        assert all(d < LARGEST for d in off.values()) and all(near.values()), (off, errors)
 
 
 def written_config(family: Family, ours: HybridLM) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.MPT_7B, _attention(attn_type="grouped_query_attention"), "attn_type = grouped_query_attention"),
         (published.MPT_7B, _attention(softmax_scale=0.0), "softmax_scale"),
         (published.MPT_7B, {"d_model": "wide"}, "does not accept"),
-        (published.LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act = gelu: only silu"),
+        (published.LLAMA_2_7B, {"hidden_act": "relu"}, "hidden_act = relu: there are silu, swish, gelu,"),
         (
             published.LLAMA_2_7B,
             _rope(type="dynamic", factor=2.0),

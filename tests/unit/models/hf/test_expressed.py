@@ -480,10 +480,10 @@ def test_a_refusal_names_the_blocks_own_setting():
 
 
 def test_blocks_of_several_names_must_be_alike():
-    _, base = BASES["llama"]
+    _, base = BASES["mpt"]
     block = base["blocks"]["x"]
     twice = base | {"blocks": {"x": block, "y": block | {"backend": "reference"}}, "layers": "x y"}
-    assert LLAMA.write_config(ModelConfig.model_validate(twice))["num_hidden_layers"] == 2
-    unlike = twice | {"blocks": {"x": block, "y": block | {"n_kv_heads": 1}}}
-    with pytest.raises(UnsupportedModelError, match=r"model\.blocks\.y = unlike x in n_kv_heads"):
-        LLAMA.write_config(ModelConfig.model_validate(unlike))
+    assert MPT.write_config(ModelConfig.model_validate(twice))["n_layers"] == 2
+    unlike = twice | {"blocks": {"x": block, "y": block | {"clip_qkv": 1.0}}}
+    with pytest.raises(UnsupportedModelError, match=r"model\.blocks\.y = unlike x in clip_qkv"):
+        MPT.write_config(ModelConfig.model_validate(unlike))

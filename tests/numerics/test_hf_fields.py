@@ -1,0 +1,214 @@
+"""Every field of every family's config class: drawn by the tests against that class, read, refused by its name, or shown to have
+no part in what the class computes. A field that a later version of transformers adds fails here."""
+
+import copy
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedConfig,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
+from tests.numerics import test_hf_decoders as decoders
+from tests.numerics import test_hf_hybrids as hybrids
+from tests.numerics import test_hf_llama as llama
+from tests.numerics import test_hf_mamba2 as mamba2
+from tests.numerics import test_hf_mpt as mpt
+from tests.numerics import test_hf_nemotron_h as nemotron_h
+from tests.numerics import test_hf_zamba2 as zamba2
+from tests.support import hf
+
+# Family -> how its tests draw, its config class and its model class.
+PEERS: dict[str, tuple[Any, Any, Any]] = {
+    **{
+        name: (lambda rng, i, peer=peer: peer.draw(rng), peer.config, peer.model)
+        for name, peer in decoders.PEERS.items()
+    },
+    **{name: (peer.draw, peer.config, peer.model) for name, peer in hybrids.PEERS.items()},
+    "llama": (llama.draw, LlamaConfig, LlamaForCausalLM),
+    "mamba2": (mamba2.draw, Mamba2Config, Mamba2ForCausalLM),
+    "mpt": (mpt.draw, MptConfig, MptForCausalLM),
+    "nemotron_h": (nemotron_h.draw, NemotronHConfig, NemotronHForCausalLM),
+    "zamba2": (zamba2.draw, Zamba2Config, Zamba2ForCausalLM),
+}
+
+# Fields of PreTrainedConfig: of tasks and of what a call returns.
+OF_ALL = {
+    *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id"),
+    *("output_hidden_states", "problem_type", "return_dict", "transformers_version"),
+}
+OF_CALLS = {"output_router_logits"}  # without experts the classes fail where it is true
+
+# Fields that change nothing in the outputs -> another value; of all families, and of some.
+_NO_PART: dict[str, Any] = {
+    "use_cache": False,
+    "pad_token_id": 5,
+    "bos_token_id": 3,
+    "eos_token_id": 4,
+    "attention_dropout": 0.3,
+    "num_logits_to_keep": 3,
+    # Without experts:
+    "num_experts_per_tok": 1,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.5,
+}
+NO_PART: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 2},
+    "phi3": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "original_max_position_embeddings": 64},
+    "gpt_neox": {"classifier_dropout": 0.2, "is_decoder": True},
+    "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.2},
+    "mpt": {
+        "use_cache": True,
+        "resid_pdrop": 0.2,
+        "emb_pdrop": 0.2,
+        "learned_pos_emb": False,
+        "init_device": "meta",
+        "embedding_fraction": 0.5,
+    },
+    "mamba2": {"residual_in_fp32": False, "rescale_prenorm_residual": True, "time_step_rank": 7},
+    "zamba2": {"use_mamba_kernels": False, "use_mem_eff_path": True},
+    "nemotron_h": {
+        "use_mamba_kernels": False,
+        "mamba_proj_bias": True,
+        "mamba_ssm_cache_dtype": "bfloat16",
+        "expand": 5,
+        "time_step_limit": (0.5, 0.6),
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_latent_size": 8,
+        "moe_shared_expert_overlap": False,
+        "routed_scaling_factor": 2.0,
+        "n_group": 2,
+        "topk_group": 2,
+        "mtp_layers_block_type": ["moe"],
+        "residual_in_fp32": True,
+        "hidden_dropout": 0.2,
+        "rescale_prenorm_residual": False,
+    },
+    "bamba": {"z_loss_coefficient": 0.1},
+    "granitemoehybrid": {"intermediate_size": 44},
+    "falcon_h1": {"mamba_expand": 5},
+    "qwen3_next": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "olmo_hybrid": {"linear_dt_init_floor": 1e-3},
+}
+
+# Fields that the tests do not draw, and a value by which another model is read.
+READ = {"vocab_size": 67, "max_position_embeddings": 96}
+
+# Fields that are refused where they have this value.
+REFUSED: dict[str, dict[str, Any]] = {
+    "mpt": {"expansion_ratio": 2, "no_bias": False, "logit_scale": 0.5, "norm_type": "rmsnorm"},
+    "gemma2": {"use_bidirectional_attention": True},
+    "gemma3_text": {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
+    "mamba2": {"hidden_act": "gelu"},
+    "zamba2": {"use_conv_bias": False, "use_long_context": True},
+    "bamba": {"hidden_act": "gelu"},
+    "granitemoehybrid": {"hidden_act": "gelu", "num_local_experts": 4},
+    "falcon_h1": {"hidden_act": "gelu"},
+    "qwen3_next": {"hidden_act": "gelu"},
+    "olmo_hybrid": {"hidden_act": "gelu"},
+    "nemotron_h": {
+        "mamba_hidden_act": "gelu",
+        "attention_bias": True,
+        "sliding_window": 4,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def fields(name: str) -> set[str]:
+    """Fields of a class beyond PreTrainedConfig's."""
+    return {field.name for field in dataclasses.fields(PEERS[name][1])} - OF_ALL - OF_CALLS
+
+
+def of(name: str, table: dict[str, dict[str, Any]], common: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {key: value for key, value in (common or {}).items() if key in fields(name)} | table.get(name, {})
+
+
+def example(name: str) -> Any:
+    draw, config, _ = PEERS[name]
+    return config(vocab_size=hf.VOCAB, **draw(random.Random(f"{hf.SEED} {name}"), 0))
+
+
+def drawn(name: str) -> set[str]:
+    """Fields that have at least two values among many cases."""
+    draw, config, _ = PEERS[name]
+    found: dict[str, set[str]] = {key: set() for key in fields(name)}
+    for i in range(120):
+        made = config(vocab_size=hf.VOCAB, **draw(random.Random(f"{hf.SEED} {name} {i}"), i))
+        for key, values in found.items():
+            values.add(json.dumps(getattr(made, key), default=str))
+    return {key for key, values in found.items() if len(values) > 1}
+
+
+def changed(config: Any, key: str, value: Any) -> dict[str, Any]:
+    """config.json with another value of a field."""
+    return hf.published_config(config) | {key: value}
+
+
+def test_every_family_is_here():
+    assert PEERS.keys() == {family.model_type for family in families()}
+    assert {field.name for field in dataclasses.fields(PreTrainedConfig)} == OF_ALL
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_field_is_drawn_read_refused_or_has_no_part(name):
+    known = drawn(name) | of(name, {}, READ).keys() | of(name, REFUSED).keys() | of(name, NO_PART, _NO_PART).keys()
+    assert fields(name) - known == set()
+    assert known - fields(name) == set()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_fields_that_are_not_drawn_are_read(name):
+    family, config = family_of_hf_config({"model_type": name}), example(name)
+    plain = family.read_config(hf.published_config(config))
+    for key, value in of(name, {}, READ).items():
+        assert family.read_config(changed(config, key, value)) != plain, key
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in REFUSED for key in REFUSED[name]])
+def test_refused_by_name(name, key):
+    with pytest.raises(UnsupportedModelError, match=rf"\b{key} = "):
+        family_of_hf_config({"model_type": name}).read_config(changed(example(name), key, REFUSED[name][key]))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_fields_without_a_part_change_nothing_there_and_here(name):
+    model = PEERS[name][2]
+    family, config = family_of_hf_config({"model_type": name}), example(name)
+    peer = hf.random_peer(hf.Case(config, 2, 9, seed=5), model)
+    tokens = torch.randint(6, hf.VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    plain = _function(family.read_config(hf.published_config(config)))
+    with torch.no_grad():
+        theirs = hf.logits_of(peer, tokens)
+        for key, value in of(name, NO_PART, _NO_PART).items():
+            assert getattr(config, key) != value, key
+            other = copy.deepcopy(config)
+            setattr(other, key, value)
+            assert _function(family.read_config(changed(config, key, value))) == plain, key
+            fresh = model._from_config(other, attn_implementation="eager").float().eval()
+            fresh.load_state_dict(peer.state_dict(), strict=True)
+            assert torch.equal(hf.logits_of(fresh, tokens), theirs), key
+
+
+def _function(section: dict[str, Any]) -> dict[str, Any]:
+    """A `model` section without what is of training and of fresh weights alone."""
+    return {key: value for key, value in section.items() if key not in ("dropout", "init")}
