@@ -169,7 +169,9 @@ def _hint(expected: str, found: Any) -> str:
     if isinstance(found, str) and expected == "true or false" and found.lower() in ("yes", "on", "no", "off"):
         return f"; write {'true' if found.lower() in ('yes', 'on') else 'false'}"
     if isinstance(found, str) and expected.startswith(("an integer", "a number", "true or false")):
-        return "; leave out the quotes" if _is_number(found) or found in ("true", "false") else ""
+        # The text of `${oc.env:NAME}` comes here as well.
+        hint = "; leave out the quotes (of an environment variable: ${oc.decode:${oc.env:NAME}})"
+        return hint if _is_number(found) or found in ("true", "false") else ""
     if expected.startswith("a string") and isinstance(found, (int, float)):
         return "; put it in quotes"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -106,6 +107,13 @@ def test_interpolation_of_the_environment(load, monkeypatch):
     monkeypatch.setenv("SHARDS", "/data/books")
     text = GOOD.replace("local: books", "local: '${oc.env:SHARDS}'")
     assert load(text).data.train_streams()["books"].local == "/data/books"
+
+
+def test_a_number_of_the_environment_is_told_how_to_become_one(load, monkeypatch):
+    monkeypatch.setenv("RATE", "2e-3")
+    with pytest.raises(ConfigError, match=re.escape("environment variable: ${oc.decode:${oc.env:NAME}}")):
+        load(GOOD, "optimizer.lr=${oc.env:RATE}")
+    assert load(GOOD, "optimizer.lr=${oc.decode:${oc.env:RATE}}").optimizer.lr == 2e-3
 
 
 def test_one_dead_interpolation_is_reported_once_not_at_every_user(load):
