@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from pathlib import Path
 from filelock import FileLock
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, SHM_TO_CLEAN
 from torch import distributed as dist
+
+from llmtrain.errors import RunError
+from llmtrain.progress import format_bytes
 
 _FOLDER = Path("/dev/shm")
 _NAME = re.compile(rf"\d{{6}}_(?:{'|'.join([*SHM_TO_CLEAN, BARRIER_FILELOCK, CACHE_FILELOCK])})")
@@ -47,6 +51,20 @@ def dataset_lock() -> Iterator[None]:
     finally:
         if is_local_main:
             lock.release()
+
+
+def require_room(nbytes: int) -> None:
+    """Check that shared memory can take a list of samples. Raises RunError otherwise: to write beyond its size ends the process by
+    SIGBUS, without a word."""
+    if not _FOLDER.is_dir():
+        return
+    disk = shutil.disk_usage(_FOLDER)
+    if disk.total and disk.free < nbytes:
+        raise RunError(
+            f"the list of the epoch's samples takes {format_bytes(nbytes)} of shared memory, but {_FOLDER} has "
+            f"{format_bytes(disk.free)} free; give the container more (docker run --shm-size=...), or take data.order: seekable, "
+            "which makes no list"
+        )
 
 
 def remove_stale_segments() -> list[str]:

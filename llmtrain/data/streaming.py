@@ -23,6 +23,7 @@ from streaming.base.util import wait_for_file_to_exist
 from llmtrain.config.regular_file import open_regular
 from llmtrain.data.order import SampleOrder
 from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, read_index, verify_shard
+from llmtrain.data.shared_memory import require_room
 from llmtrain.data.worker_samples import Reader, WorkerSamples
 from llmtrain.logs import run_log
 
@@ -181,6 +182,11 @@ class TokenDataset(StreamingDataset):
         reader = Reader(world.rank, world.num_ranks, world.worker_of_rank, world.workers_per_rank)
         begin = epoch * self.epoch_size
         return WorkerSamples(self.order, reader, begin=begin, done=sample_in_epoch, size=self.epoch_size)
+
+    def _share_work(self, sample_ids: np.ndarray) -> Any:
+        """Put the list of the epoch's samples into shared memory. Raises RunError if it has no room."""
+        require_room(sample_ids.nbytes)
+        return super()._share_work(sample_ids)
 
     def on_exception(self, future: Future) -> None:
         """Callback for the end of a thread of __iter__."""

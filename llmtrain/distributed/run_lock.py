@@ -183,6 +183,8 @@ def _try(path: Path, launch: str, deadline: float) -> tuple[int, Holder] | None:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
+            if path.is_symlink():
+                raise OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which does not exist") from None
             return None
         created = True
     taken = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -41,6 +42,8 @@ def run_rank(
     load: reads and checks the config for so many ranks. file, overrides: as the user gave them, for the report.
     lock: of the run's folder, if this process holds it already.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # a fault in C code (SIGSEGV, SIGBUS) would end the process without a word
     world = world_from_environment()
     folder: Path | None = None
 

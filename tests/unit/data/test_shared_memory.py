@@ -6,12 +6,14 @@ import tempfile
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmtrain.data import shared_memory
 from llmtrain.data.loaders import build_train_loader
 from llmtrain.data.shared_memory import dataset_lock, remove_stale_segments
+from llmtrain.errors import RunError
 from llmtrain.schema.data import DataConfig
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is looked up in Linux's /dev/shm")
@@ -57,6 +59,20 @@ def test_a_position_left_by_a_killed_run_is_not_adopted(tmp_path, write_shards):
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
     assert len(list(build_train_loader(data, global_batch_size=4))) == 4
+
+
+@pytest.mark.parametrize("order", ["streaming", "seekable"])
+def test_a_list_of_samples_that_shared_memory_cannot_hold_is_refused(write_shards, tmp_path, monkeypatch, order):
+    """Writing it would end the process by SIGBUS."""
+    streams = {"a": {"local": str(write_shards(tmp_path / "a", 16))}}
+    data = DataConfig.model_validate({"seq_len": 8, "num_workers": 0, "order": order, "train": {"streams": streams}})
+    loader = build_train_loader(data, global_batch_size=4)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(total=200, free=100))
+    if order == "seekable":
+        assert len(list(loader)) == 4
+        return
+    with pytest.raises(RunError, match=r"takes 128 B of shared memory, but /dev/shm has 100 B free; .*--shm-size"):
+        list(loader)
 
 
 def test_several_ranks_need_the_process_group_first(monkeypatch):

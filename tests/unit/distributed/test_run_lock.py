@@ -235,6 +235,12 @@ def test_a_forked_process_releases_nothing(tmp_path):
             RunLock(tmp_path)
 
 
+def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / NAME).symlink_to("/nowhere/else")
+    with pytest.raises(run_lock.RunError, match="is a link to /nowhere/else, which does not exist"):
+        RunLock(tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_is_no_fault_of_the_program(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(run_lock.RunError, match=r"lock.json cannot be written: "):
