@@ -36,12 +36,17 @@ class ByteSizes:
         That is for a text that its tokens do not spell, and where offsets are trimmed, for one that begins with a space, which
         may count as added.
         """
-        ends = np.cumsum(self._lengths[ids])
-        if len(text) != (ends[-1] if len(ends) else 0) or (self._trims and text.startswith(b" ")):
+        lengths = self._lengths[ids]
+        if len(text) != lengths.sum() or (self._trims and text.startswith(b" ")):
             return None
-        data = np.append(np.frombuffer(text, np.uint8), np.uint8(0))
-        for _ in range(3):  # to the end of the character that a token ends in
-            ends += (data[ends] & 0xC0) == 0x80
+        plain = text.isascii()
+        if plain and not self._trims:
+            return np.append(lengths, 0)
+        ends = np.cumsum(lengths)
+        if not plain:
+            data = np.append(np.frombuffer(text, np.uint8), np.uint8(0))
+            for _ in range(3):  # to the end of the character that a token ends in
+                ends += (data[ends] & 0xC0) == 0x80
         ends -= self._trailing[ids]
         return np.diff(np.maximum.accumulate(np.concatenate([[0], ends, [len(text)]])))
 

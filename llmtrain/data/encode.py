@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.engine_choice import EngineChoice, ProvedEngine
-from llmtrain.data.packing import is_held_out
-from llmtrain.data.records import DocumentPiece
+from llmtrain.data.packing import are_held_out, is_held_out
+from llmtrain.data.records import Pieces
 
 LONGEST_TEXT = 2 << 20
 """Characters of a text that are tokenised together. `tokenizers` needs some 40 bytes of memory for each; a longer piece is cut
@@ -35,6 +34,14 @@ class EncodedBatch:
     text_bytes: NDArray[np.int64]
     ids: NDArray
     held_bytes: NDArray[np.int64]
+
+    def ids_of(self, held_out: bool) -> NDArray:
+        """The tokens of the pieces that are held out, or of the others."""
+        borders = np.flatnonzero(np.diff(self.held_out)) + 1
+        begins = np.concatenate([[0], np.cumsum(self.tokens)])[[0, *borders, len(self.tokens)]]
+        first = int(self.held_out[0] != held_out) if len(self.held_out) else 0
+        runs = [self.ids[begin:end] for begin, end in zip(begins[first:-1:2], begins[first + 1 :: 2], strict=True)]
+        return runs[0] if len(runs) == 1 else np.concatenate([self.ids[:0], *runs])
 
     def select(self, chosen: NDArray[np.bool_]) -> EncodedBatch:
         """The batch of some of the pieces. chosen: [p]."""
@@ -72,51 +79,78 @@ class Encoder:
         self.marks, self.seed, self.validation_fraction = marks, seed, validation_fraction
         self.engine = ProvedEngine(tokenizer, choice or EngineChoice())
 
-    def is_held_out(self, piece: DocumentPiece) -> bool:
-        return is_held_out(piece.name, self.seed, self.validation_fraction)
-
-    def __call__(self, pieces: Sequence[DocumentPiece]) -> EncodedBatch:
-        held = [self.is_held_out(piece) for piece in pieces]
-        parts = [[part.encode() for part in cut_text(piece.text)] for piece in pieces]
-        encoded = self.engine.encode([text for texts in parts for text in texts])
-        ids: list[NDArray] = []
-        held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-        tokens = []
-        for piece, texts, out in zip(pieces, parts, held, strict=True):
-            own = list(itertools.islice(encoded, len(texts)))
-            if out:
-                held_bytes += self._sizes(piece, texts, own)
-            dtype = own[0].dtype
-            if piece.begins and self.marks.bos_id is not None:
-                own.insert(0, np.array([self.marks.bos_id], dtype))
-            own += [np.array([self.marks.eod_id], dtype)] * (piece.ends and self.marks.closes)
-            ids += own
-            tokens.append(sum(map(len, own)))
+    def __call__(self, batch: Sequence[Pieces]) -> EncodedBatch:
+        counts = [len(some.texts) for some in batch]
+        texts = [text for some in batch for text in some.texts]
+        begins, ends = np.repeat(np.array([(some.begins, some.ends) for some in batch], bool), counts, axis=0).T
+        held = np.array([out for some in batch for out in self._held_out(some)], bool)
+        parts = _Parts(texts, begins & (self.marks.bos_id is not None), ends & self.marks.closes)
+        encoded = list(self.engine.encode(parts.texts))
+        arrays, tokens = self._marked(encoded, parts)
+        held_bytes = [self._sizes(encoded[number], parts, number) for number in np.flatnonzero(held[parts.of])]
         return EncodedBatch(
-            held_out=np.array(held, dtype=bool),
-            ends=np.array([piece.ends for piece in pieces], dtype=bool),
-            tokens=np.array(tokens, dtype=np.int64),
-            text_bytes=np.array([sum(map(len, texts)) for texts in parts], dtype=np.int64),
-            ids=np.concatenate(ids),
-            held_bytes=np.concatenate(held_bytes),
+            held_out=held,
+            ends=ends,
+            tokens=parts.sums(tokens),
+            text_bytes=np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64),
+            ids=np.concatenate(arrays).astype(self.engine.dtype, copy=False),
+            held_bytes=np.concatenate([np.zeros(0, np.int64), *held_bytes]),
         )
 
-    def _sizes(
-        self, piece: DocumentPiece, texts: Sequence[bytes], ids: Sequence[NDArray]
-    ) -> Iterator[NDArray[np.int64]]:
-        """Bytes of text behind the tokens of a held-out piece; behind the end-of-document token too, if it ends a document.
+    def _held_out(self, some: Pieces) -> list[bool]:
+        if not self.validation_fraction:
+            return [False] * len(some.texts)
+        if some.places is None:
+            return [is_held_out(some.file, self.seed, self.validation_fraction)] * len(some.texts)
+        return are_held_out(some.file, some.places, self.seed, self.validation_fraction)
 
-        Text that no token covers counts for that token, or else for the last one.
+    def _marked(self, encoded: list[NDArray], parts: _Parts) -> tuple[list[NDArray], NDArray[np.int64]]:
+        """The tokens of each part with those that begin and end its document, and the number of all of them."""
+        bos, end, none = (np.array(ids, np.uint32) for ids in ([self.marks.bos_id or 0], [self.marks.eod_id], []))
+        columns = [encoded]
+        if parts.begins.any():
+            columns.insert(0, [bos if begins else none for begins in parts.begins.tolist()])
+        if parts.ends.any():
+            columns.append([end if ends else none for ends in parts.ends.tolist()])
+        arrays = encoded * len(columns)
+        for number, column in enumerate(columns):
+            arrays[number :: len(columns)] = column
+        return arrays, np.fromiter(map(len, encoded), np.int64, len(encoded)) + parts.begins + parts.ends
+
+    def _sizes(self, ids: NDArray, parts: _Parts, number: int) -> NDArray[np.int64]:
+        """Bytes of text behind the tokens of a part of a held-out text; behind those that begin and end its document too.
+
+        Text that no token covers counts for the end-of-document token, or else for the last one.
         """
-        if piece.begins and self.marks.bos_id is not None:
-            yield np.zeros(1, np.int64)
-        for number, (text, tokens) in enumerate(zip(texts, ids, strict=True), 1):
-            sizes = self.engine.sizes(tokens, text)
-            if not (piece.ends and self.marks.closes and number == len(texts)):
-                if len(sizes) > 1:
-                    sizes[-2] += sizes[-1]
-                sizes = sizes[:-1]
-            yield sizes
+        sizes = self.engine.sizes(ids, parts.texts[number])
+        if not parts.ends[number]:
+            if len(sizes) > 1:
+                sizes[-2] += sizes[-1]
+            sizes = sizes[:-1]
+        return np.concatenate([np.zeros(1, np.int64), sizes]) if parts.begins[number] else sizes
+
+
+class _Parts:
+    """Parts of texts that are tokenised one by one: the texts themselves, but of those longer than LONGEST_TEXT.
+
+    begins, ends: whether a document is marked to begin or end there, of the texts when made, and then of the parts. of: number of
+    the text of each part.
+    """
+
+    def __init__(self, texts: list[str], begins: NDArray[np.bool_], ends: NDArray[np.bool_]) -> None:
+        self.texts, self.begins, self.ends, self._firsts = texts, begins, ends, np.arange(len(texts))
+        if max(map(len, texts)) > LONGEST_TEXT:
+            cut = [list(cut_text(text)) for text in texts]
+            counts = np.array(list(map(len, cut)))
+            self.texts = [part for parts in cut for part in parts]
+            self._firsts = np.cumsum(counts) - counts
+            self.begins, self.ends = np.zeros((2, len(self.texts)), bool)
+            self.begins[self._firsts], self.ends[self._firsts + counts - 1] = begins, ends
+        self.of = np.repeat(np.arange(len(texts)), np.diff(self._firsts, append=len(self.texts)))
+
+    def sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sums over the parts of each text."""
+        return np.add.reduceat(values, self._firsts)
 
 
 def cut_text(text: str) -> Iterator[str]:

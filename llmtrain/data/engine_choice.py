@@ -18,8 +18,8 @@ from llmtrain.data.engines import ENGINES, Engine, EngineError, TokenizersEngine
 from llmtrain.data.packing import bytes_per_token
 from llmtrain.errors import RunError
 
-_PROVED_EVERY, _PROVED_BYTES = 16 << 20, 1 << 13
-"""Bytes of text after which so many of them are compared again: 0.05 %."""
+_PROVED_EVERY, _PROVED_CHARACTERS = 16 << 20, 1 << 13
+"""Characters of text after which so many of them are compared again: 0.05 %."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,25 @@ def choose_engine(wanted: str, settings: str, sample: Sequence[str]) -> EngineCh
     if wanted == "tokenizers":
         return EngineChoice(wanted, "tokenizers, as asked for")
     texts = [*sample, *awkward_texts(settings, sample)]
-    raw = [text.encode() for text in texts]
-    expected = list(TokenizersEngine(settings).encode(raw))
+    expected = list(TokenizersEngine(settings).encode(texts))
     refusals = []
     for name in ENGINES if wanted == "auto" else (wanted,):
         if name == "tokenizers":
             break
         try:
-            _prove(name, ENGINES[name](settings), raw, expected)
+            _prove(name, ENGINES[name](settings), texts, expected)
         except EngineError as error:
             refusals.append(str(error))
             continue
-        nbytes = sum(map(len, raw))
-        note = f"{name} {version(name)}, equal to tokenizers on {len(raw):,} texts of {nbytes:,} bytes of this input"
+        nbytes = sum(len(text.encode()) for text in texts)
+        note = f"{name} {version(name)}, equal to tokenizers on {len(texts):,} texts of {nbytes:,} bytes of this input"
         return EngineChoice(name, note, sizes_agree(settings, texts[::-1][:: len(texts) // 64 + 1]))
     if wanted != "auto":
         raise EngineError(refusals[0])
     return EngineChoice("tokenizers", "; ".join(["tokenizers", *refusals]))
 
 
-def _prove(name: str, engine: Engine, texts: Sequence[bytes], expected: Sequence[NDArray]) -> None:
+def _prove(name: str, engine: Engine, texts: Sequence[str], expected: Sequence[NDArray]) -> None:
     try:
         for text, ids, wanted in zip(texts, engine.encode(texts), expected, strict=True):
             if not np.array_equal(ids, wanted):
@@ -71,12 +70,12 @@ def _prove(name: str, engine: Engine, texts: Sequence[bytes], expected: Sequence
         raise EngineError(f"{name} failed on this input: {first_line(error)}") from error
 
 
-def _shown(text: bytes, ids: NDArray, wanted: NDArray) -> str:
+def _shown(text: str, ids: NDArray, wanted: NDArray) -> str:
     shorter = min(len(ids), len(wanted))
     differing = np.flatnonzero(ids[:shorter] != wanted[:shorter])
     at = int(differing[0]) if len(differing) else shorter
     begin = max(len(text) * at // max(len(wanted), 1) - 20, 0) if len(text) > 80 else 0
-    return f"{text[begin : begin + 80].decode(errors='replace')!r} (token {at})"
+    return f"{text[begin : begin + 80]!r} (token {at})"
 
 
 def awkward_texts(settings: str, sample: Sequence[str]) -> list[str]:
@@ -122,30 +121,33 @@ class ProvedEngine:
     def _exact(self) -> Tokenizer:
         return load_exact(self._settings)
 
-    def encode(self, texts: Sequence[bytes]) -> Iterator[NDArray]:
-        """Tokens of each text, given as UTF-8. Raises RunError where the engine is not equal to `tokenizers`."""
+    @property
+    def dtype(self) -> str:
+        """The smallest type that holds every id."""
+        return self._engine.dtype
+
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
+        """Tokens of each text, of any type. Raises RunError where the engine is not equal to `tokenizers`."""
         if self.name != "tokenizers":
             self._unproved += sum(map(len, texts))
             if self._unproved >= _PROVED_EVERY:
                 self._unproved = 0
-                self._prove(max(texts, key=len)[:_PROVED_BYTES])
+                self._prove(max(texts, key=len)[:_PROVED_CHARACTERS])
         return self._engine.encode(texts)
 
-    def _prove(self, text: bytes) -> None:
-        plain = text.decode(errors="ignore")  # the cut may be within a character
-        expected = self._exact.encode(plain, add_special_tokens=False).ids
-        if next(iter(self._engine.encode([plain.encode()]))).tolist() != expected:
-            raise self._unequal(plain)
+    def _prove(self, text: str) -> None:
+        expected = self._exact.encode(text, add_special_tokens=False).ids
+        if next(iter(self._engine.encode([text]))).tolist() != expected:
+            raise self._unequal(text)
 
-    def sizes(self, ids: NDArray, text: bytes) -> NDArray[np.int64]:
+    def sizes(self, ids: NDArray, text: str) -> NDArray[np.int64]:
         """Bytes of a text behind each of its tokens, and those of none: [len(ids) + 1]."""
-        found = self._sizes(ids, text) if self._sizes else None
+        found = self._sizes(ids, text.encode()) if self._sizes else None
         if found is None:
-            plain = text.decode()
-            encoding = self._exact.encode(plain, add_special_tokens=False)  # encode_batch_fast() returns no offsets
+            encoding = self._exact.encode(text, add_special_tokens=False)  # encode_batch_fast() returns no offsets
             if encoding.ids != ids.tolist():
-                raise self._unequal(plain)
-            found = bytes_per_token(plain, encoding.offsets)
+                raise self._unequal(text)
+            found = bytes_per_token(text, encoding.offsets)
         return found
 
     def _unequal(self, text: str) -> RunError:

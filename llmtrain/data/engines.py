@@ -19,16 +19,18 @@ from llmtrain.errors import UserError
 BATCH_TEXT = 2 << 20
 """Characters that `tokenizers` encodes together; it needs some 40 bytes of memory for each."""
 _RENEWED_AFTER = 256 << 20
-"""Bytes of text after which gigatoken begins anew: its cache of words has no limit."""
+"""Characters of text after which gigatoken begins anew: its cache of words has no limit."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of `ByteLevel` (Radford et al. 2019)."""
 
 
 class Engine(Protocol):
-    """A tokenizer as one library encodes with it."""
+    """A tokenizer as one library encodes with it. dtype: the smallest type that holds every id."""
 
-    def encode(self, texts: Sequence[bytes]) -> Iterator[NDArray]:
-        """Tokens of each text, given as UTF-8; what spells a special token is plain text."""
+    dtype: str
+
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
+        """Tokens of each text, of any type; what spells a special token is plain text."""
         ...
 
 
@@ -48,12 +50,12 @@ class TokenizersEngine:
 
     def __init__(self, settings: str) -> None:
         self._tokenizer = load_exact(settings)
-        self._dtype = _dtype(self._tokenizer)
+        self.dtype = _dtype(self._tokenizer)
 
-    def encode(self, texts: Sequence[bytes]) -> Iterator[NDArray]:
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
         for group in _groups(texts):
             for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
-                yield np.array(encoding.ids, self._dtype)
+                yield np.array(encoding.ids, self.dtype)
 
 
 class GigatokenEngine:
@@ -67,20 +69,19 @@ class GigatokenEngine:
         content = json.loads(settings)
         # Those that it knows it also reads where they are spelled out in a text.
         content["added_tokens"] = [token for token in content.get("added_tokens") or [] if not token["special"]]
-        self._load: Callable[[], Any] = lambda: Gigatoken.from_json(json.dumps(content))
+        self._load: Callable[[], Any] = lambda: Gigatoken.from_json(json.dumps(content)).backend
         try:
             self._tokenizer = self._load()
         except Exception as error:  # it raises RuntimeError and ValueError
             raise EngineError(f"gigatoken does not know this tokenizer: {first_line(error)}") from error
-        self._dtype = _dtype(Tokenizer.from_str(settings))
+        self.dtype = _dtype(Tokenizer.from_str(settings))
         self._encoded = 0
 
-    def encode(self, texts: Sequence[bytes]) -> Iterator[NDArray]:
-        for text in texts:
-            self._encoded += len(text)
-            if self._encoded > _RENEWED_AFTER:
-                self._tokenizer, self._encoded = self._load(), len(text)
-            yield self._tokenizer.encode(text).astype(self._dtype)
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
+        self._encoded += sum(map(len, texts))
+        if self._encoded > _RENEWED_AFTER:
+            self._tokenizer, self._encoded = self._load(), 0
+        return map(self._tokenizer.encode, texts)  # one by one: a batch is an awkward array, which takes longer
 
 
 class TiktokenEngine:
@@ -93,14 +94,15 @@ class TiktokenEngine:
             raise EngineError("tiktoken is not installed (`pip install 'llmtrain[fast]'`)") from None
         content = json.loads(settings)
         ranks, self._ids = _ranks(content)
+        self.dtype = self._ids.dtype.name
         try:
             self._encoding = Encoding("llmtrain", pat_str=_pattern(content), mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
             raise EngineError(f"tiktoken does not know this tokenizer: {first_line(error)}") from error
 
-    def encode(self, texts: Sequence[bytes]) -> Iterator[NDArray]:
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
         for text in texts:
-            yield self._ids[self._encoding.encode_to_numpy(text.decode(), disallowed_special=())]
+            yield self._ids[self._encoding.encode_to_numpy(text, disallowed_special=())]
 
 
 ENGINES: dict[str, Callable[[str], Engine]] = {
@@ -167,12 +169,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _groups(texts: Sequence[bytes]) -> Iterator[list[str]]:
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for text in texts:
-        group.append(text.decode())
-        size += len(group[-1])
+        group.append(text)
+        size += len(text)
         if size >= BATCH_TEXT:
             yield group
             group, size = [], 0

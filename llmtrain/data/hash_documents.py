@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from llmtrain.data.dedup import DocumentHashes, position
-from llmtrain.data.partition_maker import REPORTS, PartitionMaker, refuse_changed, unreadable
+from llmtrain.data.partition_maker import PartitionMaker, refuse_changed, unreadable
+from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.partitions import Partition
 from llmtrain.data.records import BadRecord, SetAside, Slice, read_slice
 from llmtrain.data.token_kinds import TokenKind, token_kind

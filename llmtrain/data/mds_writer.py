@@ -40,16 +40,24 @@ class ShardWriter:
         self._header = json.dumps(self._config, sort_keys=True).encode()
         self._sample_bytes = sum(size for _, size in columns.values())
         self._most = max(1, (SIZE_LIMIT - 8 - len(self._header)) // (self._sample_bytes + 4))
-        self._waiting: list[NDArray[np.uint8]] = []
+        self._front = self._front_bytes(self._most)
+        self._content: NDArray[np.uint8] | None = None
+        """Room for the front of a shard, which says where its samples are, and for all samples behind it."""
         self._count = 0
         self.entries: list[dict[str, Any]] = []
+
+    def _front_bytes(self, samples: int) -> int:
+        return 4 * (samples + 2) + len(self._header)
 
     def write(self, samples: NDArray[np.uint8]) -> None:
         """samples: [n, bytes per sample], the columns one after the other."""
         assert samples.shape[1] == self._sample_bytes
+        if self._content is None:  # of pages that are taken up as they are filled
+            self._content = np.empty(self._front + self._most * self._sample_bytes, np.uint8)
+        room = self._content[self._front :].reshape(self._most, self._sample_bytes)
         while len(samples):
             taken = samples[: self._most - self._count]
-            self._waiting.append(taken)
+            room[self._count : self._count + len(taken)] = taken
             self._count += len(taken)
             samples = samples[len(taken) :]
             if self._count == self._most:
@@ -62,11 +70,13 @@ class ShardWriter:
         return self.entries
 
     def _flush(self) -> None:
+        assert self._content is not None
         offsets = np.arange(self._count + 1, dtype=np.uint32) * np.uint32(self._sample_bytes)
-        offsets += np.uint32(4 + offsets.nbytes + len(self._header))
-        raw = b"".join(
-            [np.uint32(self._count).tobytes(), offsets.tobytes(), self._header, *(part.data for part in self._waiting)]
-        )
+        offsets += np.uint32(self._front_bytes(self._count))
+        front = b"".join([np.uint32(self._count).tobytes(), offsets.tobytes(), self._header])
+        begin = self._front - len(front)
+        self._content[begin : self._front] = np.frombuffer(front, np.uint8)
+        raw = self._content[begin : self._front + self._count * self._sample_bytes].data
         compressed = zstandard.ZstdCompressor(level=3).compress(raw)
         basename = f"{self._name}.{len(self.entries):05}.mds"
         replace_file(self._folder / f"{basename}.zstd", compressed)
@@ -78,10 +88,10 @@ class ShardWriter:
                 "zip_data": _described(f"{basename}.zstd", compressed),
             }
         )
-        self._waiting, self._count = [], 0
+        self._count = 0
 
 
-def _described(basename: str, content: bytes) -> dict[str, Any]:
+def _described(basename: str, content: bytes | memoryview) -> dict[str, Any]:
     return {"basename": basename, "bytes": len(content), "hashes": {"xxh64": xxhash.xxh64_hexdigest(content)}}
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.mds_writer import write_index
-from llmtrain.data.partition_maker import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
+from llmtrain.data.partition_maker import NAMED_BAD_RECORDS
+from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport
 from llmtrain.data.partitions import Partition
 from llmtrain.data.provenance import SOURCES, MergedDocuments, documents_path, read_documents
 from llmtrain.data.source_files import PassedOver, PrepareError
@@ -46,7 +47,9 @@ def merge(
     counts = {}
     left: list[dict[str, tuple[int, int]]] = [{} for _ in reports]  # tokens, and those that end a document behind them
     for name in names:
-        writer = SplitWriter(folder / name, RESTS, config.seq_len, vocab_size, held_out=name == "validation")
+        writer = SplitWriter(
+            folder / name, RESTS, config.seq_len, vocab_size, name == "validation", counted="validation" in names
+        )
         total = np.zeros(vocab_size, np.int64)
         for number, report in enumerate(reports, 1):
             arrays = report.arrays(folder)

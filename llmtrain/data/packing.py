@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,17 @@ def is_held_out(name: str, seed: int, fraction: float) -> bool:
     """Return True for documents of the validation split: a hash of seed and name, uniform in [0, 1), is below `fraction`."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def are_held_out(file: str, places: Iterable[int], seed: int, fraction: float) -> list[bool]:
+    """is_held_out of the documents FILE@PLACE."""
+    begun = hashlib.blake2b(f"{seed}\0{file}@".encode("utf-8", "surrogateescape"), digest_size=8)
+    limit, found = fraction * 2**64, []
+    for place in places:
+        hashed = begun.copy()
+        hashed.update(b"%d" % place)
+        found.append(int.from_bytes(hashed.digest(), "little") < limit)
+    return found
 
 
 def token_dtype(vocab_size: int) -> str:

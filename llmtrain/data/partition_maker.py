@@ -6,18 +6,14 @@ A partition is finished once its report is there: what a killed process left is 
 from __future__ import annotations
 
 import functools
-import hashlib
-import io
+import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from llmtrain.config.addresses import is_remote
@@ -26,9 +22,10 @@ from llmtrain.data.baselines import XZ_BYTES
 from llmtrain.data.dedup import position
 from llmtrain.data.encode import DocumentMarks, EncodedBatch, Encoder
 from llmtrain.data.engine_choice import EngineChoice
+from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, arrays_path, report_path
 from llmtrain.data.partitions import Partition
-from llmtrain.data.provenance import DocumentRecorder, documents_path, write_documents
-from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice
+from llmtrain.data.provenance import DocumentRecorder, pack_arrays, write_documents
+from llmtrain.data.records import BadRecord, Pieces, SetAside, Slice, read_pieces
 from llmtrain.data.source_files import PrepareError
 from llmtrain.data.split_writer import SplitWriter
 from llmtrain.data.token_documents import TokenFileReader
@@ -40,9 +37,6 @@ BATCH_CHARACTERS = 1 << 20
 """Text that is tokenised at a time."""
 _SMALL_FILE, _HELD_CHARACTERS = 4 << 20, 16 << 20
 """A file of so few bytes is read to its end before any of its text is tokenised, unless it holds so many characters."""
-REPORTS = "partitions"
-"""Folder of the reports, beside train/ and validation/."""
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -61,86 +55,6 @@ class MakeSettings:
     validation_fraction: float
     stop_at_bad: bool
     """Raise PrepareError at the first record that cannot be read."""
-
-
-@dataclass
-class PartitionReport:
-    """Result of a partition.
-
-    splits: name -> counts; shards: name -> entries of the index; rest: name -> (tokens, bytes) that no sample holds.
-    """
-
-    id: str
-    splits: dict[str, dict[str, int]]
-    shards: dict[str, list[dict[str, Any]]]
-    open_document: dict[str, bool]
-    """True for a split whose last document ends in the next partition."""
-    read_bytes: int
-    """UTF-8 bytes of text that was read."""
-    keeps_text: bool
-    bad_bytes: int = 0
-    """Of records that could not be read."""
-    aside_bytes: int = 0
-    """Of slices that were set aside, as stored."""
-    bad_count: int = 0
-    bad: list[str] = field(default_factory=list)
-    passed_over_count: int = 0
-    duplicate_count: int = 0
-    duplicates: list[str] = field(default_factory=list)
-    """Names of the first of them."""
-
-    def arrays(self, folder: Path) -> dict[str, NDArray]:
-        """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""
-        with np.load(_arrays_path(folder, self.id)) as file:
-            return dict(file)
-
-
-def _report_path(folder: Path, id: str) -> Path:
-    return folder / REPORTS / f"{id}.json"
-
-
-def _arrays_path(folder: Path, id: str) -> Path:
-    return folder / REPORTS / f"{id}.npz"
-
-
-def read_report(folder: Path, id: str) -> PartitionReport | None:
-    """The report of a partition that is finished in `folder`, with its shards there and of their size; else None."""
-    try:
-        content = json.loads(_report_path(folder, id).read_text(encoding="utf-8"))
-        report = PartitionReport(**content)
-        beside = (_arrays_path(folder, id), documents_path(folder / REPORTS, id))
-        whole = all(path.is_file() for path in beside) and all(
-            (folder / name / entry["zip_data"]["basename"]).stat().st_size == entry["zip_data"]["bytes"]
-            for name, entries in report.shards.items()
-            for entry in entries
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return report if whole else None
-
-
-def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
-    """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
-    shards = {
-        Path(name, entry["zip_data"]["basename"]): entry for name, entries in report.shards.items() for entry in entries
-    }
-    for file, entry in shards.items():
-        with open(source / file, "rb") as stream:
-            if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != entry["zip_data"]["hashes"]["xxh64"]:  # type: ignore[arg-type]
-                return False
-    reports = Path(REPORTS)
-    for file in (
-        *shards,
-        _arrays_path(Path(), report.id),
-        documents_path(reports, report.id),
-        _report_path(Path(), report.id),
-    ):
-        (target / file).unlink(missing_ok=True)
-        try:
-            os.link(source / file, target / file)
-        except OSError:
-            shutil.copyfile(source / file, target / file)
-    return True
 
 
 class _ReadAgain(Exception):
@@ -199,7 +113,7 @@ class _Attempt:
         self._untold = 0  # stored bytes of the slice that advance() was not called with yet
         self.left, self.keeps_text = limit, keeps_text
         self.held_text = bytearray()
-        self.pieces: list[DocumentPiece] = []
+        self.pieces: list[Pieces] = []
         self.origins: list[int] = []
         """Number of the slice that each of `pieces` is from."""
         self.characters = self.read_bytes = 0
@@ -214,6 +128,7 @@ class _Attempt:
                 settings.seq_len,
                 settings.vocab_size,
                 name == "validation",
+                len(names) > 1,
                 settings.marks.eod_id if settings.packing == "best_fit" else None,
             )
             for name in names
@@ -246,24 +161,25 @@ class _Attempt:
         document, copies, copied = 0, 0, []
         try:
             told = functools.partial(self.recorder.tell, self._slice)
-            for item in read_slice(part, self.settings.text_key, told):
+            for item in read_pieces(part, self.settings.text_key, told):
                 if isinstance(item, BadRecord):
                     self._stop_at(item)
                     found.append(item) if len(found) < NAMED_BAD_RECORDS else self._count(item)
                     continue
-                here = position(self._slice, document)
-                document += item.ends
-                if here in self.left_out:
-                    copies += item.ends
-                    copied += [item.name] if item.ends and copies <= NAMED_BAD_RECORDS else []
-                    continue
-                self.pieces.append(item)
-                self.origins.append(self._slice)
-                self.characters += len(item.text)
+                begun = document
+                document += len(item.texts) if item.ends else 0
+                if self.left_out:
+                    item, names = self._without_copies(item, begun)
+                    copies += len(names)
+                    copied += names[: NAMED_BAD_RECORDS - len(copied)]
                 if self.left is not None:
-                    self.left -= len(item.text.encode())
-                    if self.left <= 0:
-                        break
+                    item = self._in_time(item)
+                if item.texts:
+                    self.pieces.append(item)
+                    self.origins.append(self._slice)
+                    self.characters += sum(map(len, item.texts))
+                if self.left is not None and self.left <= 0:
+                    break
                 if self.characters >= (_HELD_CHARACTERS if small else BATCH_CHARACTERS):
                     self._encode()
                     first, written = 0, True
@@ -278,6 +194,22 @@ class _Attempt:
         for bad in found:
             self._note(bad)
         self._leave_out(copies, copied)
+
+    def _without_copies(self, item: Pieces, begun: int) -> tuple[Pieces, list[str]]:
+        """The pieces that are not to be left out, and the names of documents that end in the others. begun: number of the first
+        one's document in its slice."""
+        left_out = [position(self._slice, begun + number) in self.left_out for number in range(len(item.texts))]
+        kept = item.select([number for number, out in enumerate(left_out) if not out])
+        return kept, [item.name(number) for number, out in enumerate(left_out) if out and item.ends]
+
+    def _in_time(self, item: Pieces) -> Pieces:
+        """The pieces up to the one that reaches the limit."""
+        assert self.left is not None
+        for number, text in enumerate(item.texts):
+            self.left -= len(text.encode())
+            if self.left <= 0:
+                return item.select(list(range(number + 1)))
+        return item
 
     def _leave_out(self, count: int, names: Sequence[str]) -> None:
         """Note duplicates. names: of the first of them."""
@@ -303,8 +235,8 @@ class _Attempt:
                 self._leave_out(len(copies), [f"{part.file.name}@{record}" for record in copies[:NAMED_BAD_RECORDS]])
                 chosen &= in_time
                 self.recorder.tell(self._slice, unit, 0)
-                some = np.array(records)[chosen].tolist()
-                self._take(batch.select(chosen), some, [self._slice] * len(some))
+                some = np.array(records, np.int64)[chosen]
+                self._take(batch.select(chosen), some, np.full(len(some), self._slice))
                 if self.left is not None and self.left <= 0:
                     break
         except SetAside as error:
@@ -332,21 +264,26 @@ class _Attempt:
         if not self.pieces:
             return
         batch = self.maker.encoder(self.pieces)
-        if self.keeps_text:
-            for piece, out in zip(self.pieces, batch.held_out, strict=True):
-                if out and len(self.held_text) < XZ_BYTES:
-                    self.held_text += piece.text.encode()[: XZ_BYTES - len(self.held_text)]
-        self._take(batch, [piece.record for piece in self.pieces], self.origins)
+        if self.keeps_text and batch.held_out.any():
+            texts = list(itertools.chain.from_iterable(some.texts for some in self.pieces))
+            for number in np.flatnonzero(batch.held_out).tolist():
+                if len(self.held_text) < XZ_BYTES:
+                    self.held_text += texts[number].encode()[: XZ_BYTES - len(self.held_text)]
+        records = np.fromiter(itertools.chain.from_iterable(some.records for some in self.pieces), np.int64)
+        self._take(batch, records, np.repeat(self.origins, [len(some.texts) for some in self.pieces]))
         self._tell(min(self._untold, self.characters))
         self.pieces, self.origins, self.characters = [], [], 0
 
-    def _take(self, batch: EncodedBatch, records: Sequence[int], origins: Sequence[int]) -> None:
+    def _take(self, batch: EncodedBatch, records: NDArray[np.int64], origins: NDArray[np.int64]) -> None:
         """Pack a batch. records, origins: of each piece, its number and that of its slice."""
         self.read_bytes += int(batch.text_bytes.sum())
-        _add(self.writers, batch)
-        of_piece = (batch.held_out.tolist(), batch.tokens.tolist(), batch.text_bytes.tolist())
-        for record, number, out, tokens, nbytes in zip(records, origins, *of_piece, strict=True):
-            self.recorder.add(SPLITS[out], number, record, tokens, nbytes)
+        for name, writer in self.writers.items():
+            held = writer.held_out
+            chosen = batch.held_out == held
+            tokens, nbytes = batch.tokens[chosen], batch.text_bytes[chosen]
+            held_bytes = batch.held_bytes if held else np.zeros(0, np.int64)
+            writer.add(batch.ids_of(held), held_bytes, tokens, batch.ends[chosen], int(nbytes.sum()))
+            self.recorder.extend(name, origins[chosen], records[chosen], tokens, nbytes)
 
     def _tell(self, nbytes: int) -> None:
         self._untold -= nbytes
@@ -362,8 +299,6 @@ class _Attempt:
                 f"rest_{name}": writer.rest,
                 f"rest_bytes_{name}": writer.rest_bytes,
             }
-        content = io.BytesIO()
-        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
         report = PartitionReport(
             id=id,
             splits={name: counts for name, (counts, _) in finished.items()},
@@ -380,9 +315,9 @@ class _Attempt:
             duplicates=self.duplicates,
         )
         layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}
-        replace_file(_arrays_path(settings.folder, id), content.getvalue())
+        replace_file(arrays_path(settings.folder, id), pack_arrays(arrays))
         write_documents(settings.folder / REPORTS, id, self.recorder.documents(layouts))
-        replace_file(_report_path(settings.folder, id), json.dumps(vars(report)).encode("utf-8", "surrogateescape"))
+        replace_file(report_path(settings.folder, id), json.dumps(vars(report)).encode("utf-8", "surrogateescape"))
         return report
 
 
@@ -399,18 +334,3 @@ def refuse_changed(part: Slice) -> None:
             raise PrepareError(
                 f"{file.path} has changed since the command began; start it again once the sources stay as they are"
             )
-
-
-def _add(writers: dict[str, SplitWriter], batch: EncodedBatch) -> None:
-    is_held_token = np.repeat(batch.held_out, batch.tokens)
-    for writer in writers.values():
-        held = writer.held_out
-        sizes = batch.held_bytes if held else np.zeros(0, np.int64)
-        chosen = batch.held_out == held
-        writer.add(
-            batch.ids[is_held_token == held],
-            sizes,
-            batch.tokens[chosen],
-            batch.ends[chosen],
-            int(batch.text_bytes[chosen].sum()),
-        )

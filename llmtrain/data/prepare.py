@@ -26,14 +26,8 @@ from llmtrain.data.engine_choice import EngineChoice, choose_engine
 from llmtrain.data.engines import EngineError
 from llmtrain.data.merge import TEXT_KEEPERS, merge, refuse_bad
 from llmtrain.data.packing import token_dtype
-from llmtrain.data.partition_maker import (
-    REPORTS,
-    SPLITS,
-    MakeSettings,
-    PartitionReport,
-    copy_partition,
-    read_report,
-)
+from llmtrain.data.partition_maker import MakeSettings
+from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, copy_partition, read_report
 from llmtrain.data.partitions import Partition, cut, identify
 from llmtrain.data.prepared_folder import (
     FORMAT,

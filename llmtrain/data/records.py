@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from llmtrain.data.compression import DAMAGES, decompress
 from llmtrain.data.formats import Format, NotText, plain_name, sniff
@@ -23,6 +23,8 @@ BLOCK_BYTES = 1 << 20
 """A text longer than this is several pieces, each of the lines that begin in one block of the file."""
 LONGEST_LINE = 8 << 20
 """A line of a text that is longer is cut, between two characters. A record is never cut."""
+_RECORD_BLOCK = 1 << 18
+"""Bytes of JSON lines that are read at a time: they stay in a core's cache."""
 _UNITS = {"text": "file", "jsonl": "line"}
 """What the number of a document counts; `record` for all other formats."""
 
@@ -47,6 +49,34 @@ class DocumentPiece:
     """Number of the record, from 0: among the lines that begin in its slice, or else in the file."""
     begins: bool = True
     """False for a piece of a text that is not its first."""
+
+
+class Pieces(NamedTuple):
+    """Pieces of documents that follow one another in a slice: records, each a document, or one piece of a text.
+
+    records: the number of each, as in DocumentPiece; places: the byte or row of each; None for a text, which has the file's name.
+    """
+
+    file: str
+    texts: list[str]
+    records: list[int]
+    places: list[int] | None
+    begins: bool = True
+    ends: bool = True
+
+    def name(self, number: int) -> str:
+        """Name of a piece's document."""
+        return self.file if self.places is None else f"{self.file}@{self.places[number]}"
+
+    def each(self) -> Iterator[DocumentPiece]:
+        for number, (text, record) in enumerate(zip(self.texts, self.records, strict=True)):
+            yield DocumentPiece(self.name(number), text, self.ends, record, self.begins)
+
+    def select(self, numbers: list[int]) -> Pieces:
+        """Some of the pieces."""
+        places = None if self.places is None else [self.places[number] for number in numbers]
+        texts, records = ([column[number] for number in numbers] for column in (self.texts, self.records))
+        return self._replace(texts=texts, records=records, places=places)
 
 
 @dataclass(frozen=True)
@@ -80,7 +110,18 @@ def whole(file: SourceFile) -> Slice:
 def read_slice(
     part: Slice, text_key: str, told: Callable[[str, int], None] | None = None
 ) -> Iterator[DocumentPiece | BadRecord]:
-    """Yield the documents of a slice and its unreadable records. Raises SetAside.
+    """Yield the documents of a slice and its unreadable records. Raises SetAside. See read_pieces."""
+    for item in read_pieces(part, text_key, told):
+        if isinstance(item, BadRecord):
+            yield item
+        else:
+            yield from item.each()
+
+
+def read_pieces(
+    part: Slice, text_key: str, told: Callable[[str, int], None] | None = None
+) -> Iterator[Pieces | BadRecord]:
+    """Yield the documents of a slice, many at a time, and its unreadable records, all in order. Raises SetAside.
 
     text_key: the field of a record that holds its text; `a.b` is the field b of the field a, unless there is a field `a.b`.
     told: called with what a record's number counts (see provenance.SourceSlice), and at the end with the lines of the slice.
@@ -123,36 +164,52 @@ class _Source:
         """End of the slice in the stream; None for a compressed file, which is always read whole."""
         return None if self.format.compression else self.part.end
 
-    def name(self, at: int) -> str:
-        """Name of the record at a byte or row: the same for a compressed file."""
-        return f"{plain_name(self.part.file.name) if self.format.compression else self.part.file.name}@{at}"
+    @property
+    def name(self) -> str:
+        """What the names of records begin with: the same for a compressed file."""
+        return plain_name(self.part.file.name) if self.format.compression else self.part.file.name
 
 
-def _read(source: _Source) -> Iterator[DocumentPiece | BadRecord]:
+def _read(source: _Source) -> Iterator[Pieces | BadRecord]:
     kind = source.format.kind
     if kind == "text":
         yield from _text(source)
     elif kind == "jsonl":
         yield from _json_lines(source)
     else:
-        from llmtrain.data import tables  # pyarrow takes a third of a second
+        yield from _rows(source)
 
-        part = source.part
-        rows = tables.READERS[kind](source.stream, part.begin, part.end, source.text_key, part.file.name)
-        for row, value in rows:
-            text, fault = ("", value) if isinstance(value, tables.Fault) else extract_text(value, source.text_key)
-            if fault:
-                yield BadRecord(f"{part.file.path}: record {row + 1}", fault, nbytes=_length(value))
-            elif text:
-                yield DocumentPiece(source.name(row), text, ends=True, record=row)
+
+def _rows(source: _Source) -> Iterator[Pieces | BadRecord]:
+    from llmtrain.data import tables  # pyarrow takes a third of a second
+
+    part, kind = source.part, source.format.kind
+    texts: list[str] = []
+    numbers: list[int] = []
+    characters = 0
+    for row, value in tables.READERS[kind](source.stream, part.begin, part.end, source.text_key, part.file.name):
+        text, fault = ("", value) if isinstance(value, tables.Fault) else extract_text(value, source.text_key)
+        if text:
+            texts.append(text)
+            numbers.append(row)
+            characters += len(text)
+        if texts and (fault or characters >= BLOCK_BYTES):
+            yield Pieces(source.name, texts, numbers, numbers)
+            texts, numbers, characters = [], [], 0
+        if fault:
+            yield BadRecord(f"{part.file.path}: record {row + 1}", fault, nbytes=_length(value))
+    if texts:
+        yield Pieces(source.name, texts, numbers, numbers)
 
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, (bytes, str)) else len(str(value))
 
 
-def _lines(source: _Source, longest: int = -1) -> Iterator[tuple[bytes, int, bool]]:
+def _lines(source: _Source, block: int, longest: int = -1) -> Iterator[tuple[bytes, int, bool]]:
     """Blocks of the whole lines that begin in the slice: (bytes, offset in the file, last of the file).
+
+    block: a block holds the lines that begin between two multiples of it in the file.
 
     longest: bytes after which a line is cut all the same, between two characters of UTF-8; -1 for never.
     """
@@ -162,7 +219,7 @@ def _lines(source: _Source, longest: int = -1) -> Iterator[tuple[bytes, int, boo
     while end is None or at < end or cut:
         data = rest
         if not cut:
-            boundary = (at // BLOCK_BYTES + 1) * BLOCK_BYTES
+            boundary = (at // block + 1) * block
             data = stream.read((boundary if end is None else min(boundary, end)) - at)
         if cut or not data.endswith(b"\n"):
             data += stream.readline(longest)
@@ -202,9 +259,9 @@ def _width(first: int) -> int:
     return 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2
 
 
-def _text(source: _Source) -> Iterator[DocumentPiece]:
+def _text(source: _Source) -> Iterator[Pieces]:
     file, lines = source.part.file, 0
-    for data, at, last in _lines(source, LONGEST_LINE):
+    for data, at, last in _lines(source, BLOCK_BYTES, LONGEST_LINE):
         fault, position = "not text: it holds a NUL byte", data.find(b"\0")
         if position < 0:
             try:
@@ -214,29 +271,54 @@ def _text(source: _Source) -> Iterator[DocumentPiece]:
             else:
                 lines += data.count(b"\n")
                 if text or last:
-                    yield DocumentPiece(file.name, text, ends=last, begins=at == 0)
+                    yield Pieces(file.name, [text], [0], None, begins=at == 0, ends=last)
                 continue
         line = _line_at(source, source.part.begin) + lines + data.count(b"\n", 0, position)
         lost = source.part.end - source.part.begin
         raise SetAside(BadRecord(f"{file.path}:{line}", fault, not file.from_folder, lost))
 
 
-def _json_lines(source: _Source) -> Iterator[DocumentPiece | BadRecord]:
-    path, number, first = source.part.file.path, 0, None
-    for data, at, _ in _lines(source):
-        for line in data.split(b"\n"):  # not splitlines(): only \n separates records
-            if line.strip():
-                text, fault = parse_line(line.removeprefix(codecs.BOM_UTF8) if at == 0 else line, source.text_key)
-                if fault:
-                    first = first or _line_at(source, source.part.begin)
-                    yield BadRecord(f"{path}:{first + number}", fault, nbytes=len(line))
-                elif text:
-                    # The byte offset is the same for a compressed file and for any division into slices.
-                    yield DocumentPiece(source.name(at), text, ends=True, record=number)
-            at += len(line) + 1
+def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
+    path, key, first, number = source.part.file.path, source.text_key, None, 0
+    for data, at, _ in _lines(source, min(_RECORD_BLOCK, BLOCK_BYTES)):
+        texts, records, places = [], [], []
+        begin, size, whole = 0, len(data), memoryview(data)
+        while begin < size:
+            end = data.find(b"\n", begin)  # not splitlines(): only \n separates records
+            end = size if end < 0 else end
+            text, fault = _line_text(whole[begin:end], at + begin == 0, key)
+            if text:
+                texts.append(text)
+                records.append(number)
+                # The byte offset is the same for a compressed file and for any division into slices.
+                places.append(at + begin)
+            elif fault:
+                if texts:
+                    yield Pieces(source.name, texts, records, places)
+                    texts, records, places = [], [], []
+                first = first or _line_at(source, source.part.begin)
+                yield BadRecord(f"{path}:{first + number}", fault, nbytes=end - begin)
             number += 1
-        number -= data.endswith(b"\n")  # what follows the last line break is the next block's
+            begin = end + 1
         source.lines = number
+        if texts:
+            yield Pieces(source.name, texts, records, places)
+
+
+def _line_text(line: memoryview, is_first: bool, text_key: str) -> tuple[str, str | None]:
+    """What parse_line returns; both are empty for a blank line too. is_first: it may begin with a byte order mark."""
+    if orjson is not None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            pass
+        else:
+            text = record.get(text_key) if type(record) is dict else None
+            return (text, None) if type(text) is str else extract_text(record, text_key)
+    content = line.tobytes()
+    if not content.strip():
+        return "", None
+    return parse_line(content.removeprefix(codecs.BOM_UTF8) if is_first else content, text_key)
 
 
 def _line_at(source: _Source, offset: int) -> int:
@@ -292,7 +374,8 @@ def extract_text(record: Any, text_key: str) -> tuple[str, str | None]:
     if not isinstance(text, str):
         return "", f"'{text_key}' is {type(text).__name__}, not a string"
     try:
-        text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError:
         return "", f"'{text_key}' holds half of a surrogate pair, which is no text"
     return text, None

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.best_fit import Layout
-from llmtrain.data.partition_maker import REPORTS
+from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.provenance import PartitionDocuments, Sources, read_documents, read_sources
 from llmtrain.data.shard_index import Index
 from llmtrain.data.storage import fixed_folder, has_pattern

@@ -17,13 +17,23 @@ TOKENS, TEXT_BYTES = "tokens", "text_bytes"
 that is all but its first, so that bits per byte = bits of the scored tokens / sum of TEXT_BYTES is exact for any
 set of samples, whatever was dropped at the end of the split."""
 
+_COUNTED_TOGETHER = 1 << 16
+"""Tokens whose counting needs no memory beyond a core's cache."""
+
 
 class SplitWriter:
-    """Writer of one split: packs tokens, writes shards, counts. name: what the names of its shards begin with. pad_id: pack by best
-    fit, and fill with this token."""
+    """Writer of one split: packs tokens, writes shards, counts. name: what the names of its shards begin with. counted: whether
+    each token is counted. pad_id: pack by best fit, and fill with this token."""
 
     def __init__(
-        self, folder: Path, name: str, seq_len: int, vocab_size: int, held_out: bool, pad_id: int | None = None
+        self,
+        folder: Path,
+        name: str,
+        seq_len: int,
+        vocab_size: int,
+        held_out: bool,
+        counted: bool = True,
+        pad_id: int | None = None,
     ) -> None:
         self.seq_len = seq_len
         self.held_out = held_out
@@ -36,7 +46,8 @@ class SplitWriter:
         self.rest_bytes = np.zeros(0, np.int64)
         """Bytes of text behind each of them, in validation."""
         self.counts = np.zeros(vocab_size, np.int64)
-        """[vocab_size], number of times each token is stored; for validation, scored."""
+        """[vocab_size], number of times each token is stored; for validation, scored. 0 where they are not counted."""
+        self._counted = counted
         self.documents = self.bytes = self.tokens = self.samples = self.bytes_covered = self.bytes_scored = 0
         self.best_fit = BestFitPacker(seq_len, pad_id, self.dtype, held_out) if pad_id is not None else None
         self.open_document = False
@@ -73,15 +84,20 @@ class SplitWriter:
         """samples: [k, seq_len]; sizes: bytes of text behind each token, in validation."""
         self.samples += len(samples)
         rows = samples.view(np.uint8)
+        if self._counted:
+            self._count(samples[:, 1:] if self.held_out else samples)
         if not self.held_out:
-            self.counts += np.bincount(samples.ravel(), minlength=len(self.counts))
             self._writer.write(rows)
             return
-        self.counts += np.bincount(samples[:, 1:].ravel(), minlength=len(self.counts))
         scored = sizes[:, 1:].sum(1, keepdims=True)
         self.bytes_covered += int(sizes.sum())
         self.bytes_scored += int(scored.sum())
         self._writer.write(np.concatenate([scored.view(np.uint8), rows], axis=1))
+
+    def _count(self, samples: NDArray) -> None:
+        tokens, step = samples.ravel(), max(_COUNTED_TOGETHER, len(self.counts))
+        for begin in range(0, len(tokens), step):
+            self.counts += np.bincount(tokens[begin : begin + step], minlength=len(self.counts))
 
     def finish(self) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Write the last shard. Returns the counts, and the index's entries."""

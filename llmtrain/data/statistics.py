@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmtrain.data.best_fit import Layout
 from llmtrain.data.merge import RESTS
-from llmtrain.data.partition_maker import REPORTS
+from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.provenance import DocumentTable, PartitionDocuments, Sources, read_documents, read_sources
 from llmtrain.data.stored_stream import StoredStream
 from llmtrain.data.tokenizer import TextTokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.merge import RESTS
-from llmtrain.data.partition_maker import REPORTS
+from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.prepared_folder import MANIFEST, read_manifest
 from llmtrain.data.provenance import SOURCES, documents_path, read_documents
 from llmtrain.data.shard_index import Index, ShardError, hash_of, verify_shard

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.hash_documents import hash_documents
-from llmtrain.data.partition_maker import MakeSettings, PartitionMaker, PartitionReport
+from llmtrain.data.partition_maker import MakeSettings, PartitionMaker
+from llmtrain.data.partition_report import PartitionReport
 from llmtrain.data.partitions import Partition
 from llmtrain.data.source_files import PrepareError
 from llmtrain.distributed.processes import end_with_parent

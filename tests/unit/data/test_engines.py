@@ -16,7 +16,7 @@ from llmtrain.data.engine_choice import EngineChoice, ProvedEngine, awkward_text
 from llmtrain.data.engines import ENGINES, EngineError, TokenizersEngine, load_exact
 from llmtrain.data.packing import bytes_per_token
 from llmtrain.data.prepare import PrepareError, prepare
-from llmtrain.data.records import DocumentPiece
+from llmtrain.data.records import Pieces
 from llmtrain.errors import RunError
 from tests.support.prepared import digests
 from tests.unit.data.conftest import some_text
@@ -124,8 +124,8 @@ def test_an_engine_is_equal_or_refuses_or_is_found_out(trained, name, kind):
         if kind in ("GPT-2", "GPT-4", "Llama 3"):  # known to both
             raise
         return
-    exact, raw = load_exact(settings), [text.encode() for text in texts()]
-    for text, ids in zip(texts(), ENGINES[choice.name](settings).encode(raw), strict=True):
+    exact = load_exact(settings)
+    for text, ids in zip(texts(), ENGINES[choice.name](settings).encode(texts()), strict=True):
         assert ids.tolist() == exact.encode(text, add_special_tokens=False).ids, text
     assert name in choice.note
 
@@ -141,7 +141,7 @@ def test_the_bytes_behind_tokens_are_those_of_the_offsets(trained, kind):
     for text in [*texts(), *sample]:
         encoding = load_exact(settings).encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int64)
-        found = engine.sizes(ids, text.encode())
+        found = engine.sizes(ids, text)
         assert found.tolist() == bytes_per_token(text, encoding.offsets).tolist()
         assert found.sum() == len(text.encode())
         known += agree and ByteSizes(settings)(ids, text.encode()) is not None
@@ -153,7 +153,7 @@ class Faulty(TokenizersEngine):
 
     def encode(self, texts):
         for text, ids in zip(texts, super().encode(texts), strict=True):
-            yield ids[:-1] if SPECIAL[0].encode() in text else ids
+            yield ids[:-1] if SPECIAL[0] in text else ids
 
 
 class Failing(TokenizersEngine):
@@ -175,20 +175,21 @@ def test_an_engine_is_compared_again_during_the_run(trained, monkeypatch):
     monkeypatch.setitem(engine_choice.ENGINES, "gigatoken", Faulty)
     monkeypatch.setattr(engine_choice, "_PROVED_EVERY", 1000)
     encoder = Encoder(trained["GPT-2"], DocumentMarks(0), 17, 0.0, EngineChoice("gigatoken"))
-    encoder([DocumentPiece("a", "plain " * 100, ends=True)])
+    encoder([Pieces("a", ["plain " * 100], [0], [0])])
     with pytest.raises(RunError, match="--tokenizer-engine tokenizers"):
-        encoder([DocumentPiece("b", "some <|endoftext|> " * 100, ends=True)])
+        encoder([Pieces("a", ["some <|endoftext|> " * 100], [1], [9])])
 
 
 def test_text_is_cut_alike_for_every_engine(trained):
     """The cut of a long text is the encoder's, not the engine's."""
-    piece = DocumentPiece("a", "naïve fox 走 " * 300_000, ends=True)
+    pieces = Pieces("a", ["short", "naïve fox 走 " * 300_000, "behind"], [0, 1, 2], [0, 9, 99])
     batches = []
     for name in ("tokenizers", "gigatoken", "tiktoken"):
         if name != "tokenizers":
             pytest.importorskip(name)
-        batches.append(Encoder(trained["Llama 3"], DocumentMarks(0), 17, 0.0, EngineChoice(name))([piece]).ids)
-    assert all(np.array_equal(batches[0], ids) for ids in batches)
+        batches.append(Encoder(trained["Llama 3"], DocumentMarks(0), 17, 0.0, EngineChoice(name))([pieces]))
+    assert all(np.array_equal(batches[0].ids, batch.ids) for batch in batches)
+    assert all(batch.tokens.sum() == len(batch.ids) and len(batch.tokens) == 3 for batch in batches)
 
 
 def test_shards_are_the_same_with_any_engine(corpus, records, settings, tmp_path):

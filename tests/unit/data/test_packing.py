@@ -5,7 +5,7 @@ import pytest
 
 from llmtrain.data import best_fit as best_fit_module
 from llmtrain.data.best_fit import BestFitPacker, best_fit
-from llmtrain.data.packing import bytes_per_token, is_held_out, pack, token_dtype
+from llmtrain.data.packing import are_held_out, bytes_per_token, is_held_out, pack, token_dtype
 from llmtrain.data.tokenizer import train_bpe
 
 
@@ -27,6 +27,9 @@ def test_held_out_share_is_the_fraction_and_depends_on_seed_and_name_only():
     assert held == [is_held_out(name, 17, 0.1) for name in names]
     assert held != [is_held_out(name, 18, 0.1) for name in names]
     assert not any(is_held_out(name, 17, 0.0) for name in names)
+    assert are_held_out("naïve \udc80", range(999), 17, 0.1) == [
+        is_held_out(f"naïve \udc80@{n}", 17, 0.1) for n in range(999)
+    ]
     # Raising the fraction only adds to what is held out.
     assert all(is_held_out(name, 17, 0.2) for name, out in zip(names, held, strict=True) if out)
 

@@ -8,6 +8,7 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmtrain.data import partitions
@@ -155,6 +156,31 @@ def test_a_document_costs_few_bytes_of_memory_and_of_the_disk(tmp_path):
     assert read.tables["train"].tokens.tolist() == lengths and read.tables["train"].records.tolist() == list(
         range(count)
     )
+
+
+def test_documents_may_be_noted_one_by_one_or_many_together(tmp_path):
+    """Pieces of a document that follow one another are one document, also where they are noted apart."""
+    rng = np.random.default_rng(3)
+    numbers = np.sort(rng.integers(0, 5, 400))
+    records = np.concatenate([np.sort(rng.integers(0, 60, int(count))) for count in np.bincount(numbers)])
+    tokens, sizes = rng.integers(0, 9, (2, 400))
+    found = []
+    for borders in ([], [1, 7, 8, 120, 399], list(range(1, 400))):
+        recorder = DocumentRecorder(["train", "validation"])
+        for number in range(5):
+            recorder.begin(Slice(SourceFile("/a", str(number), 1, 0, False), 0, 1))
+        for part in np.split(np.arange(400), borders):
+            recorder.extend("train", numbers[part], records[part], tokens[part], sizes[part])
+        found.append(recorder.documents({}))
+    one_by_one = DocumentRecorder(["train", "validation"])
+    for number in range(5):
+        one_by_one.begin(Slice(SourceFile("/a", str(number), 1, 0, False), 0, 1))
+    for row in zip(numbers.tolist(), records.tolist(), tokens.tolist(), sizes.tolist(), strict=True):
+        one_by_one.add("train", *row)
+    for reports, documents in enumerate([*found, one_by_one.documents({})]):
+        write_documents(tmp_path, str(reports), documents)
+    contents = {documents_path(tmp_path, str(reports)).read_bytes() for reports in range(4)}
+    assert len(contents) == 1
 
 
 def test_neighbouring_records_are_named_together(config):

@@ -1,0 +1,103 @@
+"""What is known of a partition that is finished: its report, beside its shards, its arrays and its documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from llmtrain.data.provenance import documents_path
+
+REPORTS = "partitions"
+"""Folder of the reports, beside train/ and validation/."""
+SPLITS = ("train", "validation")
+
+
+@dataclass
+class PartitionReport:
+    """Result of a partition.
+
+    splits: name -> counts; shards: name -> entries of the index; rest: name -> (tokens, bytes) that no sample holds.
+    """
+
+    id: str
+    splits: dict[str, dict[str, int]]
+    shards: dict[str, list[dict[str, Any]]]
+    open_document: dict[str, bool]
+    """True for a split whose last document ends in the next partition."""
+    read_bytes: int
+    """UTF-8 bytes of text that was read."""
+    keeps_text: bool
+    bad_bytes: int = 0
+    """Of records that could not be read."""
+    aside_bytes: int = 0
+    """Of slices that were set aside, as stored."""
+    bad_count: int = 0
+    bad: list[str] = field(default_factory=list)
+    passed_over_count: int = 0
+    duplicate_count: int = 0
+    duplicates: list[str] = field(default_factory=list)
+    """Names of the first of them."""
+
+    def arrays(self, folder: Path) -> dict[str, NDArray]:
+        """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""
+        with np.load(arrays_path(folder, self.id)) as file:
+            return dict(file)
+
+
+def report_path(folder: Path, id: str) -> Path:
+    """Path of a partition's report in the folder that is made."""
+    return folder / REPORTS / f"{id}.json"
+
+
+def arrays_path(folder: Path, id: str) -> Path:
+    """Path of a partition's arrays: see PartitionReport.arrays."""
+    return folder / REPORTS / f"{id}.npz"
+
+
+def read_report(folder: Path, id: str) -> PartitionReport | None:
+    """The report of a partition that is finished in `folder`, with its shards there and of their size; else None."""
+    try:
+        content = json.loads(report_path(folder, id).read_text(encoding="utf-8"))
+        report = PartitionReport(**content)
+        beside = (arrays_path(folder, id), documents_path(folder / REPORTS, id))
+        whole = all(path.is_file() for path in beside) and all(
+            (folder / name / entry["zip_data"]["basename"]).stat().st_size == entry["zip_data"]["bytes"]
+            for name, entries in report.shards.items()
+            for entry in entries
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return report if whole else None
+
+
+def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
+    """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
+    shards = {
+        Path(name, entry["zip_data"]["basename"]): entry for name, entries in report.shards.items() for entry in entries
+    }
+    for file, entry in shards.items():
+        with open(source / file, "rb") as stream:
+            if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != entry["zip_data"]["hashes"]["xxh64"]:  # type: ignore[arg-type]
+                return False
+    reports = Path(REPORTS)
+    for file in (
+        *shards,
+        arrays_path(Path(), report.id),
+        documents_path(reports, report.id),
+        report_path(Path(), report.id),
+    ):
+        (target / file).unlink(missing_ok=True)
+        try:
+            os.link(source / file, target / file)
+        except OSError:
+            shutil.copyfile(source / file, target / file)
+    return True
