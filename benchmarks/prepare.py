@@ -76,6 +76,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
     parser.add_argument(
+        "--compression", default="zstd", help="of our shards; the peers' files, but MDSWriter's, have none"
+    )
+    parser.add_argument(
         "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
     )
     parser.add_argument("--peers", type=Path, help="Python of an environment that holds the peers")
@@ -103,7 +106,8 @@ def main() -> None:
                     given = (str(corpus), str(out), str(tokenizer), str(workers))
                     if name == "llmtrain":
                         command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
-                        command += ["--validation-fraction", "0", "--tokenizer-engine", args.engine]
+                        command += ["--tokenizer-engine", args.engine, "--compression", args.compression]
+                        command += ["--validation-fraction", "0"]
                     else:
                         script = str(Path(__file__).parent / "peers" / "prepare.py")
                         command = [str(args.peers), script, name, *given]

@@ -11,7 +11,7 @@ partitions of a file as a worker does:
 - `zstd`: compressing their tokens;
 - `prepare`: reading, tokenizing, packing, compressing, hashing and writing.
 
-Printed: the rate of all processes, that of one times their number (efficiency 1), and the CPU time of a unit.
+Printed: the rate of all processes, its ratio to what as many of the first number given would reach, and the CPU time of a MB.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def prepare(folder: Path) -> Callable[[], float]:
         vocab_size=16_000,
         seq_len=2048,
         packing="concatenate",
+        compression="zstd",
         text_key="text",
         seed=17,
         validation_fraction=0.0,
@@ -162,7 +163,7 @@ def main() -> None:
         write_corpus(folder / "file.jsonl", 64_000_000)
         made = train_bpe(texts_of(folder / "file.jsonl", 4), 16_000)
         (folder / "tokenizer.json").write_text(made.backend.to_str())
-        alone: dict[str, float] = {}
+        first: dict[str, float] = {}
         for count in args.processes:
             barrier, results = context.Barrier(count), context.Queue()
             given = (args.work, folder, args.seconds, barrier, results)
@@ -173,12 +174,10 @@ def main() -> None:
                 reported = [results.get(timeout=120) for _ in processes]
                 assert {other for other, _, _ in reported} == {name}
                 rate, cost = sum(one[1] for one in reported), sum(one[2] for one in reported) / count
-                efficiency = rate / (count * alone.setdefault(name, rate / count))
-                found.append(
-                    {"work": name, "processes": count, "mb_s": rate, "of_linear": efficiency, "cpu_s_mb": cost}
-                )
+                linear = rate / (count * first.setdefault(name, rate / count))
+                found.append({"work": name, "processes": count, "mb_s": rate, "of_linear": linear, "cpu_s_mb": cost})
                 print(
-                    f"{name:10} {count:3} processes: {rate:9.1f} MB/s, {efficiency:.2f} of linear, {1000 * cost:.2f} CPU-ms per MB",
+                    f"{name:10} {count:3} processes: {rate:9.1f} MB/s, {linear:.2f} of linear, {1000 * cost:.2f} CPU-ms per MB",
                     flush=True,
                 )
                 if args.json:

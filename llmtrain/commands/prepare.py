@@ -49,6 +49,12 @@ def add_prepare(commands) -> None:
         default="concatenate",
         help="best_fit: documents stay whole where they fit; trained on with data.mask_documents (default concatenate)",
     )
+    sub.add_argument(
+        "--compression",
+        default="zstd",
+        metavar="X",
+        help="of the shards: zstd, zstd:1 (quicker, larger) or none (default zstd)",
+    )
     sub.add_argument("--add-bos-token", action="store_true", help="begin each document with the tokenizer's bos_token")
     sub.add_argument(
         "--no-eos-token", dest="add_eos_token", action="store_false", help="do not close documents with the eos_token"

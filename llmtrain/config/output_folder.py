@@ -96,7 +96,7 @@ def publish_folder(partial: Path, out: Path, *, replace: bool) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | memoryview) -> None:
     """Write a file that appears whole, and whose content is on the disk; several processes may write the same."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -107,7 +107,7 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes | memoryview) -> None:
     """Write a file and wait until its content is on the disk."""
     with path.open("wb") as file:
         file.write(content)

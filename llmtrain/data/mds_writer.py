@@ -24,13 +24,15 @@ class ShardWriter:
     columns: name -> (encoding of MDS, bytes per sample), in the order of their names.
     """
 
-    def __init__(self, folder: Path, name: str, columns: dict[str, tuple[str, int]]) -> None:
+    def __init__(self, folder: Path, name: str, columns: dict[str, tuple[str, int]], compression: str = "zstd") -> None:
+        """compression: `zstd`, `zstd:LEVEL` or `none`."""
         assert list(columns) == sorted(columns)
         self._folder, self._name = folder, name
+        self._level = None if compression == "none" else int(compression.partition(":")[2] or 3)
         self._config = {
             "version": 2,
             "format": "mds",
-            "compression": "zstd",
+            "compression": None if self._level is None else compression,
             "hashes": ["xxh64"],
             "size_limit": SIZE_LIMIT,
             "column_names": list(columns),
@@ -77,22 +79,24 @@ class ShardWriter:
         begin = self._front - len(front)
         self._content[begin : self._front] = np.frombuffer(front, np.uint8)
         raw = self._content[begin : self._front + self._count * self._sample_bytes].data
-        compressed = zstandard.ZstdCompressor(level=3).compress(raw)
         basename = f"{self._name}.{len(self.entries):05}.mds"
-        replace_file(self._folder / f"{basename}.zstd", compressed)
-        self.entries.append(
-            self._config
-            | {
-                "samples": self._count,
-                "raw_data": _described(basename, raw),
-                "zip_data": _described(f"{basename}.zstd", compressed),
-            }
-        )
+        described, packed = _described(basename, raw), None
+        content: bytes | memoryview = raw
+        if self._level is not None:
+            content = zstandard.ZstdCompressor(level=self._level).compress(raw)
+            packed = _described(f"{basename}.zstd", content)
+        replace_file(self._folder / (packed or described)["basename"], content)
+        self.entries.append(self._config | {"samples": self._count, "raw_data": described, "zip_data": packed})
         self._count = 0
 
 
 def _described(basename: str, content: bytes | memoryview) -> dict[str, Any]:
     return {"basename": basename, "bytes": len(content), "hashes": {"xxh64": xxhash.xxh64_hexdigest(content)}}
+
+
+def stored_part(entry: dict[str, Any]) -> dict[str, Any]:
+    """The file of a shard that is written, of its entry in the index: compressed, or else as it is."""
+    return entry["zip_data"] or entry["raw_data"]
 
 
 def write_index(folder: Path, entries: list[dict[str, Any]]) -> None:

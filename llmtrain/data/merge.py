@@ -12,7 +12,7 @@ import numpy as np
 
 from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.encode import DocumentMarks
-from llmtrain.data.mds_writer import write_index
+from llmtrain.data.mds_writer import stored_part, write_index
 from llmtrain.data.partition_maker import NAMED_BAD_RECORDS
 from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport
 from llmtrain.data.partitions import Partition
@@ -48,7 +48,13 @@ def merge(
     left: list[dict[str, tuple[int, int]]] = [{} for _ in reports]  # tokens, and those that end a document behind them
     for name in names:
         writer = SplitWriter(
-            folder / name, RESTS, config.seq_len, vocab_size, name == "validation", counted="validation" in names
+            folder / name,
+            RESTS,
+            config.seq_len,
+            vocab_size,
+            name == "validation",
+            "validation" in names,
+            config.compression,
         )
         total = np.zeros(vocab_size, np.int64)
         for number, report in enumerate(reports, 1):
@@ -113,7 +119,7 @@ def _duplicates(reports: Sequence[PartitionReport]) -> dict[str, Any]:
 
 
 def _keep_only(folder: Path, entries: list[dict[str, Any]]) -> None:
-    names = {entry["zip_data"]["basename"] for entry in entries}
+    names = {stored_part(entry)["basename"] for entry in entries}
     with os.scandir(folder) as found:
         for file in found:
             if file.name not in names:

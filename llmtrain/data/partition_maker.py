@@ -50,6 +50,7 @@ class MakeSettings:
     vocab_size: int
     seq_len: int
     packing: str
+    compression: str
     text_key: str
     seed: int
     validation_fraction: float
@@ -129,6 +130,7 @@ class _Attempt:
                 settings.vocab_size,
                 name == "validation",
                 len(names) > 1,
+                settings.compression,
                 settings.marks.eod_id if settings.packing == "best_fit" else None,
             )
             for name in names

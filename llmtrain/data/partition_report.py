@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from llmtrain.data.mds_writer import stored_part
 from llmtrain.data.provenance import documents_path
 
 REPORTS = "partitions"
@@ -70,9 +71,9 @@ def read_report(folder: Path, id: str) -> PartitionReport | None:
         report = PartitionReport(**content)
         beside = (arrays_path(folder, id), documents_path(folder / REPORTS, id))
         whole = all(path.is_file() for path in beside) and all(
-            (folder / name / entry["zip_data"]["basename"]).stat().st_size == entry["zip_data"]["bytes"]
+            (folder / name / part["basename"]).stat().st_size == part["bytes"]
             for name, entries in report.shards.items()
-            for entry in entries
+            for part in map(stored_part, entries)
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -82,11 +83,13 @@ def read_report(folder: Path, id: str) -> PartitionReport | None:
 def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
     """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
     shards = {
-        Path(name, entry["zip_data"]["basename"]): entry for name, entries in report.shards.items() for entry in entries
+        Path(name, part["basename"]): part
+        for name, entries in report.shards.items()
+        for part in map(stored_part, entries)
     }
-    for file, entry in shards.items():
+    for file, part in shards.items():
         with open(source / file, "rb") as stream:
-            if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != entry["zip_data"]["hashes"]["xxh64"]:  # type: ignore[arg-type]
+            if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != part["hashes"]["xxh64"]:  # type: ignore[arg-type]
                 return False
     reports = Path(REPORTS)
     for file in (

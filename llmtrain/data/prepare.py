@@ -237,7 +237,7 @@ class _Work:
             },
             **{
                 name: getattr(config, name)
-                for name in ("add_bos_token", "add_eos_token", "packing")
+                for name in ("add_bos_token", "add_eos_token", "packing", "compression")
                 if getattr(config, name) != LATER_SETTINGS[name]
             },
         }
@@ -355,6 +355,7 @@ class _Work:
             vocab_size=tokenizer.vocab_size,
             seq_len=config.seq_len,
             packing=config.packing,
+            compression=config.compression,
             text_key=config.text_key,
             seed=config.seed,
             validation_fraction=config.validation_fraction,

@@ -29,6 +29,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "add_bos_token": False,
     "add_eos_token": True,
     "packing": "concatenate",
+    "compression": "zstd",
 }
 """Settings that folders made before do not name, and what they meant."""
 SETTINGS = (

@@ -33,6 +33,7 @@ class SplitWriter:
         vocab_size: int,
         held_out: bool,
         counted: bool = True,
+        compression: str = "zstd",
         pad_id: int | None = None,
     ) -> None:
         self.seq_len = seq_len
@@ -40,7 +41,7 @@ class SplitWriter:
         self.dtype = token_dtype(vocab_size)
         columns = {TEXT_BYTES: ("int", 8)} if held_out else {}
         columns[TOKENS] = (f"ndarray:{self.dtype}:{seq_len}", seq_len * np.dtype(self.dtype).itemsize)
-        self._writer = ShardWriter(folder, name, columns)
+        self._writer = ShardWriter(folder, name, columns, compression)
         self.rest = np.zeros(0, self.dtype)
         """[fewer than seq_len] tokens that no sample holds yet."""
         self.rest_bytes = np.zeros(0, np.int64)

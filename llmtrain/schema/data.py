@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -56,6 +57,9 @@ class PrepareConfig(Section):
     """Begin each document with the tokenizer's bos_token."""
     add_eos_token: bool = True
     """Close each document with the end-of-document token, the tokenizer's eos_token."""
+    compression: str = "zstd"
+    """Compression of the shards: `zstd` (level 3), `zstd:LEVEL` (1 to 22; 1 takes less time and 5 to 15 % more room) or `none`,
+    which takes a third less time and spares a run the unpacking, for up to twice the room."""
     validation_fraction: Probability = 0.05
     """Share of documents (files, for text and source trees) held out, chosen by a hash of seed and name."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
@@ -88,6 +92,8 @@ class PrepareConfig(Section):
             yield Problem(
                 "add_bos_token", True, "a tokenizer that is trained here has no bos_token; name a `tokenizer`"
             )
+        if not re.fullmatch(r"none|zstd(:([1-9]|1[0-9]|2[0-2]))?", self.compression):
+            yield Problem("compression", self.compression, "give zstd, zstd:LEVEL with a level from 1 to 22, or none")
         if self.vocab_size is not None and self.vocab_size < 257:
             yield Problem(
                 "vocab_size",

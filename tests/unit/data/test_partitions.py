@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from pydantic import ValidationError
 from streaming import MDSWriter
 
@@ -61,21 +62,21 @@ def contents(out: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(out).items() if name != MANIFEST}
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_shards_are_those_of_mdswriter(tmp_path, held_out, monkeypatch):
+@pytest.mark.parametrize("held_out, compression", [(False, "zstd"), (True, "zstd"), (True, "zstd:1"), (False, "none")])
+def test_shards_are_those_of_mdswriter(tmp_path, held_out, compression, monkeypatch):
     monkeypatch.setattr("llmtrain.data.mds_writer.SIZE_LIMIT", 1000)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 1000, (100, 16)).astype(np.uint16)
     sizes = rng.integers(0, 60, (100, 1))
     columns = {"text_bytes": ("int", 8)} if held_out else {}
-    ours = ShardWriter(tmp_path, "shard", columns | {"tokens": ("ndarray:uint16:16", 32)})
+    ours = ShardWriter(tmp_path, "shard", columns | {"tokens": ("ndarray:uint16:16", 32)}, compression)
     rows = np.concatenate([sizes.view(np.uint8), tokens.view(np.uint8)], 1) if held_out else tokens.view(np.uint8)
     for part in np.split(rows, [1, 40, 41]):
         ours.write(part)
     theirs = MDSWriter(
         columns={name: encoding for name, (encoding, _) in columns.items()} | {"tokens": "ndarray:uint16:16"},
         out=str(tmp_path / "theirs"),
-        compression="zstd",
+        compression=None if compression == "none" else compression,
         hashes=["xxh64"],
         size_limit=1000,
     )
@@ -85,10 +86,45 @@ def test_shards_are_those_of_mdswriter(tmp_path, held_out, monkeypatch):
     expected = json.loads((tmp_path / "theirs/index.json").read_text())["shards"]
     found = json.loads(json.dumps(ours.finish()))
     assert len(found) > 3
+    for entry in found:
+        part = entry["zip_data"] or entry["raw_data"]
+        content = (tmp_path / part["basename"]).read_bytes()
+        assert len(content) == part["bytes"] and xxhash.xxh64_hexdigest(content) == part["hashes"]["xxh64"]
     for entries in (found, expected):
-        for entry in entries:
-            entry["zip_data"] = None  # another build of zstd may compress otherwise
+        for entry in entries:  # another build of zstd may compress otherwise
+            entry["zip_data"] = entry["zip_data"] and entry["zip_data"]["basename"]
     assert found == expected
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd:1"])
+def test_shards_may_be_stored_otherwise(small, corpus, settings, tmp_path, compression):
+    """The same samples; finished parts are kept, and what another compression made is not taken for them."""
+    usual = prepare(settings(corpus), progress=False)
+    config = settings(corpus, out=str(tmp_path / "apart"), compression=compression)
+    prepare_part(settings(corpus, out=str(tmp_path / "apart")), Part(1, 1), progress=False)
+    prepare_part(config, Part(2, 2), progress=False)
+    made = prepare(config, progress=False)
+    assert made.manifest["splits"] == usual.manifest["splits"]
+    raw = [
+        [e["raw_data"]["hashes"] for e in json.loads((p.out / "train/index.json").read_text())["shards"]]
+        for p in (usual, made)
+    ]
+    assert raw[0] == raw[1]
+    assert {file.suffix for file in (made.out / "train").iterdir()} == {
+        ".json",
+        ".mds" if compression == "none" else ".zstd",
+    }
+    assert prepare(config, progress=False).reused
+    before = contents(made.out)
+    assert contents(prepare(config, progress=False, overwrite=True).out) == before
+    with pytest.raises(PrepareError, match=f"compression: '{compression}' then, 'zstd' now"):
+        prepare(settings(corpus, out=str(tmp_path / "apart")), progress=False)
+
+
+@pytest.mark.parametrize("written", ["gzip", "zstd:0", "zstd:23", "", "zstd:", "None"])
+def test_a_compression_that_is_not_known_is_told(settings, written):
+    with pytest.raises(ValidationError, match="zstd:LEVEL"):
+        settings("x", compression=written)
 
 
 def files_of(sizes: dict[str, int]) -> list[SourceFile]:
