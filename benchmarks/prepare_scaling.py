@@ -1,4 +1,4 @@
-"""How the work of `llmtrain prepare` scales with processes on this machine, beside what the machine itself allows.
+"""Scaling of the work of `llmtrain prepare` with processes on this machine, beside what the machine itself allows.
 
     python -m benchmarks.prepare_scaling --processes 1 2 4 8 16
 

@@ -1,4 +1,4 @@
-"""What is known of a partition that is finished: its report, beside its shards, its arrays and its documents."""
+"""Reports of finished partitions: their counts and shards, beside the arrays and the documents of each."""
 
 from __future__ import annotations
 

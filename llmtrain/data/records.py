@@ -166,7 +166,7 @@ class _Source:
 
     @property
     def name(self) -> str:
-        """What the names of records begin with: the same for a compressed file."""
+        """Beginning of the names of records: the same for a compressed file."""
         return plain_name(self.part.file.name) if self.format.compression else self.part.file.name
 
 
@@ -306,7 +306,7 @@ def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
 
 
 def _line_text(line: memoryview, is_first: bool, text_key: str) -> tuple[str, str | None]:
-    """What parse_line returns; both are empty for a blank line too. is_first: it may begin with a byte order mark."""
+    """Return what parse_line does; both are empty for a blank line too. is_first: it may begin with a byte order mark."""
     if orjson is not None:
         try:
             record = orjson.loads(line)
