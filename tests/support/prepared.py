@@ -25,7 +25,8 @@ def stored_samples(out: Path, split: str) -> list[dict]:
     for shard in json.loads((out / split / "index.json").read_text())["shards"]:
         raw = out.parent / "raw" / split / shard["raw_data"]["basename"]
         raw.parent.mkdir(parents=True, exist_ok=True)
-        raw.write_bytes(decompress("zstd", (out / split / shard["zip_data"]["basename"]).read_bytes()))
+        content = (out / split / (shard["zip_data"] or shard["raw_data"])["basename"]).read_bytes()
+        raw.write_bytes(decompress(shard["compression"], content) if shard["zip_data"] else content)
         reader = reader_from_json(str(out.parent / "raw"), split, shard)
         samples += [reader[i] for i in range(len(reader))]
     return samples
