@@ -14,7 +14,7 @@ from llmtrain.kernels.platform import Platform
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
-SMALL = Launch(TILE, TILE, TILE, TILE, TILE, TILE, TILE, chunk_size=32)
+SMALL = Launch(TILE, TILE, TILE, TILE, TILE, chunk_size=32)
 """Several tiles and chunks in a small problem."""
 # heads, key heads, channels of keys and of values; batch, tokens; documents, a state; chunk size; largest beta.
 CASES = {

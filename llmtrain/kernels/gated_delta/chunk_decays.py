@@ -7,11 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def load_decays(log_decay, row, head, chunk, T, H: tl.constexpr, C: tl.constexpr):
-    """log_decay: [rows, T, H] -> its running sum in the chunk, [C], and the sum of the whole chunk."""
-    t = chunk * C + tl.arange(0, C)
-    found = tl.load(log_decay + (row * T + t) * H + head, mask=t < T, other=0.0).to(tl.float32)
-    return tl.cumsum(found, 0), tl.sum(found, 0)
+def inside(channels, size: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask of channels below `size`, of blocks that begin at its multiples. Where all blocks are whole the compiler drops it."""
+    if size % BLOCK == 0:
+        return tl.full(channels.shape, True, tl.int1)
+    else:
+        return channels < size
 
 
 @triton.jit
@@ -25,31 +26,21 @@ def load_documents(ids, row, chunk, T, C: tl.constexpr):
 
 
 @triton.jit
-def boundary_decays(g, total, ids, row, chunk, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Decay from the start of the chunk to each token, [C]; from each token to its end, [C]; of the whole chunk. 0 across the
-    border of a document."""
-    from_start, to_end, whole = tl.exp(g), tl.exp(total - g), tl.exp(total)
-    if DOCUMENTS:
-        own, before, last = load_documents(ids, row, chunk, T, C)
-        from_start = tl.where(own == before, from_start, 0.0)
-        to_end = tl.where(own == last, to_end, 0.0)
-        whole = tl.where(before == last, whole, 0.0)
-    return from_start, to_end, whole
+def load_decays(decays, of_head, chunk, padded, part, C: tl.constexpr):
+    """What chunk_transform_kernel has found for the tokens of a chunk, [C] each: the running sum of log_decay, beta, the decay
+    from the start of the chunk to each token, and from each token to its end; and the decay of the whole chunk."""
+    at = decays + of_head * padded + chunk * C + tl.arange(0, C)
+    whole = tl.load(decays + 2 * part + of_head * padded + chunk * C + C - 1)
+    return tl.load(at), tl.load(at + part), tl.load(at + 2 * part), tl.load(at + 3 * part), whole
 
 
 @triton.jit
-def pair_decays(
-    g, ids, row, chunk, T, C: tl.constexpr, STRICT: tl.constexpr, TRANSPOSED: tl.constexpr, DOCUMENTS: tl.constexpr
-):
-    """Decay from token j to token i >= j, [C, C] with i down and j across, or the other way round (TRANSPOSED); STRICT: i > j.
-    Masked before exp: elsewhere the exponent is positive and may overflow."""
+def pair_decays(g, ids, row, chunk, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Decay from token j to token i >= j, [C, C] with i down and j across; 0 above the diagonal and between documents.
+    Masked before exp: above the diagonal the exponent is positive and may overflow."""
     o = tl.arange(0, C)
-    if TRANSPOSED:
-        exponent, later, earlier = g[None, :] - g[:, None], o[None, :], o[:, None]
-    else:
-        exponent, later, earlier = g[:, None] - g[None, :], o[:, None], o[None, :]
-    seen = later > earlier if STRICT else later >= earlier
+    seen = o[:, None] >= o[None, :]
     if DOCUMENTS:
         own, _, _ = load_documents(ids, row, chunk, T, C)
         seen = seen & (own[:, None] == own[None, :])
-    return tl.where(seen, tl.exp(tl.where(seen, exponent, 0.0)), 0.0)
+    return tl.where(seen, tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0)), 0.0)

@@ -70,8 +70,9 @@ def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
 
 
 def preference(spec: GatedDeltaSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`. fla's where it is installed: the reference takes the states of chunks one
-    after another in fp32, and keeps every square of a chunk in memory. Ours, `triton`, are taken by name alone: as they are
-    compiled now, they have not run on a GPU.
+    """Backends from fastest to slowest, for `auto`. Ours, `triton`, on Hopper, where they were measured; fla's where it is
+    installed: the reference takes the states of chunks one after another in fp32, and keeps every square of a chunk in memory.
     """
-    return ("reference",) if platform.vendor == "cpu" else ("fla", "reference")
+    if platform.vendor == "cpu":
+        return ("reference",)
+    return ("triton", "fla", "reference") if platform.arch == "sm90" else ("fla", "reference")

@@ -1,89 +1,151 @@
-"""The states between chunks, one chunk after another, and in reverse their gradients."""
+"""The states between chunks, one chunk after another, and in reverse their gradients.
+
+A program has all keys of BV values. Keys beyond BK are a second half of their own: products that are too long take more
+registers than there are. What is multiplied transposed is loaded transposed, keys in both ways: only then are all loads pipelined.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from llmtrain.kernels.gated_delta.chunk_decays import boundary_decays, load_decays
+from llmtrain.kernels.gated_delta.chunk_decays import inside, load_decays
+
+
+@triton.jit
+def _load_tokens(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """[tokens, channels]"""
+    return tl.load(x + o[:, None] * token + c[None, :], mask=there[:, None] & inside(c, K, BK)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_turned(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """[channels, tokens]"""
+    return tl.load(x + o[None, :] * token + c[:, None], mask=there[None, :] & inside(c, K, BK)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
+    return tl.load(x + c[:, None] * V + e[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
+    tl.store(x + c[:, None] * V + e[None, :], state, mask=mask)
 
 
 @triton.jit
 def state_passing_kernel(
-    k, w, u, log_decay, ids, initial, states, written, final,
-    T, chunks, k_row, k_token,
+    k, v, transform, decays, initial, states, errors, final,
+    T, chunks, padded, part, k_row, v_row, k_token: tl.constexpr, v_token: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, DOCUMENTS: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """-> states before each chunk [rows, chunks, H, K, V]; what each token writes, u - w @ state, [rows, T, H, V]; the last
-    state [rows, H, K, V] in fp32. KP: K rounded up to a power of two."""
+    """-> states before each chunk [rows, chunks, H, K, V]; by how much the state is wrong about each token's value when the
+    token corrects it, [rows, T, H, V]; the last state [rows, H, K, V] in fp32."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
-    o, c, e = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    of_state = (c < K)[:, None] & (e < V)[None, :]
-    at = c[:, None] * V + e[None, :]
+    o, e = tl.arange(0, C), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, d = tl.arange(0, BK), BK + tl.arange(0, BK)
     k += row * k_row + (head // SHARE) * K
+    v += row * v_row + head * V
+    initial += (row * H + head) * K * V
+    final += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    state = tl.zeros((KP, BV), dtype=tl.float32)
-    if INITIAL:
-        state = tl.load(initial + (row * H + head) * K * V + at, mask=of_state, other=0.0).to(tl.float32)
+    state = _load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
+    second = _load_state(initial, d, e, K, V, BK, BV) if INITIAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
     for chunk in range(chunks):
-        t = chunk * C + o
-        there = t < T
-        out = (row * T + t) * H + head
+        begin = tl.cast(chunk, tl.int64) * C
+        there = o < T - begin
+        out = (row * T + begin) * H + head
+        of_values = there[:, None] & inside(e, V, BV)[None, :]
+        of_errors = o[:, None] * (H * V) + e[None, :]
+        keys = _load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
+        turned_keys = _load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
+        values = tl.load(v + begin * v_token + o[:, None] * v_token + e[None, :], mask=of_values, other=0.0)
+        U = tl.load(transform + out * C + o[:, None] * (H * C) + o[None, :], mask=there[:, None], other=0.0)
+        _, b, from_start, to_end, whole = load_decays(decays, row * H + head, chunk, padded, part, C)
+        to = states + ((row * chunks + chunk) * H + head) * K * V
         narrow = state.to(dtype)
-        tl.store(states + ((row * chunks + chunk) * H + head) * K * V + at, narrow, mask=of_state)
-        of_keys, of_values = there[:, None] & (c < K)[None, :], there[:, None] & (e < V)[None, :]
-        less = tl.load(w + out[:, None] * K + c[None, :], mask=of_keys, other=0.0)
-        keys = tl.load(k + t[:, None] * k_token + c[None, :], mask=of_keys, other=0.0)
-        new = tl.load(u + out[:, None] * V + e[None, :], mask=of_values, other=0.0).to(tl.float32)
-        new -= tl.dot(less, narrow, input_precision=PRECISION)
-        tl.store(written + out[:, None] * V + e[None, :], new.to(dtype), mask=of_values)
-        g, total = load_decays(log_decay, row, head, chunk, T, H, C)
-        _, to_end, whole = boundary_decays(g, total, ids, row, chunk, T, C, DOCUMENTS)
-        state = tl.dot(tl.trans(keys), (new * to_end[:, None]).to(dtype), state * whole, input_precision=PRECISION)
-    tl.store(final + (row * H + head) * K * V + at, state, mask=of_state)
+        _store_state(to, narrow, c, e, K, V, BK, BV)
+        found = tl.dot(keys, narrow, input_precision=PRECISION)
+        if K > BK:
+            more_keys = _load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
+            narrow = second.to(dtype)
+            _store_state(to, narrow, d, e, K, V, BK, BV)
+            found = tl.dot(more_keys, narrow, found, input_precision=PRECISION)
+        x = values.to(tl.float32) - from_start[:, None] * found
+        error = tl.dot(U, (x * b[:, None]).to(dtype), x, input_precision=PRECISION)
+        tl.store(errors + out * V + of_errors, error.to(dtype), mask=of_values)
+        written = (error * (b * to_end)[:, None]).to(dtype)
+        state = tl.dot(turned_keys, written, state * whole, input_precision=PRECISION)
+        if K > BK:
+            more_turned = _load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
+            second = tl.dot(more_turned, written, second * whole, input_precision=PRECISION)
+    _store_state(final, state, c, e, K, V, BK, BV)
+    if K > BK:
+        _store_state(final, second, d, e, K, V, BK, BV)
 
 
 @triton.jit
 def state_passing_bwd_kernel(
-    q, k, w, dy, log_decay, ids, d_written, d_final, d_states, d_initial,
-    T, chunks, q_row, q_token, k_row, k_token, dy_row, dy_token,
+    q, k, transform, scores, decays, dy, d_final, d_states, d_written, d_initial,
+    T, chunks, padded, part, q_row, k_row, dy_row,
+    q_token: tl.constexpr, k_token: tl.constexpr, dy_token: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, DOCUMENTS: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_written [rows, T, H, V]: on entry what comes from the outputs of the same chunk, and after it all -> the gradients of
-    the states after each chunk [rows, chunks, H, K, V], and of the first one."""
+    """-> the gradients of the states after each chunk [rows, chunks, H, K, V]; of what each token writes, beta times its error,
+    [rows, T, H, V]; and of the first state."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
-    o, c, e = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    of_state = (c < K)[:, None] & (e < V)[None, :]
-    at = c[:, None] * V + e[None, :]
+    o, e = tl.arange(0, C), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, d = tl.arange(0, BK), BK + tl.arange(0, BK)
     q += row * q_row + (head // SHARE) * K
     k += row * k_row + (head // SHARE) * K
     dy += row * dy_row + head * V
+    d_final += (row * H + head) * K * V
+    d_initial += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    d_state = tl.zeros((KP, BV), dtype=tl.float32)
-    if FINAL:
-        d_state = tl.load(d_final + (row * H + head) * K * V + at, mask=of_state, other=0.0).to(tl.float32)
+    d_state = _load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
+    second = _load_state(d_final, d, e, K, V, BK, BV) if FINAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
     for n in range(chunks):
         chunk = chunks - 1 - n
-        t = chunk * C + o
-        there = t < T
-        out = (row * T + t) * H + head
-        narrow = d_state.to(dtype)
-        tl.store(d_states + ((row * chunks + chunk) * H + head) * K * V + at, narrow, mask=of_state)
-        of_keys, of_values = there[:, None] & (c < K)[None, :], there[:, None] & (e < V)[None, :]
-        less = tl.load(w + out[:, None] * K + c[None, :], mask=of_keys, other=0.0)
-        keys = tl.load(k + t[:, None] * k_token + c[None, :], mask=of_keys, other=0.0)
-        queries = tl.load(q + t[:, None] * q_token + c[None, :], mask=of_keys, other=0.0)
-        up = tl.load(dy + t[:, None] * dy_token + e[None, :], mask=of_values, other=0.0)
-        new = tl.load(d_written + out[:, None] * V + e[None, :], mask=of_values, other=0.0).to(tl.float32)
-        g, total = load_decays(log_decay, row, head, chunk, T, H, C)
-        from_start, to_end, whole = boundary_decays(g, total, ids, row, chunk, T, C, DOCUMENTS)
-        new += tl.dot(keys, narrow, input_precision=PRECISION) * to_end[:, None]
-        tl.store(d_written + out[:, None] * V + e[None, :], new.to(dtype), mask=of_values)
+        begin = tl.cast(chunk, tl.int64) * C
+        there = o < T - begin
+        out = (row * T + begin) * H + head
+        of_values = there[:, None] & inside(e, V, BV)[None, :]
+        of_pairs, of_written = o[None, :] * (H * C) + o[:, None], o[:, None] * (H * V) + e[None, :]
+        keys = _load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
+        turned_keys = _load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
+        queries = _load_turned(q + begin * q_token, o, c, there, q_token, K, BK)
+        up = tl.load(dy + begin * dy_token + o[:, None] * dy_token + e[None, :], mask=of_values, other=0.0)
+        U = tl.load(transform + out * C + of_pairs, mask=there[None, :], other=0.0)
+        read = tl.load(scores + out * C + of_pairs, mask=there[None, :], other=0.0)
+        _, b, from_start, to_end, whole = load_decays(decays, row * H + head, chunk, padded, part, C)
+        to = d_states + ((row * chunks + chunk) * H + head) * K * V
+        by_outputs = tl.dot(read, up, input_precision=PRECISION)
         up = (up * from_start[:, None]).to(dtype)
-        d_state = tl.dot(tl.trans(queries), up, d_state * whole, input_precision=PRECISION)
-        d_state = tl.dot(tl.trans(less), (-new).to(dtype), d_state, input_precision=PRECISION)
+        narrow = d_state.to(dtype)
+        _store_state(to, narrow, c, e, K, V, BK, BV)
+        d_new = tl.dot(keys, narrow, input_precision=PRECISION)
+        d_state = tl.dot(queries, up, d_state * whole, input_precision=PRECISION)
+        if K > BK:
+            more_keys = _load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
+            more_queries = _load_turned(q + begin * q_token, o, d, there, q_token, K, BK)
+            narrow = second.to(dtype)
+            _store_state(to, narrow, d, e, K, V, BK, BV)
+            d_new = tl.dot(more_keys, narrow, d_new, input_precision=PRECISION)
+            second = tl.dot(more_queries, up, second * whole, input_precision=PRECISION)
+        d_new = d_new * to_end[:, None] + by_outputs
+        d_new = tl.dot(U, (d_new * b[:, None]).to(dtype), d_new, input_precision=PRECISION)
+        tl.store(d_written + out * V + of_written, d_new.to(dtype), mask=of_values)
+        less = (d_new * (-b * from_start)[:, None]).to(dtype)
+        d_state = tl.dot(turned_keys, less, d_state, input_precision=PRECISION)
+        if K > BK:
+            more_turned = _load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
+            second = tl.dot(more_turned, less, second, input_precision=PRECISION)
     if INITIAL:
-        tl.store(d_initial + (row * H + head) * K * V + at, d_state, mask=of_state)
+        _store_state(d_initial, d_state, c, e, K, V, BK, BV)
+        if K > BK:
+            _store_state(d_initial, second, d, e, K, V, BK, BV)

@@ -11,7 +11,8 @@ from llmtrain.kernels.platform import Platform
 
 @dataclass(frozen=True)
 class Tile(Options):
-    """block_keys, block_values: channels of a head that a program takes at a time; kernels that pass states take all keys."""
+    """block_keys, block_values: channels of a head that a program takes at a time. Kernels that pass states take all keys, in
+    two halves if they are more than a block."""
 
     block_keys: Count
     block_values: Count
@@ -23,30 +24,25 @@ class Tile(Options):
 class Launch(Options):
     """chunk_size: a power of two of at least 16. solve_precision: of the triangular systems' products, for inputs of 16 bits."""
 
-    chunk_wy: Tile
+    chunk_transform: Tile
     state_passing: Tile
-    chunk_scores: Tile
-    written_bwd: Tile
+    chunk_outputs: Tile
     state_passing_bwd: Tile
-    chunk_scores_bwd: Tile
-    chunk_wy_bwd: Tile
+    chunk_gradients: Tile
     chunk_size: Count = 64
     solve_precision: str = "ieee"
 
 
 def launch_for(spec: GatedDeltaSpec, platform: Platform) -> Launch:
-    """Tiles that compile without spills at up to 256 channels of keys, and fit every GPU's shared memory. Not tuned by a
-    measurement: see docs/kernels-log.md."""
-    wide = spec.key_head_dim > 128
-    stages = 2 if platform.vendor == "nvidia" else 1
-    small, large = Tile(32, 32, 4, stages), Tile(64, 64, 4, stages)
+    """Tiles that compile without spills at up to 256 channels of keys, and fit every GPU's shared memory."""
+    wide, nvidia = spec.key_head_dim > 128, platform.vendor == "nvidia"
+    stages = 2 if nvidia else 1
+    passing = Tile(64, 16, 8 if wide else 4, stages)
     return Launch(
-        chunk_wy=small,
-        state_passing=Tile(256, 16, 8 if wide else 4, 1),
-        chunk_scores=large,
-        written_bwd=large,
-        state_passing_bwd=Tile(256, 16, 8 if wide else 4, 1),
-        chunk_scores_bwd=small,
-        chunk_wy_bwd=Tile(32, 32, 8, stages),
-        solve_precision="tf32x3" if platform.vendor == "nvidia" else "ieee",
+        chunk_transform=Tile(32, 32, 1, 1),
+        state_passing=passing,
+        chunk_outputs=Tile(64, 64, 4, stages),
+        state_passing_bwd=passing,
+        chunk_gradients=Tile(128, 32, 8, stages) if spec.key_head_dim > 64 else Tile(32, 32, 4, stages),
+        solve_precision="tf32x3" if nvidia else "ieee",
     )

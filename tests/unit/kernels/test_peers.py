@@ -151,12 +151,12 @@ def test_documents_reach_the_kernels_that_take_them_and_are_refused_by_the_other
     assert reason is not None and "keeps no documents apart; use flex or reference" in reason
 
 
-def test_fla_is_taken_by_itself_where_it_is_installed(monkeypatch):
-    spec = SPECS["gated_delta"][1]
-    assert registry.resolve("gated_delta", "auto", spec, H200).name == "reference"
+def test_fla_is_taken_by_itself_where_it_is_installed_and_ours_was_not_measured(monkeypatch):
+    spec, here = SPECS["gated_delta"][1], replace(H200, arch="sm80")
+    assert registry.resolve("gated_delta", "auto", spec, here).name == "reference"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert registry.resolve("gated_delta", "auto", spec, H200).name == "fla"
-    assert registry.resolve("gated_delta", "auto", replace(spec, dtype="float32"), H200).name == "reference"
+    assert registry.resolve("gated_delta", "auto", spec, here).name == "fla"
+    assert registry.resolve("gated_delta", "auto", replace(spec, dtype="float32"), here).name == "reference"
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_fla_is_refused_where_its_gradients_would_be_wrong(monkeypatch, arch, tr
     installed = {"fla"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
-    assert registry.resolve("gated_delta", "auto", spec, here).name == ("reference" if refused else "fla")
-    if refused:
-        reason = registry.refusal("gated_delta", "fla", spec, here)
-        assert reason is not None and f"on Hopper with Triton {triton}" in reason and "install tilelang" in reason
+    reason = registry.refusal("gated_delta", "fla", spec, here)
+    assert (reason is not None) == refused
+    if reason is not None:
+        assert f"on Hopper with Triton {triton}" in reason and "install tilelang" in reason
     installed.add("tilelang")
-    assert registry.resolve("gated_delta", "auto", spec, here).name == "fla"
+    assert registry.refusal("gated_delta", "fla", spec, here) is None
 
 
 def test_another_version_of_fla_is_refused_when_the_model_is_built(monkeypatch):
