@@ -193,7 +193,7 @@ def _heads_in_order(t: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of rows, and then of tokens."""
+    """Strides of rows, and then of tokens."""
     return [t.stride(dim) for dim in (0, 1) for t in tensors]
 
 
@@ -223,6 +223,6 @@ def _blocks(tile: Tile, K: int, V: int) -> dict[str, int]:
 
 
 def _all_keys(tile: Tile, K: int, V: int) -> dict[str, int]:
-    """For programs that take all keys, in two halves if they are more than a block."""
+    """Blocks of programs that take all keys, in two halves if they are more than a block."""
     blocks = _blocks(tile, K, V)
     return blocks | {"BK": max(blocks["BK"], triton.next_power_of_2(K) // 2)}
