@@ -27,7 +27,7 @@ def load_documents(ids, row, chunk, T, C: tl.constexpr):
 
 @triton.jit
 def load_decays(decays, of_head, chunk, padded, part, C: tl.constexpr):
-    """Values that chunk_transform_kernel has found for the tokens of a chunk, [C] each: the running sum of log_decay, beta, the decay
+    """Values of a chunk's tokens as chunk_transform_kernel wrote them, [C] each: the running sum of log_decay, beta, the decay
     from the start of the chunk to each token, and from each token to its end; and the decay of the whole chunk."""
     at = decays + of_head * padded + chunk * C + tl.arange(0, C)
     whole = tl.load(decays + 2 * part + of_head * padded + chunk * C + C - 1)
