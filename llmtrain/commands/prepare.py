@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import parse_share
 from llmtrain.errors import UserError
 from llmtrain.schema.data import PrepareConfig
@@ -32,7 +33,12 @@ def add_prepare(commands) -> None:
         help="in place of SOURCE: a source of one stream of a mixture, once or more for each; DIR/NAME gets its shards, and "
         "DIR/data.yaml the streams for a run's YAML",
     )
-    sub.add_argument("--out", required=True, metavar="DIR", help="gets tokenizer/, train/, validation/, manifest.json")
+    sub.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="gets tokenizer/, train/, validation/, manifest.json; a folder, or s3://BUCKET/FOLDER",
+    )
     tokenizer = sub.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", metavar="NAME", help="a tokenizer's folder, tokenizer.json or hub name")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of this size")
@@ -127,6 +133,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     from llmtrain.data.prepare import Part, prepare, prepare_part
     from llmtrain.data.prepare_streams import hold_out, prepare_streams
+    from llmtrain.data.stored_folder import scratch_folder
 
     streams: dict[str, list[str]] = {}
     for name, source in args.streams or ():
@@ -139,7 +146,14 @@ def run_prepare(args: argparse.Namespace) -> int:
         raise UserError(
             "--part and --merge take one stream at a time: give its sources, and its folder as --out DIR/NAME"
         )
+    address = args.out if is_remote(args.out) else None
+    if address and streams:
+        raise UserError(
+            "--stream makes folders on this machine; give the sources of one stream, and --out s3://BUCKET/NAME"
+        )
     fields = {name: value for name, value in vars(args).items() if name in PrepareConfig.model_fields}
+    if address:
+        fields["out"] = str(scratch_folder(address))
     if streams:
         fields["sources"] = [source for sources in streams.values() for source in sources]
     try:
@@ -154,10 +168,10 @@ def run_prepare(args: argparse.Namespace) -> int:
     if args.validation_tokens is not None:
         config = hold_out(config, args.validation_tokens)
     if args.part is None:
-        print(prepare(config, overwrite=args.overwrite, merge_only=args.merge).summary())
+        print(prepare(config, overwrite=args.overwrite, merge_only=args.merge, address=address).summary())
         return 0
     part = Part(*args.part)
-    if not prepare_part(config, part, overwrite=args.overwrite):
+    if not prepare_part(config, part, overwrite=args.overwrite, address=address):
         print(
             f"part {part.index} of {part.count} has compared its documents; once all parts have come so far, give the same "
             "command again, which makes the shards"

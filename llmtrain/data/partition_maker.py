@@ -28,6 +28,7 @@ from llmtrain.data.provenance import DocumentRecorder, pack_arrays, write_docume
 from llmtrain.data.records import BadRecord, Pieces, SetAside, Slice, read_pieces
 from llmtrain.data.source_files import PrepareError
 from llmtrain.data.split_writer import SplitWriter
+from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.token_documents import TokenFileReader
 from llmtrain.data.token_kinds import TokenKind, token_kind
 
@@ -56,6 +57,8 @@ class MakeSettings:
     validation_fraction: float
     stop_at_bad: bool
     """Raise PrepareError at the first record that cannot be read."""
+    store: StoredFolder | None = None
+    """Gets each partition that is finished."""
 
 
 class _ReadAgain(Exception):
@@ -92,9 +95,12 @@ class PartitionMaker:
         while True:
             work = _Attempt(self, partition, limit, keeps_text, duplicates)
             try:
-                return work.run(aside)
+                report = work.run(aside)
             except _ReadAgain:
                 continue
+            if self.settings.store:
+                self.settings.store.bring(report)
+            return report
 
 
 class _Attempt:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from llmtrain.data.packing import token_dtype
 from llmtrain.data.partition_maker import MakeSettings
 from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, copy_partition, read_report
 from llmtrain.data.partitions import Partition, cut, identify
+from llmtrain.data.prepare_problems import refuse_own_folder, refuse_token_files
 from llmtrain.data.prepared_folder import (
     FORMAT,
     LATER_SETTINGS,
@@ -39,10 +40,11 @@ from llmtrain.data.prepared_folder import (
     find_reusable,
     fingerprint,
     lock_folder,
+    refuse_other,
 )
-from llmtrain.data.source_files import PassedOver, PrepareError, SourceFile, list_files
+from llmtrain.data.source_files import PassedOver, PrepareError, list_files
 from llmtrain.data.source_sample import proof_texts, stops_at_bad, training_texts
-from llmtrain.data.token_kinds import token_kind
+from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from llmtrain.data.workers import Task, available_cores, make_partitions
 from llmtrain.logs import log
@@ -61,83 +63,87 @@ class Part:
 
 
 def prepare(
-    config: PrepareConfig, progress: bool = True, overwrite: bool = False, merge_only: bool = False
+    config: PrepareConfig,
+    progress: bool = True,
+    overwrite: bool = False,
+    merge_only: bool = False,
+    address: str | None = None,
 ) -> PreparedFolder:
     """Write train/, validation/, tokenizer/ and manifest.json into `config.out`, unless the same are there already.
 
-    merge_only: make no partition, but merge those that `prepare_part` has made.
+    merge_only: make no partition, but merge those that `prepare_part` has made. address: a folder in a store, which gets all in
+    place of `config.out`; that one is then where files are made, and is removed.
     Raises PrepareError (missing sources, bad records, a folder made with other settings, partitions that are missing),
     OutputError (no disk space) and TokenizerError.
     """
     out = Path(config.out).expanduser().absolute()
-    work = _Work(config, out)
+    work = _Work(config, out, address)
     with lock_folder(out):
         inputs = work.describe()
-        manifest = find_reusable(out, inputs, overwrite)
+        manifest = work.find_reusable(inputs, overwrite)
         if manifest is not None:
-            return PreparedFolder(out, manifest, reused=True)
-        with _write_errors(out):
+            return PreparedFolder(out, manifest, reused=True, address=address)
+        with _write_errors(address or out):
             manifest = work.run(inputs, progress, merge_only)
-            publish_folder(work.folder, out, replace=True)
-    return PreparedFolder(out, manifest, reused=False)
+            if work.store:
+                shutil.rmtree(work.folder)
+            else:
+                publish_folder(work.folder, out, replace=True)
+    return PreparedFolder(out, manifest, reused=False, address=address)
 
 
-def prepare_part(config: PrepareConfig, part: Part, progress: bool = True, overwrite: bool = False) -> bool:
+def prepare_part(
+    config: PrepareConfig, part: Part, progress: bool = True, overwrite: bool = False, address: str | None = None
+) -> bool:
     """Make a share of the partitions of `config.out`, for `prepare` to merge. The parts may be made at the same time, by
     machines that share the folder. Returns False where with `dedup` other parts have not hashed their documents yet: once they
-    have, the same call makes the partitions.
+    have, the same call makes the partitions. address: as in `prepare`; what the machines share is then the store.
 
     Raises what `prepare` raises, and PrepareError with max_bytes, which needs all in order.
     """
     if config.max_bytes is not None:
         raise PrepareError("max_bytes takes the partitions one after the other, so it cannot be made in parts")
     out = Path(config.out).expanduser().absolute()
-    work = _Work(config, out)
-    with lock_folder(out.with_name(f"{out.name}.part-{part.index}-of-{part.count}")), _write_errors(out):
+    work = _Work(config, out, address)
+    with lock_folder(out.with_name(f"{out.name}.part-{part.index}-of-{part.count}")), _write_errors(address or out):
         inputs = work.describe()
-        return find_reusable(out, inputs, overwrite) is not None or work.run_part(inputs, progress, part)
+        return work.find_reusable(inputs, overwrite) is not None or work.run_part(inputs, progress, part)
 
 
 @contextmanager
-def _write_errors(out: Path) -> Iterator[None]:
+def _write_errors(out: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error}") from error
 
 
-def _refuse_own_folder(out: Path, files: list[SourceFile]) -> None:
-    mine = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (out, partial_folder(out)))
-    for file in files:
-        if file.path.startswith("/") and os.path.realpath(file.path).startswith(mine):
-            raise PrepareError(
-                f"{out} lies inside a source ({file.path}), of which it would become a part; name another --out"
-            )
-
-
-def _refuse_token_files(files: list[SourceFile]) -> None:
-    """Raise PrepareError for token files, where the tokenizer is to be trained."""
-    for file in files:
-        if token_kind(file.path, file.from_folder):
-            raise PrepareError(f"{file.path} holds tokens: name the tokenizer that they were made with (--tokenizer)")
-
-
 class _Work:
     """The making of one folder, in `folder`, which stays until it is complete. Raises PrepareError for its sources."""
 
-    def __init__(self, config: PrepareConfig, out: Path) -> None:
+    def __init__(self, config: PrepareConfig, out: Path, address: str | None) -> None:
         self.config, self.out, self.folder = config, out, partial_folder(out)
+        self.store = StoredFolder.of(address, self.folder, config) if address else None
         self.passed_over = PassedOver()
         self.files = list_files(config.sources, self.passed_over)
         self.total = sum(file.size for file in self.files)
-        _refuse_own_folder(out, self.files)
+        refuse_own_folder(out, self.files)
         if config.vocab_size:
-            _refuse_token_files(self.files)
+            refuse_token_files(self.files)
 
     def describe(self) -> dict[str, Any]:
         """All inputs that the folder depends on."""
         self.marks = file_marks(self.files)
         return describe_inputs(self.config, self.files, self.marks)
+
+    def find_reusable(self, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+        """See prepared_folder.find_reusable."""
+        if self.store is None:
+            return find_reusable(self.out, inputs, overwrite)
+        manifest = None if overwrite else self.store.manifest()
+        if manifest is not None:
+            refuse_other(self.store.address, manifest, inputs)
+        return manifest
 
     def run(self, inputs: dict[str, Any], progress: bool, merge_only: bool) -> dict[str, Any]:
         """Make all partitions and merge them. Returns the manifest."""
@@ -154,6 +160,8 @@ class _Work:
             self._tell_stale([task.partition for task in tasks])
             reports = self._make(tasks, tokenizer, bar, merge_only)
             bar.stage("merging")
+            if self.store:
+                self.store.fetch(reports)
             partitions = [task.partition for task in tasks]
             counts = merge(
                 folder, config, tokenizer.vocab_size, _marks(config, tokenizer), partitions, reports, self.passed_over
@@ -179,6 +187,8 @@ class _Work:
             },
         }
         replace_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        if self.store:
+            self.store.publish(reports)
         return manifest
 
     def run_part(self, inputs: dict[str, Any], progress: bool, part: Part) -> bool:
@@ -274,8 +284,9 @@ class _Work:
     ) -> list[PartitionReport]:
         """Reports of the tasks, in their order, up to the one that reaches max_bytes."""
         made: dict[int, PartitionReport] = {}
+        there = self.store.sizes() if self.store else {}
         for number, task in enumerate(tasks):
-            if report := self._finished(task):
+            if report := self._finished(task, there):
                 made[number] = report
                 bar.advance(task.partition.stored_bytes)
         todo = [number for number in range(len(tasks)) if number not in made]
@@ -315,15 +326,25 @@ class _Work:
                 return number
         return count - 1
 
-    def _finished(self, task: Task) -> PartitionReport | None:
-        """The report of a partition that was made before: for this folder, or for the one that it replaces."""
+    def _finished(self, task: Task, there: dict[str, int]) -> PartitionReport | None:
+        """The report of a partition that was made before: for this folder, or for the one that it replaces. there: see
+        StoredFolder.sizes."""
+        if self.store:
+            report = self.store.report(task.partition.id, there)
+            if report and self._serves(report, task):
+                return report
         for folder in (self.folder, self.out):
             report = read_report(folder, task.partition.id)
-            if not report or report.keeps_text < task.keeps_text or (report.bad_count and stops_at_bad(self.config)):
+            if not report or not self._serves(report, task):
                 continue
             if folder == self.folder or copy_partition(folder, self.folder, report):
+                if self.store:
+                    self.store.bring(report)
                 return report
         return None
+
+    def _serves(self, report: PartitionReport, task: Task) -> bool:
+        return report.keeps_text >= task.keeps_text and not (report.bad_count and stops_at_bad(self.config))
 
     def _refuse_bad(self, tasks: list[Task], made: dict[int, PartitionReport]) -> None:
         if not self.config.skip_bad_records:
@@ -360,6 +381,7 @@ class _Work:
             seed=config.seed,
             validation_fraction=config.validation_fraction,
             stop_at_bad=stops_at_bad(config),
+            store=self.store,
         )
 
 

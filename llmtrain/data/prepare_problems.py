@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.config.base import Problem
-from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.config.output_folder import partial_folder, unwritable_reason
 from llmtrain.data.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
-from llmtrain.data.source_files import PrepareError, stored_bytes
+from llmtrain.data.source_files import PrepareError, SourceFile, stored_bytes
+from llmtrain.data.token_kinds import token_kind
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
 
@@ -121,3 +123,20 @@ def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
         if name in made and made[name] != (value := getattr(prepare, name)):
             text = f"{prepare.out} was made with {json.dumps(made[name])}; name another `out`, or remove that folder"
             yield Problem(name, value, text)
+
+
+def refuse_own_folder(out: Path, files: list[SourceFile]) -> None:
+    """Raise PrepareError for a folder to be made that lies inside a source."""
+    mine = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (out, partial_folder(out)))
+    for file in files:
+        if file.path.startswith("/") and os.path.realpath(file.path).startswith(mine):
+            raise PrepareError(
+                f"{out} lies inside a source ({file.path}), of which it would become a part; name another --out"
+            )
+
+
+def refuse_token_files(files: list[SourceFile]) -> None:
+    """Raise PrepareError for token files, where the tokenizer is to be trained."""
+    for file in files:
+        if token_kind(file.path, file.from_folder):
+            raise PrepareError(f"{file.path} holds tokens: name the tokenizer that they were made with (--tokenizer)")

@@ -48,11 +48,12 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """A finished folder. reused: it existed already."""
+    """A finished folder. reused: it existed already. address: of one in a store."""
 
     out: Path
     manifest: dict[str, Any]
     reused: bool
+    address: str | None = None
 
     def split(self, name: str) -> dict[str, Any]:
         """Counts of `train` or `validation`: documents, bytes, tokens, samples, ..."""
@@ -60,7 +61,9 @@ class PreparedFolder:
 
     def summary(self) -> str:
         """A line per split with its counts, and the records that were skipped."""
-        lines = [f"{self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"]
+        lines = [
+            f"{self.address or self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"
+        ]
         passed_over = PassedOver(self.manifest.get("passed_over", {}))
         for name, split in self.manifest["splits"].items():
             lines.append(
@@ -159,6 +162,14 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
         raise PrepareError(
             f"{out} exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
         )
+    refuse_other(out, manifest, inputs)
+    for name, split in manifest["splits"].items():
+        _require_shards(out / name, split["samples"])
+    return manifest
+
+
+def refuse_other(out: Path | str, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Raise PrepareError with what differs, if the folder of the manifest was made from other inputs."""
     made = LATER_SETTINGS | manifest["inputs"]
     if made.get("format") in _EARLIER_FORMATS:
         made["format"] = FORMAT
@@ -167,9 +178,6 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
             f"{out} holds shards made otherwise:\n  {differences}\n"
             "prepare into another folder, or replace it with --overwrite"
         )
-    for name, split in manifest["splits"].items():
-        _require_shards(out / name, split["samples"])
-    return manifest
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:

@@ -170,3 +170,14 @@ def _hub() -> Any:
     from huggingface_hub import HfFileSystem
 
     return HfFileSystem()
+
+
+def write_remote(address: str, content: bytes) -> None:
+    """Write an object of an `s3://` address, which appears whole. Raises OSError."""
+    with _s3().open_output_stream(address.partition("://")[2]) as stream:
+        stream.write(content)
+
+
+def remove_remote(address: str) -> None:
+    """Remove an object of an `s3://` address. Raises OSError."""
+    _s3().delete_file(address.partition("://")[2])
