@@ -13,14 +13,14 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.kernels import attention, mamba_parts, norm, report, rotary, scan
+from llmtrain.bench.kernels import attention, gated_delta, mamba_parts, norm, report, rotary, scan
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform
 
-OPERATIONS = ("attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mixer")
+OPERATIONS = ("attention", "rotary", "norm", "ssd", "gated_delta", "conv1d", "gated_norm", "mixer")
 SHARES = 8  # into which the compilation of an autotuned public kernel is cut
 
 
@@ -98,6 +98,7 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
     every = {
         "attention": lambda: attention.cells(tiny),
         "ssd": lambda: scan.cells(tiny, chunks),
+        "gated_delta": lambda: gated_delta.cells(tiny),
         "rotary": lambda: rotary.cells(tiny),
         "norm": lambda: norm.cells(tiny),
         "conv1d": lambda: mamba_parts.conv_cells(tiny),
