@@ -34,7 +34,7 @@ class RunOrder:
         samples = [index.samples for index in indexes]
         self.steps_per_epoch = require_epoch(data, samples, global_batch_size) // global_batch_size
         if data.chosen_order == "seekable":
-            sizes = [np.array([shard["samples"] for shard in index.shards], np.int64) for index in indexes]
+            sizes = [np.asarray(index.shards.samples) for index in indexes]
             self._seekable = seekable_order(data, global_batch_size, sizes)
         else:
             self._seekable = None
@@ -70,6 +70,8 @@ class RunOrder:
             for number, (index, stream) in enumerate(zip(self._indexes, data.train_streams().values(), strict=True)):
                 local = Path(folder, str(number))
                 local.mkdir()
-                (local / "index.json").write_text(json.dumps({"version": 2, "shards": index.shards}), encoding="utf-8")
+                (local / "index.json").write_text(
+                    json.dumps({"version": 2, "shards": list(index.shards)}), encoding="utf-8"
+                )
                 streams.append(Stream(local=str(local), proportion=stream.proportion))
             return train_dataset(data, streams, batch_size=self._batch, global_batch_size=self._batch)

@@ -6,12 +6,13 @@ what it holds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Literal
@@ -29,6 +30,7 @@ from pydantic import (
 
 from llmtrain.config.base import setting_error
 from llmtrain.config.regular_file import open_regular
+from llmtrain.data.shard_table import ShardTable, shared_table
 from llmtrain.errors import UserError
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -53,29 +55,29 @@ class Index:
     """One stream's index.json. folder: where it lies; also an address."""
 
     folder: Path | str
-    shards: list[dict[str, Any]]
+    shards: ShardTable
 
-    @property
+    @functools.cached_property
     def samples(self) -> int:
-        return sum(shard["samples"] for shard in self.shards)
+        return sum(self.shards.samples)
 
     @property
     def hash_algorithm(self) -> str | None:
         """The fastest hash algorithm that all shards have in common, or None."""
-        common = set.intersection(*(set(shard["hashes"]) for shard in self.shards)) if self.shards else set()
+        common = set.intersection(*(set(kind["hashes"]) for kind in self.shards.kinds)) if self.shards else set()
         known = common & (xxhash.algorithms_available | hashlib.algorithms_guaranteed) - _OF_ANY_LENGTH
         return min(known, key=lambda name: (name not in xxhash.algorithms_available, name), default=None)
 
     def seq_lens(self) -> set[int | None]:
         """Tokens per sample by the columns' encodings; None for columns with a length per sample."""
-        return {_seq_len(shard) for shard in self.shards}
+        return {_seq_len(kind) for kind in self.shards.kinds}
 
     def has_tokens(self) -> bool:
-        return all(any(name in shard["column_names"] for name in TOKEN_COLUMNS) for shard in self.shards)
+        return all(any(name in kind["column_names"] for name in TOKEN_COLUMNS) for kind in self.shards.kinds)
 
 
-def _seq_len(shard: dict[str, Any]) -> int | None:
-    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+def _seq_len(kind: dict[str, Any]) -> int | None:
+    encodings = dict(zip(kind["column_names"], kind["column_encodings"], strict=True))
     encoding = next((encodings[name] for name in TOKEN_COLUMNS if name in encodings), "")
     parts = encoding.split(":")
     return int(parts[2]) if parts[0] == "ndarray" and len(parts) == 3 and parts[2].isdigit() else None
@@ -86,44 +88,118 @@ def read_index(folder: Path) -> Index | None:
     file = folder / "index.json"
     try:
         with open_regular(file) as opened:
-            return parse_index(opened.read(), folder)
+            about = os.fstat(opened.fileno())
+            found = (str(file), about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size)
+            if found not in _READ:
+                if len(_READ) >= _MOST_READ:
+                    _READ.clear()
+                _READ[found] = parse_index(opened.read(), folder)
+            return _READ[found]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ShardError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
+_READ: dict[tuple[str, int, int, int, int], Index] = {}
+"""Indexes that this process has read, by the file and its times: a start asks for each several times."""
+_MOST_READ = 64
+
+
 def parse_index(text: bytes, folder: Path | str) -> Index:
     """Decode the index.json of a folder or address. Raises ShardError if it is not an index."""
     file = f"{folder}/index.json"
     try:
-        content = json.loads(text, object_hook=_Sharing())
-        if not isinstance(content, dict) or "shards" not in content:
-            raise ShardError(f"{file} is not the index of MDS shards: it has no 'shards'")
-        shards = content["shards"]
-        if not isinstance(shards, list):
-            _SHARDS.validate_python(shards)
-        for begin in range(0, len(shards), _CHUNK):  # a validated copy of all at a time would be as large again
-            _validate(shards[begin : begin + _CHUNK], begin)
-        names = Counter(shard["raw_data"]["basename"] for shard in shards)
-        if twice := next((name for name, count in names.items() if count > 1), None):
-            raise ShardError(f"{file} names the shard {twice} {names[twice]} times; its samples would count as often")
-    except ValidationError as error:
-        raise ShardError(f"{file} is not the index of MDS shards: shards: {error.errors()[0]['msg']}") from None
-    except _Invalid as error:
+        return Index(folder, shared_table(text, _valid_entries))
+    except _Twice as error:
+        raise ShardError(f"{file} {error}") from None
+    except (_Invalid, RecursionError, ValueError) as error:  # ValueError: also of json and of UTF-8
         raise ShardError(f"{file} is not the index of MDS shards: {error}") from None
-    except ShardError:
-        raise
-    except ValueError as error:  # also of json and of UTF-8
-        raise ShardError(f"{file} is not the index of MDS shards: {error}") from None
-    return Index(folder, shards)
-
-
-_CHUNK = 4096
 
 
 class _Invalid(Exception):
-    """An entry of an index that is none: where, and why."""
+    """What is wrong with an index."""
+
+
+class _Twice(Exception):
+    """A shard that an index names twice."""
+
+
+def _valid_entries(text: bytes) -> Iterator[dict[str, Any]]:
+    """The entries of an index.json, validated some at a time: all of them as objects would take a gigabyte per 300,000."""
+    names: Counter[str] = Counter()
+    begin = 0
+    for entries in _chunks(text.decode()):
+        _validate(entries, begin)
+        begin += len(entries)
+        names.update(entry["raw_data"]["basename"] for entry in entries)
+        yield from entries
+    if len(names) < begin:
+        name, count = names.most_common(1)[0]
+        raise _Twice(f"names the shard {name} {count} times; its samples would count as often")
+
+
+_CHUNK = 4096
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _chunks(text: str) -> Iterator[list[Any]]:
+    """The elements of `shards` in the JSON text of an index, up to _CHUNK at a time. Raises ValueError for what is no JSON."""
+    position = _skip(text, 0)
+    if text[position : position + 1] != "{":
+        json.loads(text)
+        raise _Invalid("it has no 'shards'")
+    position, found = _skip(text, position + 1), False
+    more = text[position : position + 1] != "}"
+    while more:
+        key, position = _DECODER.raw_decode(text, position)
+        position = _expect(text, position, ":")
+        if key == "shards" and text[position : position + 1] == "[":
+            if found:
+                raise _Invalid("it has 'shards' twice")
+            found = True
+            position = yield from _elements(text, _skip(text, position + 1))
+        else:
+            value, position = _DECODER.raw_decode(text, position)
+            if key == "shards":
+                raise _Invalid(f"shards: expected a list, found {type(value).__name__}")
+        position = _skip(text, position)
+        more = text[position : position + 1] != "}"
+        position = _expect(text, position, ",") if more else position
+    if _skip(text, position + 1) != len(text):
+        raise json.JSONDecodeError("Extra data", text, position + 1)
+    if not found:
+        raise _Invalid("it has no 'shards'")
+
+
+def _elements(text: str, position: int) -> Generator[list[Any], None, int]:
+    """The elements of a list from behind its bracket. Returns the position behind it."""
+    chunk: list[Any] = []
+    more = text[position : position + 1] != "]"
+    while more:
+        value, position = _DECODER.raw_decode(text, position)
+        chunk.append(value)
+        if len(chunk) == _CHUNK:
+            yield chunk
+            chunk = []
+        position = _skip(text, position)
+        more = text[position : position + 1] != "]"
+        position = _expect(text, position, ",") if more else position
+    yield chunk
+    return position + 1
+
+
+def _skip(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _expect(text: str, position: int, character: str) -> int:
+    position = _skip(text, position)
+    if text[position : position + 1] != character:
+        raise json.JSONDecodeError(f"Expecting {character!r}", text, position)
+    return _skip(text, position + 1)
 
 
 def _validate(shards: list[Any], begin: int) -> None:
@@ -134,20 +210,6 @@ def _validate(shards: list[Any], begin: int) -> None:
         number, *rest = first["loc"]
         where = ".".join(map(str, ("shards", int(number) + begin, *rest)))
         raise _Invalid(f"{where}: {first['msg']}") from None
-
-
-class _Sharing:
-    """Hook for JSON that keeps the lists of the entries once: they are equal in all 100,000 shards of a large corpus."""
-
-    def __init__(self) -> None:
-        self._lists: dict[str, list[Any]] = {}
-
-    def __call__(self, found: dict[str, Any]) -> dict[str, Any]:
-        if "raw_data" in found:
-            for name in ("column_names", "column_encodings", "column_sizes", "hashes"):
-                if isinstance(value := found.get(name), list):
-                    found[name] = self._lists.setdefault(repr(value), value)
-        return found
 
 
 def verify_shard(file: BinaryIO, shard: dict[str, Any], algorithm: str | None) -> str | None:

@@ -174,8 +174,8 @@ def _missing_shards(index: Index) -> list[str]:
     """Names of shards of which neither the raw nor the compressed file is there."""
     here: dict[str, set[str]] = {}
     missing = []
-    for shard in index.shards:
-        names = [part["basename"] for part in (shard["raw_data"], shard["zip_data"]) if part]
+    for files in index.shards.names():
+        names = [name for name in files if name]
         for folder, name in map(os.path.split, names):
             if folder not in here:
                 place = Path(index.folder, folder)
@@ -236,11 +236,21 @@ def data_fingerprint(data: DataConfig) -> str:
 
 def fingerprint_of(data: DataConfig, indexes: Sequence[Index]) -> str:
     """`data_fingerprint` of training streams with these indexes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for stream, index in zip(data.train_streams().values(), indexes, strict=True):
-        for shard in index.shards:
-            raw = shard["raw_data"]
-            digest.update(json.dumps([shard["samples"], raw["bytes"], raw["hashes"]], sort_keys=True).encode())
+    shares = []
+    for stream in data.train_streams().values():
         budget = f" {stream.repeats} {stream.tokens}" if stream.is_budget else ""
-        digest.update(f"{stream.proportion}{budget}\n".encode())
-    return digest.hexdigest()
+        shares.append(f"{stream.proportion}{budget}\n")
+    key = tuple((index.shards.digest, share) for index, share in zip(indexes, shares, strict=True))
+    if key not in _FINGERPRINTS:
+        digest = hashlib.blake2b(digest_size=16)
+        for index, share in zip(indexes, shares, strict=True):
+            for shard in index.shards:
+                raw = shard["raw_data"]
+                digest.update(json.dumps([shard["samples"], raw["bytes"], raw["hashes"]], sort_keys=True).encode())
+            digest.update(share.encode())
+        _FINGERPRINTS[key] = digest.hexdigest()
+    return _FINGERPRINTS[key]
+
+
+_FINGERPRINTS: dict[tuple[tuple[str, str], ...], str] = {}
+"""Of indexes and shares that this process has met: every checkpoint asks."""

@@ -38,7 +38,7 @@ class StoredStream:
     @functools.cached_property
     def ends(self) -> NDArray[np.int64]:
         """Samples up to the end of each shard."""
-        return np.cumsum([shard["samples"] for shard in self.index.shards], dtype=np.int64)
+        return np.cumsum(np.asarray(self.index.shards.samples))
 
     def shard_of(self, sample: int) -> tuple[int, int]:
         """(shard, row in it) of a sample. Raises ShardError if there is no such sample."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,19 +19,28 @@ from streaming import Stream, StreamingDataset
 from streaming.base import dataset as dataset_module
 from streaming.base.constant import TICK
 from streaming.base.dataset import _ShardState
-from streaming.base.format.base.reader import FileInfo
-from streaming.base.format.mds import MDSReader
+from streaming.base.shared.prefix import get_shm_prefix
+from streaming.base.storage.download import CloudDownloader
 from streaming.base.util import wait_for_file_to_exist
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.data.order import SampleOrder
+from llmtrain.data.shard_fetch import TEMPORARY, Fetcher
 from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, read_index, verify_shard
+from llmtrain.data.shard_reader import ShardReader, mds_reader
 from llmtrain.data.shared_memory import require_room
 from llmtrain.data.worker_samples import Reader, WorkerSamples
 from llmtrain.logs import run_log
 
 _ATTEMPTS = 8
 """To find a shard that was there a moment ago."""
+_READERS = 1024
+_REMOTE = ".llmtrain-remote"
+"""The file in a folder that says what it caches."""
+_UNFINISHED = 86400
+"""Seconds after which a download that is not finished was given up."""
+_THREAD = threading.local()
+"""Clients of remotes: each thread has its own, as a failed one is replaced."""
 
 
 class CheckedStream(Stream):
@@ -44,6 +56,7 @@ class CheckedStream(Stream):
         index = read_index(self.folder)
         if index is None:
             raise ShardError(f"{self.folder} holds no index.json of MDS shards")
+        self.index = index
         # A flipped bit in a shard must not become training data.
         self.validate_hash = index.hash_algorithm
         if index.hash_algorithm is None:
@@ -51,51 +64,76 @@ class CheckedStream(Stream):
                 f"{self.folder}: the index holds no hashes, so damage to the shards is noticed only where it changes their "
                 "size; StreamingDataset's MDSWriter(hashes=['xxh64']) writes them"
             )
-        return [_reader(self.local, self.split, entry) for entry in index.shards]
+        self._reader = functools.lru_cache(_READERS)(
+            lambda number: mds_reader(self.local, self.split, index.shards[number])
+        )
+        return [ShardReader(number, size, self._reader) for number, size in enumerate(index.shards.samples)]
 
     def _download_index(self, world: Any) -> None:
-        """Get the index of a remote, where it is not in the folder; on each node its first rank does. As StreamingDataset does,
-        which then copies each shard's entry deeply: 20 s for 100,000."""
+        """Get the index of a remote, where it is not in the folder; on each node its first rank does. Raises ShardError for a
+        folder that caches another remote."""
         file = self.folder / "index.json"
-        if not self.remote or file.exists():
+        if not self.remote:
             return
-        if world.is_local_leader:
-            os.rename(self._download_file("index.json", "index.json.tmp"), file)
-        else:
-            wait_for_file_to_exist(str(file), TICK, self.download_timeout, f"{file} was not downloaded in time")
+        if not file.exists():
+            if world.is_local_leader:
+                self.fetcher.fetch_index()
+                (self.folder / _REMOTE).write_text(self.remote, encoding="utf-8")
+            else:
+                longest = self.download_timeout * (self.download_retry + 1)
+                wait_for_file_to_exist(str(file), TICK, longest, f"{file} was not downloaded in time")
+        with contextlib.suppress(FileNotFoundError):
+            of = (self.folder / _REMOTE).read_text(encoding="utf-8")
+            if of.rstrip("/") != self.remote.rstrip("/"):
+                raise ShardError(
+                    f"{self.folder} caches {of}, not {self.remote}: give another folder as local, or remove this one"
+                )
+
+    @functools.cached_property
+    def fetcher(self) -> Fetcher:
+        """What brings shards into the folder. To be asked for once the index is here, but for the index."""
+        return Fetcher(
+            self.folder,
+            self._download if self.remote else None,
+            self.validate_hash or None,
+            self.download_retry,
+            self.safe_keep_zip,
+        )
+
+    def _download(self, name: str, path: str) -> None:
+        if not hasattr(_THREAD, "clients"):
+            _THREAD.clients = {}
+        client = _THREAD.clients.setdefault(self.remote, None) or CloudDownloader.get(self.remote)
+        _THREAD.clients[self.remote] = client
+        try:
+            client.download(os.path.join(self.remote or "", self.split, name), path, self.download_timeout)
+        except BaseException:
+            client.clean_up()
+            raise
+
+    def set_up_local(self, shards: list[Any], cache_usage_per_shard: np.ndarray) -> None:
+        """Find which shards are in the folder, and how many bytes. Unlike StreamingDataset, which deletes files that it would
+        not have left so, those of another job among them; only unfinished downloads of yesterday are removed."""
+        here = set()
+        for folder, _, files in os.walk(self.folder):
+            inside = os.path.relpath(folder, self.folder)
+            here |= {os.path.normpath(os.path.join(inside, name)) for name in files}
+        for name in (name for name in here if TEMPORARY in name):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(self.folder / name).st_mtime > _UNFINISHED:
+                    os.unlink(self.folder / name)
+        table = self.index.shards
+        if len(here) > 1:
+            for number, (raw, packed) in enumerate(table.names()):
+                cache_usage_per_shard[number] = (raw in here and table.raw_bytes[number]) + (
+                    packed in here and table.zip_bytes[number]
+                )
 
     def prepare_shard(self, shard: Any) -> int:
-        """Download and decompress a shard. Raises ShardError for what is no file (a pipe would block), and where a link would
-        lead what is written out of the folder."""
-        folder = os.path.realpath(self.folder)
-        for part in (part for pair in shard.file_pairs for part in pair if part):
-            file = os.path.join(folder, part.basename)
-            if os.path.isfile(file):
-                continue
-            if os.path.exists(file):
-                raise ShardError(f"{file} is not a regular file")
-            for written in (file, f"{file}.tmp"):
-                if not os.path.realpath(written).startswith(f"{folder}{os.sep}"):
-                    raise ShardError(f"{written} is a link that leads out of {folder}: nothing is written there")
-        return super().prepare_shard(shard)
-
-
-def _reader(local: str, split: str, entry: dict[str, Any]) -> MDSReader:
-    raw, packed = (FileInfo(**part) if part else None for part in (entry["raw_data"], entry["zip_data"]))
-    assert raw is not None  # the index was checked
-    return MDSReader(
-        dirname=local,
-        split=split,
-        column_encodings=entry["column_encodings"],
-        column_names=entry["column_names"],
-        column_sizes=entry["column_sizes"],
-        compression=entry["compression"],
-        hashes=entry["hashes"],
-        raw_data=raw,
-        samples=entry["samples"],
-        size_limit=None,
-        zip_data=packed,
-    )
+        """Download and unpack a shard. Returns 0: the bytes in the folder are counted by TokenDataset. Raises ShardError for what
+        is no file (a pipe would block), and where a link would lead what is written out of the folder."""
+        self.fetcher.prepare(shard.number, self.index.shards[shard.number])
+        return 0
 
 
 class ShardSpanner:
@@ -110,6 +148,11 @@ class ShardSpanner:
             raise IndexError(f"there is no sample {index}")
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, int(index) - (int(self._ends[shard - 1]) if shard else 0)
+
+
+def _shared_prefix(streams_local: list[str], streams_remote: list[str | None], world: Any) -> tuple[int, Any]:
+    """StreamingDataset's shared memory, without its refusal of a folder that another job caches a remote in."""
+    return get_shm_prefix(streams_local, [None] * len(streams_remote), world)
 
 
 class TokenDataset(StreamingDataset):
@@ -132,7 +175,10 @@ class TokenDataset(StreamingDataset):
     ) -> None:
         """order: makes the order of samples once the shards are known; None: StreamingDataset's. order_name: what a position
         calls it."""
-        with mock.patch.object(dataset_module, "Spanner", ShardSpanner):
+        with (
+            mock.patch.object(dataset_module, "Spanner", ShardSpanner),
+            mock.patch.object(dataset_module, "get_shm_prefix", _shared_prefix),
+        ):
             super().__init__(**kwargs)
         self._make_order = order
         self.order_name = order_name
@@ -195,6 +241,26 @@ class TokenDataset(StreamingDataset):
             self._failure = self._failure or error
             self._event.set()
 
+    @functools.cached_property
+    def _kept_bytes(self) -> np.ndarray:
+        """Bytes of each shard that stay in its folder."""
+        sizes = [
+            np.asarray(one.index.shards.raw_bytes) + np.asarray(one.index.shards.zip_bytes) * bool(one.safe_keep_zip)
+            for one in self.streams
+        ]
+        return np.concatenate(sizes)
+
+    @property
+    def cache_usage(self) -> int:
+        """Bytes of indexes and shards in the folders, of those that this job knows of. Counted where it is asked for:
+        StreamingDataset's running sum goes wrong where another job fetches or removes a shard."""
+        here = self._shard_states.numpy() == _ShardState.LOCAL
+        return int(self._kept_bytes[here].sum()) + sum(stream.get_index_size() for stream in self.streams)
+
+    @cache_usage.setter
+    def cache_usage(self, cache_usage: int) -> None:
+        pass
+
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download and decompress a shard if need be. Raises ShardError if that fails."""
         try:
@@ -211,17 +277,22 @@ class TokenDataset(StreamingDataset):
             raise self._failure from error
 
     def _verify(self, shard_id: int) -> None:
-        """Compare a shard with its index, unless another process of this rank did. Raises ShardError."""
+        """Compare a shard with its index, unless another process of this rank did. One that is damaged is made again where it
+        came from somewhere. Raises ShardError."""
         if self._verified[shard_id]:
             return
         stream, shard = self.streams[self.stream_per_shard[shard_id]], self.shards[shard_id]
         file = stream.folder / shard.raw_data.basename
-        if damage := self._damage(shard_id, file, stream.validate_hash):
-            again = (
-                "remove it, and it is made again" if stream.remote or shard.zip_data else "copy it anew from its source"
-            )
+        damage = self._damage(shard_id, file, stream.validate_hash)
+        packed = shard.zip_data is not None and (stream.folder / shard.zip_data.basename).is_file()
+        if damage and (stream.remote or packed):
+            run_log.warning(f"WARNING: the shard {file} is not what its index says: {damage}; it is made again")
+            file.unlink(missing_ok=True)
+            damage = self._damage(shard_id, file, stream.validate_hash)
+        if damage:
             raise ShardError(
-                f"the shard {file} is not what its index says: {damage}; {again}, unless index.json is what was changed"
+                f"the shard {file} is not what its index says: {damage}; copy it anew from its source, unless index.json is what "
+                "was changed"
             )
         self._verified[shard_id] = 1
 

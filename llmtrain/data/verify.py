@@ -23,7 +23,9 @@ Progress = Callable[[int], None]
 
 def stored_bytes(stream: StoredStream) -> int:
     """About the bytes that `stream_faults` reads."""
-    return sum((shard["zip_data"] or shard["raw_data"])["bytes"] for shard in stream.index.shards) * len(stream.places)
+    shards = stream.index.shards
+    sizes = zip(shards.raw_bytes.tolist(), shards.zip_bytes.tolist(), strict=True)
+    return sum(packed or raw for raw, packed in sizes) * len(stream.places)
 
 
 def stream_faults(stream: StoredStream, advance: Progress) -> Iterator[str]:
@@ -58,7 +60,7 @@ def _place_faults(place: str, index: Index, required: bool, advance: Progress) -
                 yield text if file in text else f"{file}: {text}"
         if required and not present:
             yield f"{place}/{(shard['zip_data'] or shard['raw_data'])['basename']}: missing"
-    listed = {part["basename"] for shard in index.shards for part in (shard["raw_data"], shard["zip_data"]) if part}
+    listed = {name for names in index.shards.names() for name in names if name}
     for name in sorted(_shard_files(place) - listed):
         yield f"{place}/{name}: is not in the index, so its samples are never read"
 
