@@ -39,8 +39,6 @@ _REMOTE = ".llmtrain-remote"
 """The file in a folder that says what it caches."""
 _UNFINISHED = 86400
 """Seconds after which a download that is not finished was given up."""
-_THREAD = threading.local()
-"""Clients of remotes: each thread has its own, as a failed one is replaced."""
 
 
 class CheckedStream(Stream):
@@ -89,9 +87,9 @@ class CheckedStream(Stream):
                     f"{self.folder} caches {of}, not {self.remote}: give another folder as local, or remove this one"
                 )
 
-    @functools.cached_property
+    @property
     def fetcher(self) -> Fetcher:
-        """What brings shards into the folder. To be asked for once the index is here, but for the index."""
+        """Fetches shards into the folder; before the index was read, without their hashes."""
         return Fetcher(
             self.folder,
             self._download if self.remote else None,
@@ -101,14 +99,15 @@ class CheckedStream(Stream):
         )
 
     def _download(self, name: str, path: str) -> None:
-        if not hasattr(_THREAD, "clients"):
-            _THREAD.clients = {}
-        client = _THREAD.clients.setdefault(self.remote, None) or CloudDownloader.get(self.remote)
-        _THREAD.clients[self.remote] = client
+        clients = self.__dict__.setdefault(
+            "_clients", threading.local()
+        )  # a failed one is replaced, not under another thread
+        if not hasattr(clients, "own"):
+            clients.own = CloudDownloader.get(self.remote)
         try:
-            client.download(os.path.join(self.remote or "", self.split, name), path, self.download_timeout)
+            clients.own.download(os.path.join(self.remote or "", self.split, name), path, self.download_timeout)
         except BaseException:
-            client.clean_up()
+            clients.own.clean_up()
             raise
 
     def set_up_local(self, shards: list[Any], cache_usage_per_shard: np.ndarray) -> None:
