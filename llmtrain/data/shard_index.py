@@ -118,7 +118,7 @@ def parse_index(text: bytes, folder: Path | str) -> Index:
 
 
 class _Invalid(Exception):
-    """What is wrong with an index."""
+    """A fault of an index."""
 
 
 class _Twice(Exception):

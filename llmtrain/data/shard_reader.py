@@ -29,7 +29,7 @@ class ShardReader:
 
     @property
     def number(self) -> int:
-        """Its number in the stream."""
+        """Number of the shard in its stream."""
         return self._number
 
 
