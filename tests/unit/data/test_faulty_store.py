@@ -40,12 +40,12 @@ def read(store: FolderStore, cache: Path, monkeypatch, **options: Any) -> list[i
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param(None, marks=pytest.mark.slow)])
 def test_nothing_wrong_is_read_of_a_store_that_fails(tmp_path, write_shards, monkeypatch, compression):
-    folder = write_shards(tmp_path / "bucket/data", 300, compression=compression)
+    folder = write_shards(tmp_path / "bucket/data", 320, compression=compression)
     corrupt = sorted(file.name for file in folder.glob("shard*"))[3]
     with FolderStore(tmp_path, failures=0.2, truncations=0.2, corrupt={f"bucket/data/{corrupt}": 2}) as store:
         found = read(store, tmp_path / "cache", monkeypatch)
         assert store.faults["corrupt"] == 2 and store.faults.total() > 4
-    assert sorted(found) == list(range(300))
+    assert sorted(found) == list(range(320))
     with FolderStore(tmp_path) as store:
         assert read(store, tmp_path / "other", monkeypatch) == found
 
