@@ -2,7 +2,8 @@
 memory, with matrix units or, where it is bound by memory, with 16 bytes a thread.
 
 The default run holds tests/data/compiled.json to the limits and compiles a few rows, first of those whose source has
-changed since the file was written. `pytest -m compile` compiles them all.
+changed since the file was written. `pytest -m compile` compiles every row, and all that has changed; `pytest -m "compile and
+slow"` every case of every row.
 """
 
 import itertools
@@ -58,18 +59,37 @@ def test_a_sample_compiles(checks, compilers):
         assert check in changed or entry == known[check.key]
 
 
+def assert_all_compile(wanted: list[offline.Check], compilers: Compilers) -> None:
+    """And take what the reviewed table says, but for what has changed since."""
+    found, known, changed = list(offline.compile_all(wanted, compilers)), offline.reviewed(), offline.stale(wanted)
+    wrong = [line for check, entry in found for line in offline.faults(check, entry)]
+    assert not wrong, "\n".join(wrong)
+    assert [check.key for check, entry in found if check not in changed and entry != known[check.key]] == []
+
+
+def cases_of_rows(arch: str, share: int) -> list[list[offline.Check]]:
+    """The cases of each row of one share: they have kernels in common."""
+    by_row = itertools.groupby(offline.checks([arch]), key=lambda check: check.key.split(" | ")[:2])
+    return [list(cases) for number, (_, cases) in enumerate(by_row) if number % SHARES == share]
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("arch", offline.ARCHES)
 def test_every_row_compiles(arch, share, compilers):
-    """And takes what the reviewed table says, but for rows whose source has changed since. The cases of a row, which have
-    kernels in common, are in one share."""
-    by_row = itertools.groupby(offline.checks([arch]), key=lambda check: check.key.split(" | ")[:2])
-    mine = [check for number, (_, cases) in enumerate(by_row) if number % SHARES == share for check in cases]
-    found, known, changed = list(offline.compile_all(mine, compilers)), offline.reviewed(), offline.stale(mine)
-    wrong = [line for check, entry in found for line in offline.faults(check, entry)]
-    assert not wrong, "\n".join(wrong)
-    assert [check.key for check, entry in found if check not in changed and entry != known[check.key]] == []
+    """At its own shape, and for whatever else it serves where the source has changed since the review."""
+    rows = cases_of_rows(arch, share)
+    changed = {check.key for cases in rows for check in offline.stale(cases)}
+    wanted = [check for cases in rows for at, check in enumerate(cases) if at == 0 or check.key in changed]
+    assert_all_compile(wanted, compilers)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("arch", offline.ARCHES)
+def test_every_case_of_every_row_compiles(arch, share, compilers):
+    assert_all_compile([check for cases in cases_of_rows(arch, share) for check in cases], compilers)
 
 
 def test_amd_rows_say_that_they_have_not_run():
