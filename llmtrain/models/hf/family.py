@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.other_types import lacking
 
 # model_type in config.json -> the module of this folder for it. An export takes the first that expresses the model.
 _FAMILIES = {
@@ -26,25 +27,6 @@ _FAMILIES = {
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
     )
-}
-
-
-# Keys of config.json with a value -> what a model that has them needs, and no setting of ours says.
-_LACKING = {
-    "num_local_experts": "routed experts",
-    "num_experts": "routed experts",
-    "n_routed_experts": "routed experts",
-    "moe_num_experts": "routed experts",
-    "mamba_dt_rank": "Mamba-1 layers",
-    "time_step_rank": "Mamba-1 layers",
-    "lru_width": "RG-LRU layers",
-    "attention_hidden_size": "RWKV layers",
-    "conv_L_cache": "short convolutions",
-    "attention_chunk_size": "attention within chunks",
-    "kv_lora_rank": "latent attention",
-    "vision_config": "images",
-    "audio_config": "sound",
-    "is_encoder_decoder": "an encoder",
 }
 
 
@@ -201,12 +183,11 @@ class Family(Protocol):
 def family_of_hf_config(published: Mapping[str, Any]) -> Family:
     """The family for a config.json. Raises UnsupportedModelError, naming all families."""
     found = published.get("model_type")
-    if found in _FAMILIES:
+    if isinstance(found, str) and found in _FAMILIES:
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
-    lacking = [f"{what} ({key})" for key, what in _LACKING.items() if published.get(key)]
-    reason = f", which needs what is not here: {', '.join(lacking)}" if lacking else ""
+    reason = lacking(published, _FAMILIES)
     raise UnsupportedModelError(
         f"config.json has model_type {found!r}{reason}; there is {', '.join(sorted(_FAMILIES))}"
     )

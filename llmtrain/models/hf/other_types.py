@@ -1,0 +1,73 @@
+"""What a model of a type that no family reads has, and no setting here says, by the keys of its config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Keys of config.json with a value -> what a model that has them needs, and no setting of ours says.
+_LACKING = {
+    "num_local_experts": "routed experts",
+    "num_experts": "routed experts",
+    "n_routed_experts": "routed experts",
+    "moe_num_experts": "routed experts",
+    "mamba_dt_rank": "Mamba-1 layers",
+    "time_step_rank": "Mamba-1 layers",
+    "lru_width": "RG-LRU layers",
+    "rescale_every": "RWKV layers",
+    "xlstm_block_type": "xLSTM layers",
+    "conv_L_cache": "short convolutions",
+    "attention_chunk_size": "attention within chunks",
+    "index_topk": "sparse attention",
+    "kv_lora_rank": "latent attention",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "altup_num_inputs": "several residual streams",
+    "vision_config": "images",
+    "audio_config": "sound",
+    "is_encoder_decoder": "an encoder",
+}
+_SPELLINGS = {
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "hybrid_layer_ids"),
+    *("model_type", "architectures", "torch_dtype", "auto_map", "transformers_version"),
+}
+"""Keys that families read and no class has as a field, or that all have."""
+_NO_FUNCTION = re.compile(
+    r"dropout|pdrop|token_id|token_index|init|_coef|cache|label|logits_to_keep"
+    r"|^(_|summary_|output_|gradient|problem|tokenizer|task_specific|use_return|name_or_path|add_cross|is_decoder)"
+)
+"""Keys of training, of tasks and of calls."""
+_SHOWN = 8
+
+
+def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
+    """The rest of a sentence that begins with the model type. read: the model types that are read."""
+    needed = [f"{what} ({key})" for key, what in _LACKING.items() if published.get(key)]
+    unread = _unread_settings(published, read)
+    if len(unread) > _SHOWN:
+        unread = [*unread[:_SHOWN], f"{len(unread) - _SHOWN} more"]
+    parts = [f", which needs what is not here: {', '.join(needed)}"] if needed else []
+    if unread:
+        parts.append(f"; of its settings no family here has {', '.join(unread)}")
+    return (
+        "".join(parts) or ", whose settings families here have, but what its class computes with them is not known here"
+    )
+
+
+def _unread_settings(published: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+    """Settings that are not 0, false or empty, and that no family's class has under any spelling."""
+    from transformers import CONFIG_MAPPING
+
+    known = {*_LACKING, *_SPELLINGS}
+    for kind in (CONFIG_MAPPING[name] for name in read):
+        known |= {field.name for field in dataclasses.fields(kind)} | kind.attribute_map.keys()
+    name = str(published.get("model_type"))
+    if name in CONFIG_MAPPING:  # its class may have spellings of its own
+        known |= {its for usual, its in CONFIG_MAPPING[name].attribute_map.items() if usual in known}
+    return [
+        f"{key} = {json.dumps(value)}"
+        for key, value in published.items()
+        if isinstance(value, (bool, int, float, str)) and value and key not in known and not _NO_FUNCTION.search(key)
+    ]

@@ -1,0 +1,67 @@
+"""Refusals of model types that no family reads: what is lacking, by the settings of their config.json."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
+
+LACKING = {
+    "mixtral": "needs what is not here: routed experts (num_local_experts); there is",
+    "deepseek_v3": "routed experts (n_routed_experts), latent attention (kv_lora_rank); of its settings no family here has",
+    "jamba": "routed experts (num_experts), Mamba-1 layers (mamba_dt_rank)",
+    "mamba": "Mamba-1 layers (time_step_rank)",
+    "rwkv": "RWKV layers (rescale_every)",
+    "recurrent_gemma": "RG-LRU layers (lru_width); of its settings no family here has conv1d_width = 4, logits_soft_cap = 30.0",
+    "lfm2": "short convolutions (conv_L_cache)",
+    "llama4_text": "attention within chunks (attention_chunk_size)",
+    "gemma3": "images (vision_config)",
+    "bart": "an encoder (is_encoder_decoder)",
+    "gpt2": '; of its settings no family here has activation_function = "gelu_new", scale_attn_weights = true; there is',
+    "persimmon": "no family here has qk_layernorm = true; there is",
+    "diffllama": "no family here has lambda_std_dev = 0.1",
+    "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
+    "glm": ", whose settings families here have, but what its class computes with them is not known here; there is",
+    "xlstm": " more; there is",
+}
+
+
+def published(model_type: str) -> dict[str, Any]:
+    return json.loads(CONFIG_MAPPING[model_type]().to_json_string())
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        family_of_hf_config(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", LACKING)
+def test_what_is_lacking_is_said_by_its_settings(model_type):
+    said = refusal(published(model_type))
+    assert said.startswith(f"config.json has model_type '{model_type}'") and LACKING[model_type] in said
+    assert said.endswith(", zamba2")
+
+
+@pytest.mark.slow
+def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
+    read = {family.model_type for family in families()}
+    others = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in read and name in CONFIG_MAPPING]
+    assert len(others) > 100
+    for name in others:
+        try:
+            config = published(name)
+        except Exception:  # a class that has no defaults
+            continue
+        assert "\n" not in refusal(config) and len(refusal(config)) < 900, name
+
+
+@pytest.mark.parametrize("model_type", ["of-my-own", None, 3, ["llama"], {"a": 1}])
+def test_types_that_are_unknown_or_no_name(model_type):
+    said = refusal({"model_type": model_type, "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False})
+    assert said.startswith(
+        f"config.json has model_type {model_type!r}; of its settings no family here has n_loops = 3; there"
+    )
