@@ -1,4 +1,4 @@
-"""What a model of a type that no family reads has, and no setting here says, by the keys of its config.json."""
+"""Reasons why a model of a type that no family reads cannot be expressed here, by the keys of its config.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN = 8
 
 
 def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
-    """The rest of a sentence that begins with the model type. read: the model types that are read."""
+    """End of a sentence that begins with the model type. read: the model types that are read."""
     needed = [f"{what} ({key})" for key, what in _LACKING.items() if published.get(key)]
     unread = _unread_settings(published, read)
     if len(unread) > _SHOWN:
