@@ -1,0 +1,75 @@
+"""benchmarks.serving: figures, and a tiny model beside a vLLM that is made up."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from benchmarks import serving
+
+FAKE = """
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos): self.new = max_tokens
+class LLM:
+    def __init__(self, model, **options):
+        if options["max_num_seqs"] > 4: raise SystemExit("too many")
+    def generate(self, prompts, options, use_tqdm):
+        row = type("Row", (), {"token_ids": [7] * options.new})
+        return [type("Output", (), {"outputs": [row]}) for _ in prompts]
+"""
+
+
+def test_figures_of_a_request():
+    ours = [{"batch": 4, "first": 0.2, "whole": 1.2, "tokens": [[1, 2], [3, 4]]}]
+    theirs = [{"batch": 4, "first": 0.1, "whole": 0.6, "tokens": [[1, 2], [3, 5]]}]
+    made = serving.figures({"llmtrain": ours, "vllm": theirs}, new=11)
+    assert made["llmtrain"] == [
+        {"batch": 4, "tokens_per_second": pytest.approx(44 / 1.2), "first_ms": 200, "further_ms": 100}
+    ]
+    assert made["same"] == 0.5 and "same" not in serving.figures({"llmtrain": ours}, new=11)
+
+
+def test_a_program_that_fails_is_told_with_the_end_of_its_output():
+    with pytest.raises(serving.RunError, match="status 3 after 1 of 2 batches\nout of memory"):
+        serving.measure(
+            sys.executable,
+            "import sys; print('MEASURED {}'); sys.stderr.write('out of memory'); sys.exit(3)",
+            {"batch": [1, 2]},
+        )
+
+
+@pytest.mark.slow
+def test_a_tiny_model_beside_a_made_up_vllm(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 1,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+    }
+    Mamba2ForCausalLM(Mamba2Config(vocab_size=64, **sizes)).save_pretrained(tmp_path / "exported")
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "vllm.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{serving.Path.cwd()}")
+    options = [
+        "--prompt",
+        "9",
+        "--new",
+        "5",
+        "--dtype",
+        "float32",
+        "--vllm",
+        sys.executable,
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert serving.main([str(tmp_path / "exported"), "--batch", "1", "3", *options]) == 0
+    (found,) = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert [row["batch"] for row in found["llmtrain"]] == [row["batch"] for row in found["vllm"]] == [1, 3]
+    assert 0 <= found["same"] < 1 and (tmp_path / "out" / "serving.png").read_bytes().startswith(b"\x89PNG")
+    assert serving.main([str(tmp_path / "exported"), "--batch", "5", *options]) == 1
