@@ -34,12 +34,10 @@ def streams(tmp_path_factory) -> dict[str, dict[str, str]]:
 @pytest.mark.slow
 def test_every_step_of_a_run_that_was_resumed_on_other_ranks_is_named(ranks, streams, tmp_path, capsys):
     third = STEPS // 3
+    tenth, eighth = (third * GLOBAL_BATCH * SEQ_LEN // part for part in (10, 8))
     phases: list[dict[str, Any]] = [
-        {"until": f"{third} steps", "proportions": {"web": 8, "code": 1, "books": 1}},
-        {
-            "until": f"{2 * third * GLOBAL_BATCH * SEQ_LEN} tokens",
-            "proportions": {"web": 3, "code": 5, "books": 0},
-        },
+        {"tokens": {"web": 8 * tenth, "code": tenth, "books": tenth}},
+        {"tokens": {"web": 3 * eighth, "code": 5 * eighth, "books": 0}},
         {"proportions": {"web": 1, "code": 1, "books": 1}},
     ]
     changes = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from llmtrain.data.loaders import build_train_loader
 from llmtrain.data.run_order import RunOrder
 from llmtrain.data.seen import SeenData
 from llmtrain.data.shard_index import ShardError, read_index
+from llmtrain.data.worker_samples import Reader, WorkerSamples
 from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
 
@@ -84,6 +88,52 @@ def test_samples_are_named_by_stream_and_shard(folders):
     assert counts.shape == (30, 3) and (counts.sum(axis=1) == 24).all()
     assert (counts[8:20, 2] == 0).all()
     assert seen.unrecorded == list(SIZES)
+
+
+BUDGETS: dict[str, Any] = {
+    "mixture": [
+        {"tokens": {"a": 20_000, "b": 8_000, "c": 4_000}},
+        {"repeats": {"a": 9, "b": 60, "c": 0}},
+        {"tokens": {"a": 1e3, "b": 0, "c": 25_000}},
+    ]
+}
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_a_run_of_budgets_resumed_anywhere_reads_what_an_uninterrupted_one_does(folders, stratified):
+    """500 steps as the loader's workers take them, resumed at random steps on other ranks and with other workers."""
+    data = config(folders, {}, **BUDGETS, stratified=stratified)
+    seen, rng = SeenData(data, 24), random.Random(int(os.environ.get("LLMTRAIN_TEST_SEED", "0")))
+    order = seen.order._seekable
+    assert order is not None
+    epoch = seen.order.steps_per_epoch * 24
+    stops = [0, *sorted(rng.sample(range(1, 500), 8)), 500]
+    given: list[list[int]] = []
+    for first, last in itertools.pairwise(stops):
+        ranks, workers = rng.choice((1, 2, 4)), rng.choice((1, 3))
+        step = first
+        while step < last:
+            number, done = divmod(step * 24, epoch)
+            steps, each = min(last - step, (epoch - done) // 24), 24 // ranks
+            batches: list[list[int]] = [[] for _ in range(steps)]
+            for rank, worker in itertools.product(range(ranks), range(workers)):
+                reader = Reader(rank, ranks, worker, workers)
+                mine = WorkerSamples(order, reader, begin=number * epoch, done=done, size=epoch)
+                for turn, at in enumerate(range(worker, steps, workers)):
+                    batches[at] += [mine[turn * each + place] for place in range(each)]
+            given += batches
+            step += steps
+    named: dict[int, list[int]] = {}
+    for one in seen.samples(1, 500):
+        named.setdefault(one.step, []).append(one.sample)
+    assert [sorted(batch) for batch in given] == [sorted(named[step]) for step in range(1, 501)]
+    counts = seen.counts(1, 500)
+    # 4,000 samples are 167 steps, 9 * 130 + 60 * 70 = 5,370 to step 391 are 224: each exact, in whole steps.
+    first, second = counts[:167].sum(axis=0), counts[167:391].sum(axis=0)
+    assert np.abs(first - np.array([20, 8, 4]) * 167 * 24 / 32).max() <= 1
+    assert np.abs(second - np.array([1170, 4200, 0]) * 224 * 24 / 5370).max() <= 1
+    samples = np.bincount([id for batch in given for id in batch], minlength=241)
+    assert all(np.ptp(part) <= 1 for part in np.split(samples, [130, 200]))
 
 
 def test_nothing_is_written_beside_the_shards(folders):
