@@ -1,11 +1,12 @@
 """Loss of several models over tokens and over wall time: the same text in the same order, the same batch and learning rate.
 
-    python -m benchmarks.convergence FILE… [--set a.b=c …] [--for NAME a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
+    python -m benchmarks.convergence [NAME=]FILE… [--set a.b=c …] [--for NAME a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
 
-Each FILE, a run's YAML, is trained by `llmtrain train` in a process of its own on the text in --sources (default: Python's
-standard library) with a tokenizer trained on it. All start and compile beside each other, then stop (SIGSTOP, on POSIX alone)
-and go on one after another for so many seconds of steps, the others standing still. FOLDER gets convergence.json, rewritten
-after each model, and convergence.png. A model that fails does not end the others; the exit status is then 1.
+Each FILE, a run's YAML, under a name of its own where it comes in several settings, is trained by `llmtrain train` in a process of
+its own on the text in --sources (default: Python's standard library) with a tokenizer trained on it. All start and compile beside
+each other, then stop (SIGSTOP, on POSIX alone) and go on one after another for so many seconds of steps (or --steps, if these are
+done sooner), the others standing still. FOLDER gets convergence.json, rewritten after each model, and convergence.png. A model that
+fails does not end the others; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="further settings of every run")
     parser.add_argument("--for", nargs="+", default=[], action="append", dest="special", metavar="NAME a.b=c",
-                        help="further settings of the run of NAME.yaml; may be repeated")  # fmt: skip
+                        help="further settings of the run of NAME, or of NAME.yaml; may be repeated")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument(
+        "--steps", type=int, default=sys.maxsize, help="of each run at most (default: as --seconds allow)"
+    )
     parser.add_argument("--sources", nargs="+", default=["stdlib"])
     parser.add_argument("--max-bytes", type=int, default=150_000_000, help="of text")
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -61,7 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *args.set,
     ]
     special = {name: settings for name, *settings in args.special}
-    runs = [Run(file, [*common, *special.get(Path(file).stem, [])], args.out) for file in args.files]
+    runs = []
+    for file in args.files:
+        name, _, file = file.rpartition("=")
+        name = name or Path(file).stem
+        runs.append(Run(name, file, [*common, *special.pop(name, [])], args.out))
+    names = [run.name for run in runs]
+    if special or len(set(names)) < len(names):
+        parser.error(
+            f"--for {next(iter(special))}: no such run" if special else "a name stands for several runs: give NAME=FILE"
+        )
+    special = {name: settings for name, *settings in args.special}
     found: dict[str, Any] = {}
     failed = False
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what it started would outlive it
@@ -71,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _compile(runs)
         for run in runs:
             try:
-                found[run.name] = rounded(run.train(args.seconds))
+                found[run.name] = rounded(run.train(args.seconds, args.steps))
             except RunError as error:
                 print(f"{run.name}: {error}", file=sys.stderr, flush=True)
                 failed = True
@@ -90,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Run:
     """One model's training: a process group that can stand still."""
 
-    def __init__(self, file: str, overrides: Sequence[str], out: Path):
-        self.name = Path(file).stem
+    def __init__(self, name: str, file: str, overrides: Sequence[str], out: Path):
+        self.name = name
         self.config = load_config(file, overrides)
         self.settings, self.folder, self.log = [file, *overrides], out / self.name, out / f"{self.name}.log"
         self.process: subprocess.Popen | None = None
@@ -133,9 +147,9 @@ class Run:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if LOSS in row and SECONDS in row]
 
-    def train(self, seconds: float) -> dict[str, Any]:
-        """Train on for so many seconds, end, and return the curve. A run that has ended already, for want of memory beside the
-        others perhaps, is tried again. Raises RunError for one that ends by itself.
+    def train(self, seconds: float, steps: int = sys.maxsize) -> dict[str, Any]:
+        """Train on for so many seconds, or to this step, end, and return the curve. A run that has ended already, for want of
+        memory beside the others perhaps, is tried again. Raises RunError for one that ends by itself.
         """
         if self.ended():
             self.start()
@@ -143,13 +157,15 @@ class Run:
         # The step that was interrupted, and one more: the queue of the loader has filled meanwhile.
         uncounted = max(len(self.rows()) + 2, COMPILING)
         try:
-            while sum(row[SECONDS] for row in self.rows()[uncounted:]) < seconds:
+            while len(rows := self.rows()) < steps and sum(row[SECONDS] for row in rows[uncounted:]) < seconds:
                 if self.ended():
                     raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
                 time.sleep(0.5)
         finally:
             self.kill()
-        return curve(self.rows(), uncounted, self.config.tokens_per_step) | {"parameters": _parameters(self.config)}
+        return curve(self.rows()[:steps], uncounted, self.config.tokens_per_step) | {
+            "parameters": _parameters(self.config)
+        }
 
 
 def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:

@@ -83,7 +83,14 @@ def _predictions(args: argparse.Namespace, config: Config, device: Device, descr
     assert description.speed is not None
     place = cluster(device, args.gpus_per_node, args.link, args.node_link)
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
-    points = curve(config, parameter_sizes(meta_model(config.model)), rate, place, memory, args.world_size)
+    points = curve(
+        config,
+        parameter_sizes(meta_model(config.model), float8=config.train.float8),
+        rate,
+        place,
+        memory,
+        args.world_size,
+    )
     if args.plot:
         draw(points, args.plot, f"{config.name} on {device.title}")
     return points

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -30,7 +31,7 @@ from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
-from llmtrain.models.float8_products import float8_products
+from llmtrain.models.float8_products import Float8Product, float8_products
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameter_roles import decayed_parameters, matrices
@@ -145,7 +146,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     model = meta_model(config.model)
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
     gpu_memory = device.memory_gb * 1e9 if device else None
     settled = settle(config, sizes, world_size, min(world_size, GPUS_PER_NODE), gpu_memory)
     config = settled.config
@@ -254,17 +255,21 @@ def parameter_groups(model: HybridLM, config: OptimizerConfig) -> list[GroupDesc
     ]
 
 
-def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
-    products = float8_products(model, config)
+def _products_with_uses(model: HybridLM, config: Float8Config) -> Iterator[tuple[str, Float8Product, int]]:
+    """Every linear layer, and how often a token passes through it."""
     uses = Counter(id(block) for block in model.shared_uses())
     times = {
         f"shared.{name}.{i}": uses[id(block)]
         for name, blocks in model.shared.items()
         for i, block in enumerate(cast("nn.ModuleList", blocks))
     }
+    for name, product in float8_products(model, config).items():
+        yield name, product, next((times[shared] for shared in times if name.startswith(f"{shared}.")), 1)
+
+
+def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
     work, left_out = {True: 0, False: 0}, {}
-    for name, product in products.items():
-        used = next((times[shared] for shared in times if name.startswith(f"{shared}.")), 1)
+    for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used
         if product.left_out is not None:
             anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
@@ -277,7 +282,7 @@ _PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | 
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 
-def parameter_sizes(model: HybridLM, tensor: int = 1) -> ParameterSizes:
+def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | None = None) -> ParameterSizes:
     """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py).
 
     tensor: of a model that so many ranks divide, those of one rank; the model is divided for it.
@@ -287,7 +292,12 @@ def parameter_sizes(model: HybridLM, tensor: int = 1) -> ParameterSizes:
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     by_matrix = sum(weight.numel() for weight in matrices(model))
-    return ParameterSizes(total=total, root=total - sum(layers), largest_layer=max(layers), matrices=by_matrix)
+    weights = inputs = 0
+    for _, product, used in _products_with_uses(model, float8) if float8 is not None else ():
+        if product.left_out is None:
+            weights += product.d_in * product.d_out
+            inputs += product.d_in * used
+    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs)
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:

@@ -12,6 +12,8 @@ computation's format (2 in bf16, 4 in fp32):
                  reduce_dtype
     optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon
     average      4 P / S with train.ema
+    float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
+                 among the activations
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
                  sequences (train.parallel.context) keep those of their tokens, and of the others what a block gathers
@@ -49,6 +51,10 @@ class ParameterSizes:
     largest_layer: int
     matrices: int = 0
     """Of the total, those that an optimizer of matrices takes: see models/parameter_roles.py."""
+    float8: int = 0
+    """Of the total, those of products in float8 (train.float8)."""
+    float8_inputs: int = 0
+    """Channels of their inputs, over all layers."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,16 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
     gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
+    held = width * gathered
+    if train.float8 is not None and train.float8.gathers:
+        held -= (width - 1) * gathered * sizes.float8 // sizes.total
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gradients = sizes.total if once_a_step else -(-sizes.total // shards)
     return Memory(
-        weights=-(-4 * sizes.total // shards) + width * gathered,
+        weights=-(-4 * sizes.total // shards) + held,
         gradients=4 * gradients + (width + reduced) * max(sizes.root, sizes.largest_layer),
         optimizer=-(-optimizer_bytes(config.optimizer, sizes) // shards),
-        activations=_activations(config, width),
+        activations=_activations(config, width, sizes.float8_inputs if train.float8 is not None else 0),
         loss=_loss(config, width),
         average=-(-4 * sizes.total // shards) if train.ema else 0,
     )
@@ -126,7 +135,7 @@ def exchanged_bytes(config: Config) -> float:
     return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor
 
 
-def _activations(config: Config, width: int) -> int:
+def _activations(config: Config, width: int, float8_inputs: int) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
@@ -159,6 +168,8 @@ def _activations(config: Config, width: int) -> int:
             kept += saved.everything
         else:
             kept += residual / tensor + (saved.selective if checkpointing.type == "selective" else 0)
+    if checkpointing.type in ("none", "auto", "budget"):
+        kept -= (width - 1) * float8_inputs * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output.
     batch = config.train.least_microbatch

@@ -30,14 +30,20 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
         raise UserError("train.float8 needs torchao: pip install 'llmtrain[float8]'")
     if not config.emulate and (reason := float8_refusal(platform)):
         raise UserError(f"train.float8: {reason}; use train.float8=null (the run may go on without it)")
+    if config.casts == "triton" and platform.vendor != "nvidia":
+        raise UserError("train.float8.casts = triton: these kernels are for NVIDIA's GPUs; use compiled")
 
-    from llmtrain.train.float8_linear import convert_linears
+    from llmtrain.train.float8_linear import Float8Projection, convert_linears
+
+    kind = Float8Projection
+    if config.casts == "triton":
+        from llmtrain.train.float8_product import CastOnceProjection as kind
 
     chosen = {name for name, product in products.items() if product.left_out is None}
     evenly = {name for name in chosen if products[name].d_out % shards == 0} if config.gathers else set()
     for names, all_gather in ((chosen - evenly, False), (evenly, True)):
         if names:
-            convert_linears(model, names, config, all_gather)
+            convert_linears(model, names, config, all_gather, kind)
 
 
 def compute_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

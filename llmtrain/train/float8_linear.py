@@ -20,8 +20,15 @@ class Float8Projection(Float8Linear, Linear):
     distribution, the FLOPs and the parts of a Linear."""
 
 
-def convert_linears(model: nn.Module, names: Collection[str], config: Float8Config, all_gather: bool) -> None:
-    """Replaces the linear layers of these names. all_gather: their weights become tensors that FSDP2 gathers in float8."""
+def convert_linears(
+    model: nn.Module,
+    names: Collection[str],
+    config: Float8Config,
+    all_gather: bool,
+    kind: type[Float8Projection] = Float8Projection,
+) -> None:
+    """Replaces the linear layers of these names by layers of this kind. all_gather: their weights become tensors that FSDP2
+    gathers in float8."""
     chosen = {
         id(module): module
         for name, module in model.named_modules()
@@ -38,5 +45,5 @@ def convert_linears(model: nn.Module, names: Collection[str], config: Float8Conf
     convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in chosen, config=recipe)
     for parent, name, linear in parents:
         converted: Any = getattr(parent, name)
-        converted.__class__ = Float8Projection  # torchao's conversion makes no other class
+        converted.__class__ = kind  # torchao's conversion makes no other class than its own
         converted.residual, converted.parts = linear.residual, linear.parts

@@ -23,7 +23,7 @@ def explain(
 ) -> str:
     """available, graphs: bytes of memory of this rank's GPU, and of its CUDA graphs. local_size: ranks of a node; default: all."""
     local_size = local_size or world_size
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
     config = settle(config, sizes, world_size, local_size, available).config
     # torch's message goes on with how much is in use, and with advice about its allocator.
     first = str(error).strip().splitlines()[0].split(". GPU ")[0].rstrip(".")

@@ -258,7 +258,7 @@ def settled_config(config: Config, world: World, device: torch.device) -> Config
         smallest = torch.tensor(detect(device).memory_bytes, device=device)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
         available = smallest.item()
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
     settled = settle(config, sizes, world.size, world.local_size, available)
     for line in settled.reasons:
         if "microbatch_size" not in line:  # which is searched for

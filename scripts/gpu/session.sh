@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
-#   decoding | convergence | compare
+#   decoding | convergence | curves | compare
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
@@ -19,10 +19,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
-convergence | compare) ;;
+convergence | curves | compare) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
-        "decoding, convergence, compare" >&2
+        "decoding, convergence, curves, compare" >&2
     exit 2
     ;;
 esac
@@ -190,6 +190,15 @@ convergence() { # four models of about 100M parameters, 20 s of training each
     step convergence 300 "$python" -m benchmarks.convergence "${models[@]}" --seconds 20 --sources stdlib "$site/torch" \
         --max-bytes 60000000 --out "$work/convergence" --set train.global_batch_size=32 train.microbatch_size=32 \
         'schedule={type: constant, warmup: 30 steps}' "$@"
+}
+
+curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
+    local model=yamls/pretrain/mpt-125m.yaml site
+    site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+    step curves 300 "$python" -m benchmarks.convergence "bf16=$model" "float8=$model" "muon=$model" --steps 2000 --seconds 60 \
+        --sources stdlib "$site/torch" "$site/numpy" --max-bytes 60000000 --out "$work/curves" \
+        --for float8 'train.float8={small_products: true}' --for muon optimizer.type=muon --set train.global_batch_size=8 \
+        train.microbatch_size=8 'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
 }
 
 compare() { # [BASE [more arguments]]

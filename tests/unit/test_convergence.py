@@ -1,8 +1,10 @@
 """The picture, the table and the averages of benchmarks.convergence."""
 
+import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +65,29 @@ def test_a_run_that_ends_by_itself_is_named_with_its_last_lines(run, monkeypatch
         run.train(seconds=1.0)
 
 
+def test_a_run_ends_at_its_last_step(run, monkeypatch):
+    monkeypatch.setattr(convergence, "_parameters", lambda config: 1)
+    run.folder.mkdir()
+    rows = [{"step": i + 1, convergence.LOSS: 5.0, convergence.SECONDS: 0.5} for i in range(8)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start(run, "import time; time.sleep(60)")
+    assert len(run.train(seconds=1000.0, steps=6)["loss"]) == 6 and run.ended()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.yaml", "folder/a.yaml"], "a name stands for several runs: give NAME=FILE"),
+        (["a.yaml", "--for", "b", "seed=2"], "--for b: no such run"),
+    ],
+)
+def test_runs_are_told_apart_by_their_names(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(convergence, "Run", lambda name, *_: SimpleNamespace(name=name))
+    with pytest.raises(SystemExit):
+        convergence.main([*arguments, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
 def test_a_run_stands_still_and_is_killed(run):
     start(run, "import time\nfor i in range(2000): print(i, flush=True); time.sleep(0.01)")
     while not run.log.read_text().strip():
@@ -78,7 +103,7 @@ def test_a_run_stands_still_and_is_killed(run):
 
 @pytest.fixture
 def run(tmp_path):
-    return convergence.Run("yamls/bench/zamba2-105m.yaml", [], tmp_path)
+    return convergence.Run("zamba2", "yamls/bench/zamba2-105m.yaml", [], tmp_path)
 
 
 def start(run, program):

@@ -26,6 +26,9 @@ class Float8Config(Section):
     exclude: list[Annotated[str, Field(min_length=1)]] = free([])
     """Linear layers to leave in bf16, as patterns of their names in checkpoints without `.weight`: `blocks.0.*`, `*.out_proj`.
     `*` also stands for dots."""
+    casts: Literal["compiled", "triton"] = free("compiled")
+    """Kernels that round to float8, with recipe: tensorwise. compiled: PyTorch's compiler makes them, as in torchao. triton: ours,
+    which read a tensor once for both of its products; on NVIDIA."""
     small_products: bool = free(False)
     """Do not leave out small products."""
     emulate: bool = free(False)
@@ -34,6 +37,10 @@ class Float8Config(Section):
     def problems(self) -> Iterator[Problem]:
         if self.all_gather and self.recipe != "tensorwise":
             yield Problem("all_gather", self.all_gather, "needs recipe: tensorwise, whose scales all ranks share")
+        if self.casts == "triton" and self.recipe != "tensorwise":
+            yield Problem("casts", self.casts, "needs recipe: tensorwise; use compiled")
+        if self.casts == "triton" and self.emulate:
+            yield Problem("casts", self.casts, "emulate computes without them; use compiled")
 
     @property
     def gathers(self) -> bool:

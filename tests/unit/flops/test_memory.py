@@ -1,15 +1,19 @@
 """The memory estimate against hand counts, and the direction in which each setting moves it."""
 
+import json
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
+from llmtrain.flops.describe import meta_model, parameter_sizes
 from llmtrain.flops.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes
+from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
+MAMBA = {"type": "mamba2", "d_state": 64, "head_dim": 64}
 SIZES = ParameterSizes(total=1_000_000, root=200_000, largest_layer=100_000)
 
 
@@ -48,6 +52,46 @@ def test_full_sharding_gathers_the_root_and_two_layers_in_bf16():
 def test_grad_op_and_a_single_gpu_hold_all_weights_gathered(override, ranks):
     memory = estimate_memory(config(override), SIZES, ranks)
     assert memory.weights == 4 * SIZES.total // ranks + 2 * SIZES.total
+
+
+def test_float8_gathers_weights_and_keeps_inputs_of_products_in_one_byte():
+    sizes = ParameterSizes(1_000_000, 200_000, 100_000, float8=600_000, float8_inputs=5_000)
+    bf16, float8 = (estimate_memory(config(*more), sizes, 1) for more in ((), ("train.float8={}",)))
+    assert bf16.weights - float8.weights == 600_000
+    assert bf16.activations - float8.activations == 5_000 * 16 * 2048
+    assert bf16.gradients == float8.gradients and bf16.optimizer == float8.optimizer
+    sharded = estimate_memory(config("train.float8={}"), sizes, 8)
+    assert sharded.weights == 4 * 1_000_000 // 8 + 2 * 400_000 - 400_000 * 6 // 10
+    rowwise = estimate_memory(config("train.float8={recipe: rowwise}"), sizes, 1)
+    assert rowwise.weights == bf16.weights and rowwise.activations == float8.activations
+
+
+def test_products_in_float8_and_their_inputs_are_counted_by_use():
+    """An MPT layer: q, k, v of one product, the output's, and the MLP's two. A shared block counts once, its inputs at each use."""
+    d_model, layers = 2048, 24
+    mpt = parameter_sizes(meta_model(config().model), float8=Float8Config())
+    assert (mpt.float8, mpt.float8_inputs) == (12 * d_model**2 * layers, 7 * d_model * layers)
+    shared = {"type": "shared_attention", "n_heads": 16, "adapter_rank": None, "mlp": {"type": "geglu", "d_ff": 8192}}
+    once, twice = (
+        parameter_sizes(
+            meta_model(config(f"model.blocks={json.dumps({'m': MAMBA, 's': shared})}", f"model.layers={layers}").model),
+            float8=Float8Config(),
+        )
+        for layers in ("s+m m m", "s+m s+m m")
+    )
+    mixer_inputs = 3 * (2048 + 4096)
+    assert once.float8_inputs > mixer_inputs
+    assert twice.float8_inputs - mixer_inputs == 2 * (once.float8_inputs - mixer_inputs)
+    assert twice.float8 - once.float8 == d_model**2  # of the use's own projection
+
+
+def test_recomputed_inputs_are_none_that_float8_shrinks():
+    sizes = ParameterSizes(1_000_000, 200_000, 100_000, float8=600_000, float8_inputs=5_000)
+    full = "train.activation_checkpointing.type=full"
+    assert (
+        estimate_memory(config("train.float8={}", full), sizes, 1).activations
+        == estimate_memory(config(full), sizes, 1).activations
+    )
 
 
 def test_hybrid_sharding_divides_by_the_group_not_by_the_world():

@@ -1,0 +1,57 @@
+"""Cases of test_mamba_parts_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.kernels.float8_cast import reference
+from llmtrain.kernels.float8_cast.triton import float8_cast, float8_transpose
+
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+SHAPES = [(1, 1), (16, 16), (37, 50), (128, 256), (130, 300)]
+
+
+def drawn(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(torch.bfloat16)
+    return x, torch.finfo(dtype).max / x.abs().max().float()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_both_orders_agree_with_the_reference(shape, dtype):
+    """Within one step of the format: the interpreter rounds otherwise than the device, which the GPU tests compare bit by bit."""
+    x, scale = drawn(shape, dtype)
+    rows, columns = float8_cast(x, scale, dtype)
+    expected, _ = reference.float8_cast(x, scale, dtype)
+    assert rows.is_contiguous() and columns.is_contiguous()
+    torch.testing.assert_close(rows.float(), expected.float(), rtol=torch.finfo(dtype).eps, atol=2.0**-8)
+    assert torch.equal(columns.view(torch.uint8), rows.view(torch.uint8).t())
+
+
+def test_what_a_format_cannot_hold_becomes_its_largest_number():
+    x = torch.tensor([[1.0, -2.0, 0.5, 0.0]])
+    rows, _ = float8_cast(x, torch.tensor(1000.0), torch.float8_e4m3fn)
+    assert rows.float().tolist() == [[448.0, -448.0, 448.0, 0.0]]
+
+
+def test_a_matrix_with_gaps_between_its_rows():
+    x, scale = drawn((20, 64), FORMATS[0])
+    rows, columns = float8_cast(x[:, 16:48], scale, FORMATS[0])
+    whole, _ = float8_cast(x, scale, FORMATS[0])
+    assert torch.equal(rows.view(torch.uint8), whole.view(torch.uint8)[:, 16:48])
+    assert torch.equal(columns.view(torch.uint8), rows.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transposed(shape):
+    x = reference.float8_cast(*drawn(shape, FORMATS[0]), FORMATS[0])[0]
+    found = float8_transpose(x)
+    assert found.dtype == x.dtype and torch.equal(found.view(torch.uint8), x.view(torch.uint8).t())
+
+
+def test_the_operators_are_whole():
+    x, scale = drawn((16, 32), FORMATS[0])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(float8_cast, (x, scale, FORMATS[0]), test_utils=checks)
+    torch.library.opcheck(float8_transpose, (float8_cast(x, scale, FORMATS[0])[0],), test_utils=checks)
