@@ -170,7 +170,7 @@ class Run:
 
 def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:
     """Loss, tokens and seconds of training after each step; the first `uncounted` ones are given the time of a median step."""
-    usual = median(row[SECONDS] for row in rows[uncounted:])
+    usual = median(row[SECONDS] for row in rows[uncounted:] or rows)
     wall = list(accumulate(usual if i < uncounted else row[SECONDS] for i, row in enumerate(rows)))
     return {
         "tokens_per_second": tokens_per_step * len(rows) / wall[-1],
