@@ -22,7 +22,7 @@ from llmtrain.commands.migrate import add_migrate
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
 from llmtrain.commands.train import add_train
-from llmtrain.errors import exit_status, exit_with
+from llmtrain.errors import exit_status, exit_with, open_closed_streams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status (see `llmtrain.errors`)."""
+    open_closed_streams()
     root = parser()
     given = list(sys.argv[1:] if argv is None else argv)
     if any(word == "" and before not in ("--prompt", "--stop") for before, word in pairwise(["", *given])):

@@ -1,6 +1,7 @@
 """The exit statuses of every command, and the errors that carry them.
 
-0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C) · 143 preempted (SIGTERM), saved after a step
+0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C) · 141 nobody reads the output any more (`| head`)
+143 preempted (SIGTERM), saved after a step
 
 The text of an error below is all that a user needs, and is printed alone. Any other exception is a fault of the program, of
 a library or of the machine: status 1, with its traceback.
@@ -8,6 +9,9 @@ a library or of the machine: status 1, with its traceback.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import sys
 import traceback
@@ -56,16 +60,72 @@ def print_error(error: BaseException) -> None:
         text = "interrupted"
     else:
         text = str(error) if is_expected(error) else "".join(traceback.format_exception(error)).rstrip()
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # a full disk
+        _lead_nowhere(2)
+
+
+def open_closed_streams() -> None:
+    """Let standard streams that are closed (`>&-`) lead nowhere: the next files to be opened would take their numbers, and get what
+    is printed."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def unwritable_output() -> OSError | None:
+    """The error by which standard output cannot be written (a full disk, a reader that has ended), which leads nowhere from then
+    on; None if it can be."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        _lead_nowhere(1)
+        return error
+    return None
+
+
+def _lead_nowhere(number: int) -> None:
+    """Drop what a standard stream holds and will get. Else Python would try to write it at its end, and end with status 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def _has_reader() -> bool:
+    """False if standard output is a pipe that nobody reads: one that is not buffered has nothing left to flush."""
+    with contextlib.suppress(AttributeError, ValueError):  # a system without poll, an output without a number
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return not any(event & select.POLLERR for _, event in poll.poll(0))
+    return True
+
+
+def _status_without_output(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    print_error(RunError(f"standard output cannot be written: {error.strerror}"))
+    return RunError.status
 
 
 def exit_status(command: Callable[[], int | None], report: Callable[[BaseException], None] = print_error) -> int:
     """The status that `command` returns (None: 0), or that of the error it raises, once `report` was called with it."""
     try:
-        return command() or 0
+        status = command() or 0
     except (Exception, KeyboardInterrupt) as error:
-        report(error)
-        return status_of(error)
+        unwritable = unwritable_output()
+        if unwritable is None and isinstance(error, BrokenPipeError) and not _has_reader():
+            unwritable = error
+        if unwritable is None or not isinstance(error, OSError):
+            report(error)
+            return status_of(error)
+        return _status_without_output(unwritable)
+    unwritable = unwritable_output()
+    return status if unwritable is None else _status_without_output(unwritable)
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:

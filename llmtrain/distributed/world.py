@@ -112,7 +112,6 @@ def exit_status_of_rank(command: Callable[[], int], report: Callable[[BaseExcept
         return status
     finally:
         if status and world_from_environment().size > 1:
-            sys.stdout.flush()
             sys.stderr.flush()
             release_all()
             os._exit(status)

@@ -26,12 +26,12 @@ SAMPLE_TOKENS = 64
 
 
 def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[str], seconds: float) -> None:
-    """Print the report. Every rank calls this: sampling from a sharded model takes all of them."""
+    """Log the report. Every rank calls this: sampling from a sharded model takes all of them."""
     completion = _complete(config, outcome)
     if dist.get_global_rank() != 0:
         return
     minutes, rest = divmod(round(seconds), 60)
-    print(
+    run_log.info(
         f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min"
     )
     _print_quality(config, outcome)
@@ -41,18 +41,18 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
     except OSError as error:  # a full disk: the rest of the report needs none
         run_log.warning(f"WARNING: {outcome.folder / 'loss.png'} was not drawn: {error.strerror or error}")
     if picture:
-        print(f"loss curve       {picture}")
+        run_log.info(f"loss curve       {picture}")
     if completion:
-        print(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
+        run_log.info(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
     _print_next(config, outcome, file, overrides)
 
 
 def _print_quality(config: Config, outcome: Outcome) -> None:
     if outcome.validation_loss is None:
         return
-    print(f"validation loss  {outcome.validation_loss:.4f} nats per token")
+    run_log.info(f"validation loss  {outcome.validation_loss:.4f} nats per token")
     for name, loss in outcome.stream_losses.items():
-        print(f"  {name:<14} {loss:.4f}")
+        run_log.info(f"  {name:<14} {loss:.4f}")
     if outcome.bits_per_byte is None:
         return
     line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
@@ -60,7 +60,7 @@ def _print_quality(config: Config, outcome: Outcome) -> None:
         baselines = read_baselines(config.data.prepare.out)
         others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
         line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)
-    print(line)
+    run_log.info(line)
 
 
 def _complete(config: Config, outcome: Outcome) -> str | None:
@@ -85,14 +85,14 @@ def _print_next(config: Config, outcome: Outcome, file: str, overrides: Sequence
     if processes != (torch.cuda.device_count() or 1) and not elsewhere:
         train += f" --nproc {processes}"
     prompt = config.eval.prompt or "Once upon a time"
-    print("\nnext:")
+    run_log.info("\nnext:")
     for line in longer_run(config, outcome.schedule, outcome.steps_per_epoch, train, arguments):
-        print(f"  {line}")
-    print(f"  {command} describe {quoted(arguments)}")
+        run_log.info(f"  {line}")
+    run_log.info(f"  {command} describe {quoted(arguments)}")
     run = shlex.quote(str(config.run_dir))
-    print(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
+    run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
     try:
         architecture = family_for_model(config.model).architecture
     except UnsupportedModelError:
         return
-    print(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers", flush=True)
+    run_log.info(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers")

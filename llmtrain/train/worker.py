@@ -17,7 +17,7 @@ from pathlib import Path
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
-from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error
+from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error, unwritable_output
 from llmtrain.kernels.platform import build_vendor
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
@@ -57,7 +57,9 @@ def run_rank(
         verified = _prepare(config, world, lock, fresh)
         with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
             try:
-                return _train(config, verified, file, overrides)
+                status = _train(config, verified, file, overrides)
+                unwritable_output()  # the log has it all
+                return status
             except BaseException as error:
                 file_log.error(f"{type(error).__name__}: {error}")  # the terminal gets it from `_report`
                 raise

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,49 @@ def test_what_is_wrong_with_a_config_is_its_report_alone(capsys):
 def test_a_library_s_value_error_is_a_fault(capsys):
     assert exit_status(lambda: json.loads("{")) == 1
     assert "JSONDecodeError" in capsys.readouterr().err
+
+
+PROGRAM = """
+import sys
+from llmtrain.errors import UserError, exit_with
+def main():
+    print("answer")
+    if sys.argv[1:]:
+        raise UserError("wrong")
+exit_with(main)
+"""
+
+
+def in_shell(program: str, rest: str, unbuffered: str = "") -> tuple[int, str, str]:
+    """(exit status, output, errors) of `python -c PROGRAM REST` in bash."""
+    command = ["bash", "-c", f"set -o pipefail; $0 -c '{program}' {rest}", sys.executable]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_or_that_cannot_be_written(unbuffered):
+    assert in_shell(PROGRAM, "| exec 0<&-", unbuffered) == (141, "", "")
+    assert in_shell(PROGRAM, "| grep -c answer", unbuffered) == (0, "1\n", "")
+    assert in_shell(PROGRAM, "wrong 2> /dev/full", unbuffered) == (2, "answer\n", "")
+    status, _, errors = in_shell(PROGRAM, "> /dev/full", unbuffered)
+    assert status == 1 and errors.endswith("No space left on device\n")
+
+
+def test_files_do_not_take_the_place_of_closed_streams(tmp_path):
+    file = tmp_path / "file"
+    program = f"""
+from llmtrain.cli import main
+try:
+    main(["--version"])
+finally:
+    opened = open("{file}", "w")
+    print("nowhere", flush=True)
+    opened.write(str(opened.fileno()))
+"""
+    in_shell(program, "<&- >&- 2>&-")
+    assert file.read_text() == "3"
 
 
 @pytest.mark.parametrize("answer, status", [(None, 0), (0, 0), (1, 1)])
