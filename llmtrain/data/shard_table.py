@@ -19,6 +19,8 @@ from typing import Any, overload
 import xxhash
 from filelock import FileLock
 
+from llmtrain.errors import UserError
+
 _VERSION = 1
 _MAGIC = b"shards%02d" % _VERSION
 _OWN = ("samples", "raw_data", "zip_data")
@@ -26,6 +28,10 @@ _OWN = ("samples", "raw_data", "zip_data")
 _LARGE = 1 << 20
 """Bytes of an index.json from which on its table is shared."""
 _NUMBERS = ("samples", "kind", "raw_bytes", "zip_bytes", "raw_end", "zip_end")
+
+
+class TableError(UserError):
+    """Bytes that are no table; they are made anew."""
 
 
 class ShardTable(Sequence[dict[str, Any]]):
@@ -36,7 +42,7 @@ class ShardTable(Sequence[dict[str, Any]]):
     def __init__(self, content: memoryview):
         """content: what `build` returned."""
         if bytes(content[:8]) != _MAGIC:
-            raise ValueError("not a table of shards")
+            raise TableError("not a table of shards")
         length = int.from_bytes(content[8:16], "little")
         header = json.loads(bytes(content[16 : 16 + length]))
         self.kinds: list[dict[str, Any]] = header["kinds"]
@@ -49,7 +55,7 @@ class ShardTable(Sequence[dict[str, Any]]):
         self._raw = content[begin : begin + header["raw"]]
         self._zip = content[begin + header["raw"] : begin + header["raw"] + header["zip"]]
         if len(self._zip) != header["zip"]:
-            raise ValueError("the table of shards is cut off")
+            raise TableError("the table of shards is cut off")
 
     @classmethod
     def build(cls, entries: Iterable[dict[str, Any]], digest: str) -> bytes:
