@@ -27,6 +27,7 @@ from llmtrain.data.source_files import SourceFile, list_files
 from llmtrain.data.tokenizer import train_bpe
 from llmtrain.schema.data import PrepareConfig
 from tests.support.prepared import digests, documents, stored_samples
+from tests.unit.data.conftest import some_text
 
 Settings = Callable[..., PrepareConfig]
 
@@ -191,6 +192,31 @@ def test_the_folder_is_the_same_after_any_number_of_kills(small, corpus, records
             prepare(config, progress=False)
     assert kept[1:-1] == sorted(kept[1:-1])  # what is finished stays
     assert digests(tmp_path / "killed") == digests(whole.out)
+
+
+@pytest.mark.slow
+def test_thirty_kills_of_two_workers_leave_the_folder_of_one_process(with_tokenizer, tmp_path, monkeypatch):
+    """Every other one while the processes start, every other one while they make a partition."""
+    monkeypatch.setattr(partitions, "PARTITION_BYTES", 20_000)
+    source = tmp_path / "records.jsonl"
+    source.write_text("".join(json.dumps({"text": some_text(i, 60)}) + "\n" for i in range(6000)))
+    whole = prepare(with_tokenizer(source), progress=False)
+    assert len(whole.manifest["partitions"]) > 90
+    config = with_tokenizer(source, out=str(tmp_path / "killed"), workers=2)
+    partial, rng, kept = tmp_path / "killed.partial/partitions", random.Random(0), [0]
+    for number in range(30):
+        process = get_context("fork").Process(target=prepare, args=(config, False))
+        process.start()
+        enough = kept[-1] if number % 2 else len(whole.manifest["partitions"])
+        deadline = time.monotonic() + (60 if number % 2 else 2 * rng.random())
+        while process.is_alive() and len(list(partial.glob("*.json"))) <= enough and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        kept.append(len(list(partial.glob("*.json"))))
+    assert kept == sorted(kept) and 15 <= kept[-1] < len(whole.manifest["partitions"])
+    assert digests(prepare(config, progress=False).out) == digests(whole.out)
 
 
 def test_only_what_has_changed_is_made_anew(small, corpus, with_tokenizer, tmp_path, made):
