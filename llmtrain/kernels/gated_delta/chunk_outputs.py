@@ -19,8 +19,8 @@ def chunk_outputs_kernel(
     """y = from_start (q @ state) + scores @ (beta errors), [rows, T, H, V]; scores = (q @ k^T) decays, [rows, T, H, C]."""
     chunk, row, head = tl.program_id(1), (tl.program_id(2) // H).to(tl.int64), tl.program_id(2) % H
     o, e = tl.arange(0, C), tl.program_id(0) * BV + tl.arange(0, BV)
-    begin = chunk * C
-    there = o < T - begin
+    there = o < T - chunk * C
+    begin = chunk.to(tl.int64) * C
     out = (row * T + begin) * H + head
     of_values = there[:, None] & inside(e, V, BV)[None, :]
     q += row * q_row + begin * q_token + (head // SHARE) * K
@@ -68,8 +68,8 @@ def chunk_gradients_kernel(
     """
     chunk, row, head = tl.program_id(1), (tl.program_id(2) // H).to(tl.int64), tl.program_id(2) % H
     o, c = tl.arange(0, C), tl.program_id(0) * BK + tl.arange(0, BK)
-    begin = chunk * C
-    there = o < T - begin
+    there = o < T - chunk * C
+    begin = chunk.to(tl.int64) * C
     out = (row * T + begin) * H + head
     q += row * q_row + begin * q_token + (head // SHARE) * K
     k += row * k_row + begin * k_token + (head // SHARE) * K
@@ -139,6 +139,6 @@ def chunk_gradients_kernel(
     d_written_keys = tl.dot(tl.trans(d_A), keys, d_written_keys, input_precision=PRECISION)
     d_g -= tl.sum(keys.to(tl.float32) * d_written_keys, 1)
     tl.store(dk + to, (d_keys + d_written_keys).to(dtype), mask=of_keys)
-    last = o == tl.minimum(C, T - begin) - 1
+    last = o == tl.minimum(C, T - chunk * C) - 1
     d_g += tl.where(last, tl.sum(d_total, 0) + whole * tl.sum(d_whole, 0), 0.0)
     tl.store(d_log_decay + tl.program_id(0) * tokens + out + o * H, tl.cumsum(d_g, 0, reverse=True), mask=there)

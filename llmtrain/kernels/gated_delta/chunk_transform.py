@@ -85,7 +85,7 @@ def chunk_transform_kernel(
     tl.store(decays + 2 * part, from_start)
     tl.store(decays + 3 * part, to_end)
 
-    k += row * k_row + begin * k_token + (head // SHARE) * K
+    k += row * k_row + begin.to(tl.int64) * k_token + (head // SHARE) * K
     products = tl.zeros((C, C), dtype=tl.float32)
     for first in range(0, K, BK):
         c = first + tl.arange(0, BK)

@@ -49,7 +49,7 @@ def launch_for(spec: GatedDeltaSpec, platform: Platform) -> Launch:
     stages = 2 if nvidia else 1
     passing = Tile(64, 16, 8 if wide else 4, stages)
     return Launch(
-        chunk_transform=Tile(32, 32, 1, 1),
+        chunk_transform=Tile(16, 16, 1, 1) if nvidia else Tile(32, 32, 1, 1),
         state_passing=passing,
         chunk_outputs=Tile(64, 64, 4, stages),
         state_passing_bwd=passing,
