@@ -60,9 +60,8 @@ class RunOrder:
     @functools.cached_property
     def _dataset(self) -> StreamingDataset:
         """The training data, of which only the sizes are here."""
-        from streaming import Stream
-
         from llmtrain.data.loaders import train_dataset
+        from llmtrain.data.streaming import CheckedStream
 
         data = self._data.model_copy(update={"cache_limit": None})
         with tempfile.TemporaryDirectory() as folder:  # indexes alone: a run may be using the shards' own folders
@@ -73,5 +72,5 @@ class RunOrder:
                 (local / "index.json").write_text(
                     json.dumps({"version": 2, "shards": list(index.shards)}), encoding="utf-8"
                 )
-                streams.append(Stream(local=str(local), proportion=stream.proportion))
+                streams.append(CheckedStream(local=str(local), proportion=stream.proportion))
             return train_dataset(data, streams, batch_size=self._batch, global_batch_size=self._batch)

@@ -58,6 +58,8 @@ def config(folders: dict[str, str], proportions: dict[str, float], **options) ->
         ({}, {"shuffle_block_size": 16, "shuffle_seed": 3}),
         ({}, {"order": "seekable"}),
         (PROPORTIONS, {"order": "seekable"}),
+        ({}, {"order": "streaming"}),
+        (PROPORTIONS, {"order": "streaming", "shuffle_block_size": 16}),
         ({}, MIXTURE),
         ({}, {**MIXTURE, "stratified": True}),
     ],
