@@ -53,9 +53,15 @@ def llama_keys(rng: random.Random, **further: Any) -> Options:
 
 
 def layer_types(rng: random.Random, layers: int) -> Options:
-    """Windows shorter than the texts in some layers, and both kinds at least once."""
-    types = ["full_attention", "sliding_attention", *rng.choices(["full_attention", "sliding_attention"], k=layers - 2)]
-    return {"layer_types": rng.sample(types, layers), "sliding_window": rng.randint(1, 9)}
+    """Windows shorter than the texts in some layers, in all or in none."""
+    types = rng.choices(["full_attention", "sliding_attention"], k=layers)
+    return {"layer_types": types} | ({"sliding_window": rng.randint(1, 9)} if "sliding_attention" in types else {})
+
+
+def with_ropes_by_type(rng: random.Random, keys: Options) -> Options:
+    """Positions of each type of layer; of a type that no layer has, the others', as an export has no better ones."""
+    drawn, types = ropes.draw_by_type(rng), keys["layer_types"]
+    return keys | {"rope_parameters": {kind: drawn[kind if kind in types else types[0]] for kind in drawn}}
 
 
 def mistral(rng: random.Random) -> Options:
@@ -65,7 +71,8 @@ def mistral(rng: random.Random) -> Options:
 def qwen2(rng: random.Random) -> Options:
     keys = llama_keys(rng)
     layers = keys["num_hidden_layers"]
-    windows = layer_types(rng, layers) | {"use_sliding_window": True}
+    windows = layer_types(rng, layers)
+    windows |= {"use_sliding_window": "sliding_window" in windows}
     above = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": rng.randrange(layers)}
     return keys | rng.choice([{}, windows, above])
 
@@ -81,8 +88,7 @@ def olmo2(rng: random.Random) -> Options:
 
 def olmo3(rng: random.Random) -> Options:
     keys = olmo2(rng)
-    by_type = ropes.draw_by_type(rng)
-    return keys | layer_types(rng, keys["num_hidden_layers"]) | {"rope_parameters": by_type}
+    return with_ropes_by_type(rng, keys | layer_types(rng, keys["num_hidden_layers"]))
 
 
 def phi3(rng: random.Random) -> Options:
@@ -130,8 +136,7 @@ def gemma2(rng: random.Random) -> Options:
 
 
 def gemma3(rng: random.Random) -> Options:
-    by_type = ropes.draw_by_type(rng)
-    return gemma2(rng) | {"rope_parameters": by_type, "attn_logit_softcapping": None}
+    return with_ropes_by_type(rng, gemma2(rng) | {"attn_logit_softcapping": None})
 
 
 def gdn_keys(rng: random.Random) -> Options:

@@ -132,7 +132,9 @@ class Decoder:
         """Keys of the mixers. layers: the block of each."""
         windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
         types = [FULL if layer.sliding_window is None else SLIDING for layer in layers]
-        further = {"sliding_window": max(windows, default=None), "layer_types": types}
+        further: dict[str, Any] = {"sliding_window": max(windows, default=None), "layer_types": types}
+        if self.has_layer_types and not windows:  # some classes want a number all the same: their default
+            del further["sliding_window"]
         known = self.kind.__dataclass_fields__
         return self.write_attention(config, layers[0]) | {key: further[key] for key in further if key in known}
 

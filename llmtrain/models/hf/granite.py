@@ -17,7 +17,7 @@ class Granite(Decoder):
     model_type = "granite"
 
     def read_model(self, config: Any, refusals: Refusals) -> dict[str, Any]:
-        return read_multipliers(config)
+        return read_multipliers(config, refusals)
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         return super().read_block(config, layer_type, refusals) | {
@@ -29,11 +29,13 @@ class Granite(Decoder):
         return write_multipliers(config, layers[0])
 
 
-def read_multipliers(config: Any) -> dict[str, Any]:
+def read_multipliers(config: Any, refusals: Refusals) -> dict[str, Any]:
     """Factors of embeddings and logits; config.json has the divisor of the logits."""
+    divisor = float(config.logits_scaling)
+    refusals.unless(divisor > 0, "logits_scaling", divisor, "must be positive")
     return {
         "embedding_multiplier": float(config.embedding_multiplier),
-        "logit_multiplier": inverse(float(config.logits_scaling)),
+        "logit_multiplier": inverse(divisor) if divisor > 0 else 1.0,
     }
 
 

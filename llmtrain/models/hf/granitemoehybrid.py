@@ -34,7 +34,7 @@ class GraniteMoeHybrid(HybridDecoder):
         return settings.layer_types(config, True, refusals, (LINEAR, FULL))
 
     def read_model(self, config: Any, refusals: Refusals) -> dict[str, Any]:
-        return read_multipliers(config)
+        return read_multipliers(config, refusals)
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         block = super().read_block(config, layer_type, refusals)

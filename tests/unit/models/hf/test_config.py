@@ -214,6 +214,8 @@ def _ssm(**changes: Any) -> dict[str, Any]:
             {"model_type": "recurrent_gemma", "lru_width": 2560},
             "RG-LRU layers .lru_width.; there",
         ),
+        (published.GRANITE_8B, {"logits_scaling": 0.0}, "logits_scaling = 0.0: must be positive"),
+        (published.GRANITE_4_H_350M, {"logits_scaling": -8.0}, "logits_scaling = -8.0: must be positive"),
         (published.QWEN3_NEXT_80B, {}, "num_experts = 512 in 48 layers: routed experts are not here; num_experts: 0"),
         (published.QWEN3_NEXT_80B, {"mlp_only_layers": [0, 47]}, "num_experts = 512 in 46 layers"),
         (published.QWEN3_NEXT_80B, {"num_experts": 0, "hidden_act": "gelu"}, "hidden_act = gelu: the convolution has"),
