@@ -55,9 +55,9 @@ class _Stopped(Exception):
 _maker: PartitionMaker | None = None
 
 
-def _start_worker(settings: MakeSettings, threads: int, done: Any, stop: Any) -> None:
+def _start_worker(settings: MakeSettings, threads: int, done: Any, stop: Any, parent: int) -> None:
     global _maker
-    end_with_parent()
+    end_with_parent(parent=parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C stops it through `stop`
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
@@ -96,7 +96,7 @@ def make_partitions(
     # Not fork: the parent may hold threads (tokenizers, CUDA).
     context = get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
-    start = (settings, max(1, workers // processes), done, stop)
+    start = (settings, max(1, workers // processes), done, stop, os.getpid())
     with ProcessPoolExecutor(processes, context, _start_worker, start) as pool, _stopping(stop):
         todo = iter(enumerate(tasks))
         running: dict[Future[PartitionReport | None], int] = {}
