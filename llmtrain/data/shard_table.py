@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import xxhash
-from filelock import FileLock
 
 from llmtrain.errors import UserError
 
@@ -133,6 +132,8 @@ def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]
     file = folder / f"{digest}.v{_VERSION}"
     with contextlib.suppress(OSError, ValueError):
         return _mapped(file)
+    from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
+
     with FileLock(folder / "lock"):
         with contextlib.suppress(OSError, ValueError):
             return _mapped(file)

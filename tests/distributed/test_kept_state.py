@@ -26,7 +26,7 @@ KEPT: dict[str, Any] = {
     "train.duration": f"{STEPS} steps",
     "eval.interval": f"{STEPS} steps",
     "checkpoint.interval": "3 steps",
-    "train.spike": {"window": 4, "deviations": 0.3},  # so low that some steps are skipped
+    "train.spike": {"window": 4, "deviations": 0.05},  # so low that some steps are skipped
     "train.ema": {"decay": 0.8},
     "optimizer.type": "muon",
     "optimizer.lr": 0.03,

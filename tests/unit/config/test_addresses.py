@@ -47,7 +47,6 @@ def test_every_such_setting_of_a_run_is_refused(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        ["prepare", "stdlib", "--vocab-size", "300", "--out"],
         ["export", "run"],
         ["import", "folder"],
         ["checkpoint", "convert", "run", "--to", "hf"],
