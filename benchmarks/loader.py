@@ -10,6 +10,7 @@ together are small, so that shards are fetched during the whole run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -92,11 +94,10 @@ def _loader(shards: Path, args: argparse.Namespace, workers: int) -> TrainLoader
 
 
 def _timed(loader: TrainLoader, steps: int) -> float:
-    batches = iter(loader)
     try:
-        return seconds(batches, steps)
+        with contextlib.closing(cast("Generator", iter(loader))) as batches:
+            return seconds(batches, steps)
     finally:
-        batches.close()  # type: ignore[attr-defined]
         if loader._iterator is not None:
             loader._iterator._shutdown_workers()
 

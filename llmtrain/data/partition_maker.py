@@ -291,7 +291,7 @@ class _Attempt:
             tokens, nbytes = batch.tokens[chosen], batch.text_bytes[chosen]
             held_bytes = batch.held_bytes if held else np.zeros(0, np.int64)
             writer.add(batch.ids_of(held), held_bytes, tokens, batch.ends[chosen], int(nbytes.sum()))
-            self.recorder.extend(name, origins[chosen], records[chosen], tokens, nbytes)
+            self.recorder.add(name, origins[chosen], records[chosen], tokens, nbytes)
 
     def _tell(self, nbytes: int) -> None:
         self._untold -= nbytes

@@ -53,6 +53,11 @@ class PartitionReport:
         with np.load(arrays_path(folder, self.id)) as file:
             return dict(file)
 
+    def shard_files(self) -> dict[str, dict[str, Any]]:
+        """Path in the folder that is made -> basename, bytes and hashes, of each shard's file."""
+        parts = [(name, stored_part(entry)) for name, entries in self.shards.items() for entry in entries]
+        return {f"{name}/{part['basename']}": part for name, part in parts}
+
 
 def report_path(folder: Path, id: str) -> Path:
     """Path of a partition's report in the folder that is made."""
@@ -71,9 +76,7 @@ def read_report(folder: Path, id: str) -> PartitionReport | None:
         report = PartitionReport(**content)
         beside = (arrays_path(folder, id), documents_path(folder / REPORTS, id))
         whole = all(path.is_file() for path in beside) and all(
-            (folder / name / part["basename"]).stat().st_size == part["bytes"]
-            for name, entries in report.shards.items()
-            for part in map(stored_part, entries)
+            (folder / file).stat().st_size == part["bytes"] for file, part in report.shard_files().items()
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -82,11 +85,7 @@ def read_report(folder: Path, id: str) -> PartitionReport | None:
 
 def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
     """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
-    shards = {
-        Path(name, part["basename"]): part
-        for name, entries in report.shards.items()
-        for part in map(stored_part, entries)
-    }
+    shards = report.shard_files()
     for file, part in shards.items():
         with open(source / file, "rb") as stream:
             if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != part["hashes"]["xxh64"]:  # type: ignore[arg-type]

@@ -164,18 +164,7 @@ class DocumentRecorder:
         about = self._slices[number]
         about |= {"unit": unit, "records": records, "cut": unit == "file" and about["begin"] > 0}
 
-    def add(self, split: str, number: int, record: int, tokens: int, text_bytes: int) -> None:
-        """Note a document, or a further piece of the one before, of a slice."""
-        slices, records, counts = self._columns[split]
-        self._slices[number]["text_bytes"][split] += text_bytes
-        if slices and slices[-1] == number and records[-1] == record:
-            counts[-1] += tokens
-        else:
-            slices.append(number)
-            records.append(record)
-            counts.append(tokens)
-
-    def extend(
+    def add(
         self,
         split: str,
         numbers: NDArray[np.int64],
@@ -183,18 +172,20 @@ class DocumentRecorder:
         tokens: NDArray[np.int64],
         text_bytes: NDArray[np.int64],
     ) -> None:
-        """Note pieces of documents, as `add` does one. All [pieces]."""
+        """Note pieces of documents in their order, all [pieces]: the slice and the record of each, its tokens and its bytes.
+        Pieces of one record that follow one another, also over calls, are one document."""
         if not len(numbers):
             return
         firsts = np.flatnonzero((np.diff(numbers, prepend=-1) != 0) | (np.diff(records, prepend=-1) != 0))
-        sums = np.add.reduceat(tokens, firsts)
-        self.add(split, int(numbers[0]), int(records[0]), int(sums[0]), 0)
-        for column, values in zip(
-            self._columns[split], (numbers[firsts[1:]], records[firsts[1:]], sums[1:]), strict=True
-        ):
+        rows = [numbers[firsts], records[firsts], np.add.reduceat(tokens, firsts)]
+        slices, known, counts = columns = self._columns[split]
+        if slices and (slices[-1], known[-1]) == (rows[0][0], rows[1][0]):
+            counts[-1] += int(rows[2][0])
+            rows = [values[1:] for values in rows]
+        for column, values in zip(columns, rows, strict=True):
             column.frombytes(values.tobytes())
-        slices, places = np.unique(numbers, return_inverse=True)
-        for number, nbytes in zip(slices.tolist(), np.bincount(places, text_bytes).tolist(), strict=True):
+        found, places = np.unique(numbers, return_inverse=True)
+        for number, nbytes in zip(found.tolist(), np.bincount(places, text_bytes).tolist(), strict=True):
             self._slices[number]["text_bytes"][split] += int(nbytes)
 
     def documents(self, layouts: dict[str, Layout]) -> PartitionDocuments:

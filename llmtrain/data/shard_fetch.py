@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import random
+import stat
 import struct
 import tempfile
 import time
@@ -32,6 +33,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 """Seconds between attempts."""
 _OF_THIS_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
 """Errors that another attempt would meet again."""
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _LOCK = ".llmtrain-lock"
 """The file in a folder that its jobs lock, a byte for each shard."""
 TEMPORARY = ".download-"
@@ -65,9 +67,14 @@ class Fetcher:
     def _is_here(self, part: dict[str, Any]) -> bool:
         """Raises ShardError for what is no file (a pipe would block), and where a link would lead what is written elsewhere."""
         file = self.folder / part["basename"]
-        if file.is_file():
-            return True
-        if file.exists():
+        try:
+            mode = file.stat().st_mode  # once: another job may remove it, or put it there, at any time
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+        else:
+            if stat.S_ISREG(mode):
+                return True
             raise ShardError(f"{file} is not a regular file")
         folder = os.path.realpath(self.folder)
         if not os.path.realpath(file).startswith(f"{folder}{os.sep}"):
@@ -78,18 +85,18 @@ class Fetcher:
         if packed is None:
             self._write(raw["basename"], self._downloaded(raw))
             return
-        content = None
+        content, file = None, self.folder / packed["basename"]
         if self._is_here(packed):
-            file = self.folder / packed["basename"]
-            content = file.read_bytes()
-            if fault := self._fault(packed, content):
-                if self.download is None:
-                    raise ShardError(
-                        f"Checksum failure: {file} is not what the index says: {fault}; copy it anew from its source"
-                    )
-                run_log.warning(f"WARNING: {file} is damaged ({fault}): it is fetched anew")
-                file.unlink(missing_ok=True)
-                content = None
+            with contextlib.suppress(FileNotFoundError):  # removed by another job
+                content = file.read_bytes()
+        if content is not None and (fault := self._fault(packed, content)):
+            if self.download is None:
+                raise ShardError(
+                    f"Checksum failure: {file} is not what the index says: {fault}; copy it anew from its source"
+                )
+            run_log.warning(f"WARNING: {file} is damaged ({fault}): it is fetched anew")
+            file.unlink(missing_ok=True)
+            content = None
         if content is None:
             content = self._downloaded(packed)
             if self.keep_packed:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Literal
@@ -30,6 +29,7 @@ from pydantic import (
 
 from llmtrain.config.base import setting_error
 from llmtrain.config.regular_file import open_regular
+from llmtrain.data.json_chunks import list_in_chunks
 from llmtrain.data.shard_table import ShardTable, shared_table
 from llmtrain.errors import UserError
 
@@ -129,7 +129,7 @@ def _valid_entries(text: bytes) -> Iterator[dict[str, Any]]:
     """The entries of an index.json, validated some at a time: all of them as objects would take a gigabyte per 300,000."""
     names: Counter[str] = Counter()
     begin = 0
-    for entries in _chunks(text.decode()):
+    for entries in list_in_chunks(text.decode(), "shards"):
         _validate(entries, begin)
         begin += len(entries)
         names.update(entry["raw_data"]["basename"] for entry in entries)
@@ -137,69 +137,6 @@ def _valid_entries(text: bytes) -> Iterator[dict[str, Any]]:
     if len(names) < begin:
         name, count = names.most_common(1)[0]
         raise _Twice(f"names the shard {name} {count} times; its samples would count as often")
-
-
-_CHUNK = 4096
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-def _chunks(text: str) -> Iterator[list[Any]]:
-    """The elements of `shards` in the JSON text of an index, up to _CHUNK at a time. Raises ValueError for what is no JSON."""
-    position = _skip(text, 0)
-    if text[position : position + 1] != "{":
-        json.loads(text)
-        raise _Invalid("it has no 'shards'")
-    position, found = _skip(text, position + 1), False
-    more = text[position : position + 1] != "}"
-    while more:
-        key, position = _DECODER.raw_decode(text, position)
-        position = _expect(text, position, ":")
-        if key == "shards" and text[position : position + 1] == "[":
-            if found:
-                raise _Invalid("it has 'shards' twice")
-            found = True
-            position = yield from _elements(text, _skip(text, position + 1))
-        else:
-            value, position = _DECODER.raw_decode(text, position)
-            if key == "shards":
-                raise _Invalid(f"shards: expected a list, found {type(value).__name__}")
-        position = _skip(text, position)
-        more = text[position : position + 1] != "}"
-        position = _expect(text, position, ",") if more else position
-    if _skip(text, position + 1) != len(text):
-        raise json.JSONDecodeError("Extra data", text, position + 1)
-    if not found:
-        raise _Invalid("it has no 'shards'")
-
-
-def _elements(text: str, position: int) -> Generator[list[Any], None, int]:
-    """The elements of a list from behind its bracket. Returns the position behind it."""
-    chunk: list[Any] = []
-    more = text[position : position + 1] != "]"
-    while more:
-        value, position = _DECODER.raw_decode(text, position)
-        chunk.append(value)
-        if len(chunk) == _CHUNK:
-            yield chunk
-            chunk = []
-        position = _skip(text, position)
-        more = text[position : position + 1] != "]"
-        position = _expect(text, position, ",") if more else position
-    yield chunk
-    return position + 1
-
-
-def _skip(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
-
-
-def _expect(text: str, position: int, character: str) -> int:
-    position = _skip(text, position)
-    if text[position : position + 1] != character:
-        raise json.JSONDecodeError(f"Expecting {character!r}", text, position)
-    return _skip(text, position + 1)
 
 
 def _validate(shards: list[Any], begin: int) -> None:

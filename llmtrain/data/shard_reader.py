@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from streaming.base.format.base.reader import FileInfo
@@ -12,25 +13,27 @@ from streaming.base.format.mds import MDSReader
 class ShardReader:
     """A shard of a stream, without what StreamingDataset's reader takes: a kilobyte, for each of 100,000 in every process."""
 
-    __slots__ = ("_number", "_reader", "samples")
+    __slots__ = ("_reader", "number", "samples")
 
     def __init__(self, number: int, samples: int, reader: Callable[[int], MDSReader]):
-        """reader: StreamingDataset's reader of the shard with a number in the stream."""
-        self._number, self.samples, self._reader = number, samples, reader
+        """number: of the shard in its stream. reader: StreamingDataset's reader of the shard with a number."""
+        self.number, self.samples, self._reader = number, samples, reader
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._reader(self._number)[row]
+        return self._reader(self.number)[row]
+
+    def evict(self) -> int:
+        """Remove the shard's files, those that another job has not removed yet. Returns 0: TokenDataset counts the bytes."""
+        for part in (self.raw_data, self.zip_data):
+            if part:
+                Path(self.dirname, self.split, part.basename).unlink(missing_ok=True)
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader(self.number), name)
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its stream."""
-        return self._number
 
 
 def mds_reader(local: str, split: str, entry: dict[str, Any]) -> MDSReader:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.output_folder import replace_file
-from llmtrain.data.mds_writer import stored_part
 from llmtrain.data.partition_report import REPORTS, PartitionReport, arrays_path, report_path
 from llmtrain.data.prepared_folder import MANIFEST
 from llmtrain.data.provenance import documents_path
@@ -70,18 +69,12 @@ class StoredFolder:
         if not all(name in sizes for name in self._beside(id)) or self._name(report_path(self.here, id)) not in sizes:
             return None
         report = PartitionReport(**json.loads(self._read(self._name(report_path(self.here, id)))))
-        parts = {
-            f"{name}/{part['basename']}": part["bytes"]
-            for name, entries in report.shards.items()
-            for part in map(stored_part, entries)
-        }
-        return report if all(sizes.get(name) == size for name, size in parts.items()) else None
+        parts = report.shard_files().items()
+        return report if all(sizes.get(name) == part["bytes"] for name, part in parts) else None
 
     def bring(self, report: PartitionReport) -> None:
         """Bring a partition that was made here to the store, and remove its shards here."""
-        shards = [
-            f"{name}/{stored_part(entry)['basename']}" for name, entries in report.shards.items() for entry in entries
-        ]
+        shards = report.shard_files()
         self.write([*shards, *self._beside(report.id), self._name(report_path(self.here, report.id))])
         for name in shards:
             (self.here / name).unlink()
@@ -99,10 +92,7 @@ class StoredFolder:
         self.write(name for name in made if name != MANIFEST)
         kept = {MANIFEST, *made}
         for report in reports:
-            kept |= {*self._beside(report.id), self._name(report_path(self.here, report.id))}
-            kept |= {
-                f"{name}/{stored_part(entry)['basename']}" for name, parts in report.shards.items() for entry in parts
-            }
+            kept |= {*self._beside(report.id), self._name(report_path(self.here, report.id)), *report.shard_files()}
         for name in self.sizes().keys() - kept:
             remove_remote(f"{self.address}/{name}")
         self.write([MANIFEST])

@@ -261,19 +261,26 @@ class TokenDataset(StreamingDataset):
         pass
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Download and decompress a shard if need be. Raises ShardError if that fails."""
+        """Download and decompress a shard if need be. Raises ShardError if that fails, but in the threads of __iter__ (blocking
+        false): there it sets the event by which both end, and __iter__ raises it. A thread that raised would not be counted as
+        ended, and StreamingDataset would wait for it for ever where both did."""
         try:
             super().prepare_shard(shard_id, blocking)
         except Exception as error:  # whatever the remote's client raises
             # Left as PREPARING, other workers and ranks would wait for it for ever. LOCAL makes them look for the
             # file, miss it, and meet the error themselves.
             self._shard_states[shard_id] = _ShardState.LOCAL
+            if self._cache_filelock.is_locked:  # by this thread: StreamingDataset leaves it so where an eviction fails
+                self._cache_filelock.release(force=True)
             stream = self.streams[self.stream_per_shard[shard_id]]
             file = os.path.join(stream.local, stream.split, self.shards[shard_id].raw_data.basename)
-            self._failure = ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}")
+            failure = ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}")
+            self._failure = failure
             if hasattr(self, "_event"):
                 self._event.set()  # or this process's other threads would wait for the shard for ever
-            raise self._failure from error
+            if blocking:
+                raise failure from error
+            failure.__cause__ = error
 
     def _verify(self, shard_id: int) -> None:
         """Compare a shard with its index, unless another process of this rank did. One that is damaged is made again where it

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
+from llmtrain.data.mds_writer import stored_part
 from llmtrain.data.merge import RESTS
 from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.prepared_folder import MANIFEST, read_manifest
@@ -59,7 +60,7 @@ def _place_faults(place: str, index: Index, required: bool, advance: Progress) -
                 text = str(error)
                 yield text if file in text else f"{file}: {text}"
         if required and not present:
-            yield f"{place}/{(shard['zip_data'] or shard['raw_data'])['basename']}: missing"
+            yield f"{place}/{stored_part(shard)['basename']}: missing"
     listed = {name for names in index.shards.names() for name in names if name}
     for name in sorted(_shard_files(place) - listed):
         yield f"{place}/{name}: is not in the index, so its samples are never read"

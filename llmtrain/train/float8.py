@@ -37,7 +37,9 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
 
     kind = Float8Projection
     if config.casts == "triton":
-        from llmtrain.train.float8_product import CastOnceProjection as kind
+        from llmtrain.train.float8_product import CastOnceProjection
+
+        kind = CastOnceProjection
 
     chosen = {name for name, product in products.items() if product.left_out is None}
     evenly = {name for name in chosen if products[name].d_out % shards == 0} if config.gathers else set()

@@ -34,7 +34,7 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
     run_log.info(
         f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min"
     )
-    _print_quality(config, outcome)
+    _tell_quality(config, outcome)
     picture = None
     try:
         picture = plot_loss(outcome.folder)
@@ -44,10 +44,10 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
         run_log.info(f"loss curve       {picture}")
     if completion:
         run_log.info(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
-    _print_next(config, outcome, file, overrides)
+    _tell_next(config, outcome, file, overrides)
 
 
-def _print_quality(config: Config, outcome: Outcome) -> None:
+def _tell_quality(config: Config, outcome: Outcome) -> None:
     if outcome.validation_loss is None:
         return
     run_log.info(f"validation loss  {outcome.validation_loss:.4f} nats per token")
@@ -77,7 +77,7 @@ def _complete(config: Config, outcome: Outcome) -> str | None:
     return config.eval.prompt + tokenizer.decode([step[0] for step in steps if step[0] is not None])
 
 
-def _print_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[str]) -> None:
+def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[str]) -> None:
     command = "uv run llmtrain" if "UV_RUN_RECURSION_DEPTH" in os.environ else "llmtrain"
     arguments = [file, *overrides]
     train, processes = f"{command} train", dist.get_world_size()

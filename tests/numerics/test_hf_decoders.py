@@ -149,9 +149,8 @@ def gdn_keys(rng: random.Random) -> Options:
         "linear_num_value_heads": heads,
         "linear_num_key_heads": rng.choice([n for n in (1, 2, 4) if heads % n == 0]),
         "linear_key_head_dim": rng.choice([4, 7]),
-        "linear_value_head_dim": rng.choice(
-            [7, 10]
-        ),  # a norm of 4 small numbers says more about rounding than about either side
+        # Of 4, one draw has gradients that move by 2e-3 where a weight moves by its rounding, in either implementation.
+        "linear_value_head_dim": rng.choice([7, 10]),
         "linear_conv_kernel_dim": rng.choice([2, 4]),
         "attention_bias": rng.random() < 0.5,
     }

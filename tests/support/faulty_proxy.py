@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import random
-import socket
-import struct
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.support.http_server import HttpServer, ResettingHandler
 
 _CHUNK = 64 * 1024
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "date", "server"}
 
 
-class FaultyProxy:
+class FaultyProxy(HttpServer):
     """Forwards to http://127.0.0.1:`port`; `url` is its own address. As a context manager it serves until it is left.
 
     rate: of requests that fail, with the seed's luck: a third each with status 500, with 503, and by a connection reset,
@@ -29,27 +27,12 @@ class FaultyProxy:
     """
 
     def __init__(self, port: int, rate: float = 0.0, seed: int = 0):
+        super().__init__(_Handler)
         self.rate, self.drop_after, self.closes_after = rate, -1, -1
         self.stalls_after, self.stalled = -1, False
         self.cut_answers, self.closed = [0, 0], False
         self.received = self.faults = self.requests = 0
         self._random, self._lock, self._target = random.Random(seed), threading.Lock(), port
-        proxy = self
-
-        class Handler(_Handler):
-            owner = proxy
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> FaultyProxy:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def draw(self) -> str | None:
         """The fault of a request, if it gets one."""
@@ -87,21 +70,16 @@ class FaultyProxy:
             return size
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(ResettingHandler):
     owner: FaultyProxy
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):
-            super().handle()
 
     def _carry(self) -> None:
         fault = self.owner.draw()
         if fault == "reset before":
-            return self._reset()
+            return self.reset()
         body = self._body()
         if body is None:
-            return self._reset()
+            return self.reset()
         if fault in ("500", "503"):
             self.send_response(int(fault))
             self.send_header("Content-Length", "0")
@@ -114,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = answer.read()
         upstream.close()
         if fault == "reset after":
-            return self._reset()
+            return self.reset()
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in _HOP_BY_HOP:
@@ -126,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content[:allowed])
         if allowed < len(content):
             self.wfile.flush()
-            return self._reset()
+            return self.reset()
         return None
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _carry
@@ -142,14 +120,3 @@ class _Handler(BaseHTTPRequestHandler):
             chunks.append(chunk)
             left -= len(chunk)
         return b"".join(chunks)
-
-    def _reset(self) -> None:
-        """RST rather than a tidy end."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import re
-import socket
-import struct
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.support.http_server import HttpServer, ResettingHandler
 
-class FolderStore:
+
+class FolderStore(HttpServer):
     """Serves FOLDER/BUCKET/KEY as s3://BUCKET/KEY at `url`, while it is entered.
 
     delay: seconds before each answer. failures: share of requests that are answered by 500 or 503, or by a reset connection.
@@ -35,27 +33,12 @@ class FolderStore:
         seed: int = 0,
         port: int = 0,
     ):
+        super().__init__(_Handler, port)
         self.folder, self.delay, self.failures, self.truncations = folder, delay, failures, truncations
         self.corrupt = dict(corrupt or {})
         self.faults: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self._random, self._lock = random.Random(seed), threading.Lock()
-        store = self
-
-        class Handler(_Handler):
-            owner = store
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> FolderStore:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def fault(self, kinds: dict[str, float]) -> str | None:
         """One of the kinds, each with its probability, or none."""
@@ -81,13 +64,8 @@ class FolderStore:
         return bytes(found)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(ResettingHandler):
     owner: FolderStore
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):
-            super().handle()
 
     def do_GET(self) -> None:
         owner = self.owner
@@ -96,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         owner.requests[name] += 1
         kind = owner.fault(dict.fromkeys(("500", "503", "reset"), owner.failures / 3))
         if kind == "reset":
-            return self._reset()
+            return self.reset()
         if kind:
             return self._answer(int(kind))
         file = owner.folder / name
@@ -116,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(206 if asked else 200, headers, length, content[: length // 2] if kind == "cut" else content)
         if kind == "cut":
             self.wfile.flush()
-            self._reset()
+            self.reset()
 
     do_HEAD = do_GET
 
@@ -129,17 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
         self.wfile.write(content)
-
-    def _reset(self) -> None:
-        """RST rather than a tidy end."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def _cast(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-    # A NaN makes the scale one, and with it the product.
+    # A NaN in x may be clamped here; it has made the scale NaN, and that makes the product NaN.
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(result.dtype.element_ty)
     tl.store(result + at, value, mask=inside)
     tl.store(transposed + column[:, None] * rows + row[None, :], tl.trans(value), mask=tl.trans(inside))

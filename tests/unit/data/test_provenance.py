@@ -144,7 +144,7 @@ def test_a_document_costs_few_bytes_of_memory_and_of_the_disk(tmp_path):
     recorder = DocumentRecorder(["train", "validation"])
     number = recorder.begin(Slice(file, 0, 1))
     for record, tokens in enumerate(lengths):
-        recorder.add("train", number, record, tokens, 4 * tokens)
+        recorder.add("train", *(np.array([value]) for value in (number, record, tokens, 4 * tokens)))
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert memory < 30 * count
@@ -170,13 +170,13 @@ def test_documents_may_be_noted_one_by_one_or_many_together(tmp_path):
         for number in range(5):
             recorder.begin(Slice(SourceFile("/a", str(number), 1, 0, False), 0, 1))
         for part in np.split(np.arange(400), borders):
-            recorder.extend("train", numbers[part], records[part], tokens[part], sizes[part])
+            recorder.add("train", numbers[part], records[part], tokens[part], sizes[part])
         found.append(recorder.documents({}))
     one_by_one = DocumentRecorder(["train", "validation"])
     for number in range(5):
         one_by_one.begin(Slice(SourceFile("/a", str(number), 1, 0, False), 0, 1))
     for row in zip(numbers.tolist(), records.tolist(), tokens.tolist(), sizes.tolist(), strict=True):
-        one_by_one.add("train", *row)
+        one_by_one.add("train", *(np.array([value]) for value in row))
     for reports, documents in enumerate([*found, one_by_one.documents({})]):
         write_documents(tmp_path, str(reports), documents)
     contents = {documents_path(tmp_path, str(reports)).read_bytes() for reports in range(4)}

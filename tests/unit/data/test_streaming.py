@@ -21,7 +21,8 @@ from torch import distributed as dist
 
 from llmtrain.data import streaming
 from llmtrain.data.loaders import build_train_loader, build_validation_loader
-from llmtrain.data.shard_index import ShardError
+from llmtrain.data.shard_index import ShardError, read_index
+from llmtrain.data.shard_reader import ShardReader, mds_reader
 from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
 
@@ -501,6 +502,35 @@ def test_two_jobs_share_a_cache_of_a_part_of_the_data(tmp_path, write_shards, da
             one.kill()
     kept = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.mds*"))
     assert kept <= 2 * limit
+
+
+def test_a_shard_that_cannot_be_removed_ends_the_run_rather_than_have_others_wait(
+    tmp_path, write_shards, data, monkeypatch
+):
+    remote = write_shards(tmp_path / "far", 200, compression=None)
+    streams = {"a": {"remote": str(remote), "local": str(tmp_path / "cache")}}
+    limit = (remote / "index.json").stat().st_size + 4 * 1300
+    config = data({}, train={"streams": streams}, cache_limit=limit, shuffle_block_size=50, num_canonical_nodes=1)
+    tried = []
+
+    def refuses(self):
+        tried.append(self.number)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(ShardReader, "evict", refuses)
+    with pytest.raises(ShardError, match="Permission denied"):
+        list(build_train_loader(config, global_batch_size=8))
+    assert tried
+
+
+def test_a_shard_that_another_job_has_removed_counts_as_removed(tmp_path, write_shards):
+    folder = write_shards(tmp_path / "a", 16, compression="zstd")
+    index = read_index(folder)
+    assert index is not None
+    reader = ShardReader(0, 1, lambda number: mds_reader(str(folder), "", index.shards[number]))
+    reader.evict()
+    assert not list(folder.glob("shard.00000.mds*"))
+    reader.evict()
 
 
 def test_nothing_is_written_through_a_link_out_of_the_folder(data, tmp_path):
