@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base import dataset as dataset_module
 from streaming.base.constant import TICK
@@ -174,6 +175,7 @@ class TokenDataset(StreamingDataset):
     ) -> None:
         """order: makes the order of samples once the shards are known; None: StreamingDataset's. order_name: what a position
         calls it."""
+        self._cache_filelocks: dict[int, FileLock] = {}
         with (
             mock.patch.object(dataset_module, "Spanner", ShardSpanner),
             mock.patch.object(dataset_module, "get_shm_prefix", _shared_prefix),
@@ -250,6 +252,16 @@ class TokenDataset(StreamingDataset):
         return np.concatenate(sizes)
 
     @property
+    def _cache_filelock(self) -> FileLock:
+        """This thread's lock of the cache. StreamingDataset makes one at each call, and would keep the last one of all threads:
+        none could tell whether it still holds its own."""
+        return self._cache_filelocks[threading.get_ident()]
+
+    @_cache_filelock.setter
+    def _cache_filelock(self, lock: FileLock) -> None:
+        self._cache_filelocks[threading.get_ident()] = lock
+
+    @property
     def cache_usage(self) -> int:
         """Bytes of indexes and shards in the folders, of those that this job knows of. Counted where it is asked for:
         StreamingDataset's running sum goes wrong where another job fetches or removes a shard."""
@@ -270,7 +282,7 @@ class TokenDataset(StreamingDataset):
             # Left as PREPARING, other workers and ranks would wait for it for ever. LOCAL makes them look for the
             # file, miss it, and meet the error themselves.
             self._shard_states[shard_id] = _ShardState.LOCAL
-            if self._cache_filelock.is_locked:  # by this thread: StreamingDataset leaves it so where an eviction fails
+            if self._cache_filelock.is_locked:  # StreamingDataset leaves it so where an eviction fails
                 self._cache_filelock.release(force=True)
             stream = self.streams[self.stream_per_shard[shard_id]]
             file = os.path.join(stream.local, stream.split, self.shards[shard_id].raw_data.basename)

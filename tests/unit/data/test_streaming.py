@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import queue
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -515,6 +516,7 @@ def test_a_shard_that_cannot_be_removed_ends_the_run_rather_than_have_others_wai
 
     def refuses(self):
         tried.append(self.number)
+        time.sleep(0.1)  # while the other threads come to wait for the lock of the cache
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(ShardReader, "evict", refuses)
