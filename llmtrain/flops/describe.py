@@ -297,7 +297,8 @@ def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | Non
         if product.left_out is None:
             weights += product.d_in * product.d_out
             inputs += product.d_in * used
-    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs)
+    head = sum(parameter.numel() for parameter in model.head.parameters()) if model.head is not None else 0
+    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs, head)
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:

@@ -55,6 +55,8 @@ class ParameterSizes:
     """Of the total, those of products in float8 (train.float8)."""
     float8_inputs: int = 0
     """Channels of their inputs, over all layers."""
+    head: int = 0
+    """Of the root, those of an untied head, whose gradients are reduced by themselves."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     gradients = sizes.total if once_a_step else -(-sizes.total // shards)
     return Memory(
         weights=-(-4 * sizes.total // shards) + held,
-        gradients=4 * gradients + (width + reduced) * max(sizes.root, sizes.largest_layer),
+        gradients=4 * gradients + (width + reduced) * max(sizes.root - sizes.head, sizes.head, sizes.largest_layer),
         optimizer=-(-optimizer_bytes(config.optimizer, sizes) // shards),
         activations=_activations(config, width, sizes.float8_inputs if train.float8 is not None else 0),
         loss=_loss(config, width),

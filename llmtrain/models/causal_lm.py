@@ -37,7 +37,9 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
         """output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this rank's part) -> what to return."""
         hidden, ranks = self.hybrid(input_ids, context), self.hybrid.ranks
-        return output(hidden if ranks is None else ranks.enter(hidden), self.hybrid.head_weight)
+        hidden = hidden if ranks is None else ranks.enter(hidden)
+        head = self.hybrid.head
+        return output(hidden, self.hybrid.head_weight) if head is None else head(hidden, output)
 
     def logits(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """[batch, T] -> [batch, T, vocab_size]. document_ids: as HybridLM.context's."""

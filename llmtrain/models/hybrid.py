@@ -19,7 +19,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, init_weights
-from llmtrain.models.layers import Embedding, LearnedPositions, Linear, Norm, multiplied
+from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.segments import Segments
@@ -65,7 +65,7 @@ class HybridLM(nn.Module):
             block = config.blocks[layer.block]
             self.blocks.append(Block(block, config, platform, dtype, shared_input, documents))
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
-        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, parts=())
+        self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
         self.ranks: TensorRanks | None = None
 

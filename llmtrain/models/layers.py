@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ from llmtrain.models.sections.layers import (
 )
 from llmtrain.models.slices import hold
 from llmtrain.models.tensor_parallel import Part, TensorRanks
+
+Output = TypeVar("Output")
 
 
 class Linear(nn.Linear):
@@ -79,6 +81,21 @@ class Linear(nn.Linear):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(projection=2 * seq_len * self.in_features * self.out_features)
+
+
+class Head(Linear):
+    """The map from hidden states to logits: a row for each entry of the vocabulary.
+
+    A call hands its weight to what reads it, so that FSDP2, whose hooks live in `__call__`, gathers it then, and reduces its
+    gradient beside the backward pass of the layers.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int):
+        super().__init__(d_model, vocab_size, parts=())
+
+    def forward(self, hidden: Tensor, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """output: (hidden states, weight [vocab_size, d_model] or this rank's part) -> what to return."""
+        return output(hidden, self.weight)
 
 
 class Embedding(nn.Module):

@@ -177,7 +177,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """FSDP2: one group per layer, and one for what is used throughout (embedding, shared blocks, norm, head)."""
+    """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm)."""
     policy = MixedPrecisionPolicy()
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
@@ -189,6 +189,8 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
     for block in model.hybrid.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if model.hybrid.head is not None:
+        fully_shard(model.hybrid.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 

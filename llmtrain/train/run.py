@@ -187,7 +187,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             StepRNG(config.seed),
             LearningRate(schedule, peaks),
             # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
-            GradientSync(causal_lm, True if graphs else settled.train.sharding.sync_every_microbatch),
+            *([] if graphs else [GradientSync(causal_lm, settled.train.sharding)]),
             ReleaseAutograd(),
             Stability(config.train, spikes, ranks and TensorGradients(model, ranks)),
             *([average] if average is not None else []),

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 _KINDS = {
     "communication": r"nccl|rccl|gloo|c10d",
     "attention": r"attention|attn|flash|fmha|sdpa",
-    "scan": r"chunk|scan|state_passing|sum_head_blocks|scale_to_fp16|delta_rule",
+    "scan": r"chunk(?!_cat)|scan|state_passing|sum_head_blocks|scale_to_fp16|delta_rule",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|cijk|splitk|matmul|mkldnn|aten::(mm|bmm|addmm|baddbmm|_scaled_mm)$",
-    "copies": r"memcpy|memset|aten::copy_$",
+    "copies": r"memcpy|memset|chunk_cat|split_with_sizes_copy|aten::copy_$",
 }
 """Kinds of kernels (or, without a GPU, of PyTorch's operators) by what is in their names, in lower case; the first that fits."""
 

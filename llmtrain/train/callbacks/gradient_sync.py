@@ -7,20 +7,27 @@ from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.schema.training import Sharding
 
 
 class GradientSync(Callback):
-    """Marks the last microbatch of a step for FSDP2, which Composer does not: FSDP2 would reduce (and gather) for each.
+    """Marks the last microbatch of a step for FSDP2, which Composer does not: FSDP2 would reduce, and gather again, for each.
 
-    every_microbatch: None decides by the sharding groups: with one rank in each, nothing is saved by it.
+    What is gathered at the peak of every microbatch anyway stays so until the last one: it takes no more memory. With
+    `strategy: grad_op`, or where gradients are reduced once a step, that is everything, else what no layer owns.
+
+    sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
+    saved by reducing after every microbatch.
     """
 
-    def __init__(self, model: CausalLM, every_microbatch: bool | None):
+    def __init__(self, model: CausalLM, sharding: Sharding):
         assert isinstance(model, FSDPModule)
         self.model = model
+        every_microbatch = sharding.sync_every_microbatch
         if every_microbatch is None:
             every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
+        self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
         self._left = 0
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -29,9 +36,9 @@ class GradientSync(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
-        if self.every_microbatch:
-            return
         last = self._left == 0
-        self.model.set_requires_gradient_sync(last)
-        # Without a reduction there is no reason to drop the weights that the next microbatch needs at once.
-        self.model.set_reshard_after_backward(last)
+        if not self.every_microbatch:
+            self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last, recurse=self.all_stays)
+        if isinstance(head := self.model.hybrid.head, FSDPModule):
+            head.set_reshard_after_backward(last)

@@ -91,6 +91,7 @@ def test_the_parts_of_any_timeline_add_up_to_the_step():
         ("triton_tem_fused_flex_attention_backward", "attention"),
         ("_inter_chunk_bwd", "scan"),
         ("_sequential_chunk_scan", "scan"),
+        ("void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>", "copies"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("triton_red_fused_add_native_layer_norm", ELEMENTWISE),

@@ -1,0 +1,68 @@
+"""Microbatches under FSDP2: what stays gathered between them, and that gradients are the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from llmtrain.schema.config import Config
+from llmtrain.train.callbacks.gradient_sync import GradientSync
+from tests.support import sharded
+from tests.support.tiny import tiny_config
+
+MICROBATCHES = 3
+
+
+def gathered(model: torch.nn.Module) -> set[str]:
+    """Names of the parts of the model whose parameters are whole: `blocks`, `embed`, ..."""
+    return {name.split(".")[1] for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+
+
+def step(config: Config, marked: bool) -> tuple[list[set[str]], list[torch.Tensor]]:
+    """A job: parts that are gathered after each microbatch of a step, and the gradients. marked: GradientSync is told of each."""
+    model, _ = sharded.build_causal_lm(config)
+    model.zero_grad()
+    sync = GradientSync(model, config.train.sharding)
+    state: Any = SimpleNamespace(batch={"sample_ids": [0] * 2 * MICROBATCHES}, device_train_microbatch_size=2)
+    logger: Any = None
+    stays = []
+    if marked:
+        sync.batch_start(state, logger)
+    for i in range(MICROBATCHES):
+        if marked:
+            sync.before_forward(state, logger)
+        tokens = torch.arange(i, i + 64).reshape(2, 32)
+        model.loss(tokens, tokens).loss.backward()
+        stays.append(gathered(model))
+    return stays, [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "every"), [("grad_op", True), ("grad_op", False), ("full", True), ("full", False)], ids=str
+)
+def test_weights_stay_until_the_last_microbatch_where_they_take_no_more_memory(
+    ranks, shards, tmp_path, strategy, every, tied
+):
+    config = tiny_config(
+        shards,
+        tmp_path,
+        {
+            "train.sharding.strategy": strategy,
+            "train.sharding.sync_every_microbatch": every,
+            "model.layers": "m (s+m) m",
+            "model.tie_embeddings": tied,
+        },
+    )
+    outside = {"embed", "norm", "shared"} | (set() if tied else {"head"})
+    stays = outside if strategy == "full" and every else outside | {"blocks"}
+    for (found, gradients), (_, reference) in zip(
+        ranks(2).run(step, config, True), ranks(2).run(step, config, False), strict=True
+    ):
+        assert found == [stays] * (MICROBATCHES - 1) + [set()]
+        for mine, expected in zip(gradients, reference, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
