@@ -78,6 +78,12 @@ def add_prepare(commands) -> None:
     sub.add_argument("--seed", type=int, default=17, metavar="N", help="of the train/validation split (default 17)")
     sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     sub.add_argument(
+        "--engine",
+        choices=["processes", "ray"],
+        default="processes",
+        help="what they are: processes of this machine, or a Ray cluster whose nodes share DIR (default processes)",
+    )
+    sub.add_argument(
         "--dedup", action="store_true", help="leave out documents whose text equals that of an earlier one"
     )
     bad = sub.add_mutually_exclusive_group()
@@ -146,6 +152,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         raise UserError(
             "--part and --merge take one stream at a time: give its sources, and its folder as --out DIR/NAME"
         )
+    if args.engine == "ray" and args.part:
+        raise UserError("--engine ray divides the work itself; leave --part out")
     address = args.out if is_remote(args.out) else None
     if address and streams:
         raise UserError(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -42,6 +42,7 @@ from llmtrain.data.prepared_folder import (
     lock_folder,
     refuse_other,
 )
+from llmtrain.data.ray_engine import make_partitions_on_ray
 from llmtrain.data.source_files import PassedOver, PrepareError, list_files
 from llmtrain.data.source_sample import proof_texts, stops_at_bad, training_texts
 from llmtrain.data.stored_folder import StoredFolder
@@ -151,7 +152,7 @@ class _Work:
         with ByteBar(progress, self.total * (1 + config.dedup)) as bar:
             bar.stage("tokenizer")
             tokenizer = self._tokenizer(inputs)
-            _marks(config, tokenizer)
+            self._marks(tokenizer)
             bar.stage("shards")
             tasks = self._tasks(self._partitions(tokenizer))
             if config.dedup:
@@ -164,7 +165,7 @@ class _Work:
                 self.store.fetch(reports)
             partitions = [task.partition for task in tasks]
             counts = merge(
-                folder, config, tokenizer.vocab_size, _marks(config, tokenizer), partitions, reports, self.passed_over
+                folder, config, tokenizer.vocab_size, self._marks(tokenizer), partitions, reports, self.passed_over
             )
         manifest = {
             "fingerprint": fingerprint(inputs),
@@ -269,7 +270,7 @@ class _Work:
         if merge_only and todo:
             raise PrepareError(_missing(self.folder, todo, len(tasks)))
         bar.advance(sum(task.partition.stored_bytes for task in tasks) - sum(t.partition.stored_bytes for t in todo))
-        for _ in make_partitions(todo, self._settings(tokenizer, EngineChoice()), self._workers(), bar.advance):
+        for _ in self._results(todo, self._settings(tokenizer, EngineChoice()), bar):
             pass
 
     def _without_duplicates(self, tasks: list[Task]) -> list[Task]:
@@ -293,8 +294,7 @@ class _Work:
         if merge_only and todo:
             raise PrepareError(_missing(self.folder, [tasks[number] for number in todo], len(tasks)))
         settings = self._settings(tokenizer, self._engine(tokenizer) if todo else EngineChoice())
-        results = make_partitions([tasks[number] for number in todo], settings, self._workers(), bar.advance)
-        with closing(results):
+        with closing(self._results([tasks[number] for number in todo], settings, bar)) as results:
             while (last := self._last(made, len(tasks))) is None:
                 at, report = next(results)
                 assert report is not None
@@ -351,8 +351,13 @@ class _Work:
             done = sum(tasks[number].partition.stored_bytes for number in made)
             refuse_bad(list(made.values()), done, self.total, self.config.max_bad)
 
-    def _workers(self) -> int:
-        return self.config.workers or available_cores()
+    def _results(
+        self, tasks: list[Task], settings: MakeSettings, bar: ByteBar
+    ) -> Generator[tuple[int, PartitionReport | None]]:
+        workers = self.config.workers
+        if self.config.engine == "ray":
+            return make_partitions_on_ray(tasks, settings, workers, bar.advance)
+        return make_partitions(tasks, settings, workers or available_cores(), bar.advance)
 
     def _engine(self, tokenizer: TextTokenizer) -> EngineChoice:
         wanted, settings = self.config.tokenizer_engine, tokenizer.backend.to_str()
@@ -366,13 +371,17 @@ class _Work:
         log.info(f"tokenizer engine: {choice.note}")
         return choice
 
+    def _marks(self, tokenizer: TextTokenizer) -> DocumentMarks:
+        bos_id = tokenizer.bos_id if self.config.add_bos_token else None
+        return DocumentMarks(tokenizer.eod_id, bos_id, self.config.add_eos_token)
+
     def _settings(self, tokenizer: TextTokenizer, engine: EngineChoice) -> MakeSettings:
         config = self.config
         return MakeSettings(
             folder=self.folder,
             tokenizer=tokenizer.backend.to_str(),
             engine=engine,
-            marks=_marks(config, tokenizer),
+            marks=self._marks(tokenizer),
             vocab_size=tokenizer.vocab_size,
             seq_len=config.seq_len,
             packing=config.packing,
@@ -383,21 +392,6 @@ class _Work:
             stop_at_bad=stops_at_bad(config),
             store=self.store,
         )
-
-
-def _marks(config: PrepareConfig, tokenizer: TextTokenizer) -> DocumentMarks:
-    """The tokens around documents. Raises PrepareError for a tokenizer without the one that is asked for."""
-    bos_id = None
-    if config.add_bos_token:
-        token = tokenizer.config.get("bos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        bos_id = tokenizer.backend.token_to_id(token) if token else None
-        if bos_id is None:
-            raise PrepareError(
-                f"add_bos_token: the tokenizer has no bos_token (tokenizer_config.json says {token!r}); leave it out, or name one "
-                "of its tokens there"
-            )
-    return DocumentMarks(tokenizer.eod_id, bos_id, config.add_eos_token)
 
 
 def _missing(folder: Path, tasks: list[Task], count: int) -> str:

@@ -48,6 +48,19 @@ class TextTokenizer:
         """One more than the largest token id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def bos_id(self) -> int:
+        """Id of the token that begins a document. Raises TokenizerError for a tokenizer without one."""
+        token = self.config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        found = self.backend.token_to_id(token) if token else None
+        if found is None:
+            raise TokenizerError(
+                f"add_bos_token: the tokenizer has no bos_token (tokenizer_config.json says {token!r}); leave it out, or name one "
+                "of its tokens there"
+            )
+        return found
+
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 

@@ -1,15 +1,23 @@
-"""Partitions, made in several processes."""
+"""Partitions, made in several processes.
+
+A worker is a fresh Python with one socket to this process, and shares nothing else with it or with other workers, no lock and no
+queue: so it may be killed at any moment. The pool of concurrent.futures hangs where a worker is killed within a lock, or before it
+has read the settings, which it is sent while it starts; that also has each worker start behind the imports of the one before.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -21,8 +29,10 @@ from llmtrain.data.partition_report import PartitionReport
 from llmtrain.data.partitions import Partition
 from llmtrain.data.source_files import PrepareError
 from llmtrain.distributed.processes import end_with_parent
+from llmtrain.errors import RunError, is_expected
 
-_POLL_SECONDS = 0.2
+_TOLD_SECONDS = 0.1
+"""A worker tells how far it is so often at most."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +58,6 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Stopped(Exception):
-    """Another process failed."""
-
-
-_maker: PartitionMaker | None = None
-
-
-def _start_worker(settings: MakeSettings, threads: int, done: Any, stop: Any, parent: int) -> None:
-    global _maker
-    end_with_parent(parent=parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C stops it through `stop`
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-
-    def advance(nbytes: int) -> None:
-        if stop.is_set():
-            raise _Stopped
-        with done.get_lock():
-            done.value += nbytes
-
-    _maker = PartitionMaker(settings, advance)
-
-
-def _make(task: Task) -> PartitionReport | None:
-    assert _maker is not None
-    return task.done_by(_maker)
-
-
 def make_partitions(
     tasks: Sequence[Task], settings: MakeSettings, workers: int, advance: Callable[[int], None]
 ) -> Generator[tuple[int, PartitionReport | None]]:
@@ -90,42 +72,153 @@ def make_partitions(
             for number, task in enumerate(tasks):
                 yield number, task.done_by(maker)
         return
-    if not tasks:
-        return
     processes = min(workers, len(tasks))
-    # Not fork: the parent may hold threads (tokenizers, CUDA).
-    context = get_context("spawn")
-    done, stop = context.Value("q", 0), context.Event()
-    start = (settings, max(1, workers // processes), done, stop, os.getpid())
-    with ProcessPoolExecutor(processes, context, _start_worker, start) as pool, _stopping(stop):
-        todo = iter(enumerate(tasks))
-        running: dict[Future[PartitionReport | None], int] = {}
-        told = 0
-        try:
-            while True:
-                while len(running) < processes and (following := next(todo, None)):
-                    running[pool.submit(_make, following[1])] = following[0]
-                if not running:
-                    return
-                finished, _ = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
-                advance(done.value - told)
-                told = done.value
-                for future in sorted(finished, key=running.__getitem__):
-                    yield running.pop(future), future.result()
-        except BrokenProcessPool as error:
-            raise PrepareError(
-                "a worker process died (out of memory?); try fewer with data.prepare.workers or --workers. What the others "
-                "have finished is kept: the same command goes on from there"
-            ) from error
-
-
-@contextmanager
-def _stopping(stop: Any) -> Iterator[None]:
-    """Tell the processes to stop, however the block ends."""
+    running: dict[Connection, _Worker] = {}
+    todo = iter(enumerate(tasks))
     try:
-        yield
+        for _ in range(processes):
+            worker = _Worker(max(1, workers // processes))
+            running[worker.connection] = worker
+        while running:
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                worker = running[connection]
+                match worker.receive():
+                    case _Ask() if not worker.has_settings:
+                        worker.send(settings)
+                        worker.has_settings = True
+                    case _Ask():
+                        worker.number, task = next(todo, (-1, None))
+                        worker.send(task)
+                        if task is None:
+                            running.pop(connection).close()
+                    case int(nbytes):
+                        advance(nbytes)
+                    case _Done(report):
+                        yield worker.number, report
+                    case _Failed(error):
+                        raise error
     finally:
-        stop.set()
+        for worker in running.values():
+            worker.close(kill=True)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What a worker sends when it waits: first for the settings, then for a task."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    report: PartitionReport | None
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
+class _Worker:
+    """A process that makes partitions. number: of the task that it has.
+
+    Nothing is sent to it but what it has asked for, so that sending never waits for it to start.
+    """
+
+    def __init__(self, threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = f"from llmtrain.data.workers import serve; serve({theirs.fileno()}, {os.getpid()})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                env=os.environ | _environment(threads),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for this process, which ends the worker
+            )
+        self.connection = Connection(ours.detach())
+        self.has_settings, self.number = False, -1
+
+    def receive(self) -> Any:
+        """The next message. Raises PrepareError where the process has died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise _died() from error
+
+    def send(self, content: Any) -> None:
+        """Raises PrepareError where the process has died."""
+        try:
+            self.connection.send(content)
+        except OSError as error:
+            raise _died() from error
+
+    def close(self, kill: bool = False) -> None:
+        if kill:
+            self._process.kill()
+        self.connection.close()
+        self._process.wait()
+
+
+def _died() -> PrepareError:
+    return PrepareError(
+        "a worker process died (out of memory?); try fewer with data.prepare.workers or --workers. What the others "
+        "have finished is kept: the same command goes on from there"
+    )
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Environment of a worker: its modules are this process's, its libraries start no threads that they do not need."""
+    return {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+        "RAYON_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Make partitions for the process `parent`, which is at the other end of a socket, until there are no more."""
+    end_with_parent(parent=parent)
+    with Connection(descriptor) as connection:
+        try:
+            maker = PartitionMaker(_asked(connection), _Teller(connection))
+            while (task := _asked(connection)) is not None:
+                report = task.done_by(maker)
+                maker.advance(0)
+                connection.send(_Done(report))
+        except Exception as error:
+            connection.send(_Failed(_sendable(error)))
+
+
+def _asked(connection: Connection) -> Any:
+    connection.send(_Ask())
+    return connection.recv()
+
+
+class _Teller:
+    """Callable that sends bytes, added up. A call with 0 sends what is left."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._untold, self._told_at = connection, 0, 0.0
+
+    def __call__(self, nbytes: int) -> None:
+        self._untold += nbytes
+        if nbytes and time.monotonic() - self._told_at < _TOLD_SECONDS:
+            return
+        self._connection.send(self._untold)
+        self._untold, self._told_at = 0, time.monotonic()
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, as it is where its text is all that a user needs, and else with its traceback as the text."""
+    if is_expected(error) or isinstance(error, OSError):
+        try:
+            pickle.loads(pickle.dumps(error))
+            return error
+        except Exception:
+            pass
+    return RunError("".join(traceback.format_exception(error)).rstrip())
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Processes of this machine: whether one still runs, and children that end with the process that started them."""
+"""Processes of this machine: whether one runs, the memory of this one, and children that end with the process that began them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -43,6 +44,13 @@ def start_time(pid: int) -> int | None:
     except PermissionError:
         pass
     return 0
+
+
+def own_memory() -> int:
+    """Bytes of memory that this process alone holds; where there is no /proc (macOS), the most that it has held."""
+    if fields := _read("/proc/self/statm").split():
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def end_with_parent(worker: int = 0, parent: int | None = None) -> None:

@@ -76,7 +76,10 @@ class PrepareConfig(Section):
     seed: Seed = 17
     """Seed of the split into training and validation."""
     workers: Processes | None = free(None)
-    """Number of processes. Default: the number of CPU cores that this process may use."""
+    """Number of processes. Default: the CPU cores that this process may use, or with `engine: ray` those of the cluster."""
+    engine: Literal["processes", "ray"] = free("processes")
+    """What makes the partitions: processes of this machine, or a Ray cluster (`pip install 'llmtrain[ray]'`), which is found by
+    RAY_ADDRESS or on this machine. All its nodes need the sources, and share the folder `out`. The shards are the same."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokenizer is None) == (self.vocab_size is None):

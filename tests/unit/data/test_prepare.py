@@ -359,5 +359,5 @@ def test_settings_of_documents_that_contradict_each_other_are_told(settings):
 def test_a_tokenizer_without_a_beginning_is_told(corpus, settings, tmp_path):
     train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
     made = settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True)
-    with pytest.raises(PrepareError, match="add_bos_token: the tokenizer has no bos_token"):
+    with pytest.raises(TokenizerError, match="add_bos_token: the tokenizer has no bos_token"):
         prepare(made)
