@@ -8,7 +8,7 @@ import re
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import parse_share
 from llmtrain.errors import UserError
-from llmtrain.schema.data import PrepareConfig
+from llmtrain.schema.data import PrepareConfig, stream_name
 
 
 def add_prepare(commands) -> None:
@@ -120,11 +120,12 @@ def _positive(text: str) -> int:
 def _stream(text: str) -> tuple[str, str]:
     """The name and the source of `web=s3://bucket/web`."""
     name, equals, source = text.partition("=")
-    if not equals or not source or not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text}: expected NAME=SOURCE, the name of letters, digits, - and _")
-    if name in ("tokenizer", "train", "validation", "partitions"):
-        raise argparse.ArgumentTypeError(f"{text}: {name} is a folder of prepare's own; give the stream another name")
-    return name, source
+    if not equals or not source:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=SOURCE")
+    try:
+        return stream_name(name), source
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {name} {error}") from None
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -160,21 +161,18 @@ def run_prepare(args: argparse.Namespace) -> int:
             "--stream makes folders on this machine; give the sources of one stream, and --out s3://BUCKET/NAME"
         )
     fields = {name: value for name, value in vars(args).items() if name in PrepareConfig.model_fields}
+    fields["streams"] = streams or None
     if address:
         fields["out"] = str(scratch_folder(address))
-    if streams:
-        fields["sources"] = [source for sources in streams.values() for source in sources]
     try:
         config = PrepareConfig.model_validate(fields)
     except ValidationError as error:
         lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
         raise UserError("\n".join(lines)) from None
     if streams:
-        made = prepare_streams(config, streams, validation_tokens=args.validation_tokens, overwrite=args.overwrite)
-        print(made.summary())
+        print(prepare_streams(config, overwrite=args.overwrite).summary())
         return 0
-    if args.validation_tokens is not None:
-        config = hold_out(config, args.validation_tokens)
+    config = hold_out(config)
     if args.part is None:
         print(prepare(config, overwrite=args.overwrite, merge_only=args.merge, address=address).summary())
         return 0

@@ -31,6 +31,11 @@ def compression_of(head: bytes) -> Compression | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
+def is_cut_within_magic(head: bytes, compression: Compression) -> bool:
+    """True for all of a file that ends before it can be told to be compressed, also for an empty one."""
+    return any(magic.startswith(head) for magic, name in _MAGIC.items() if name == compression)
+
+
 def decompress(stream: BinaryIO, compression: Compression | None) -> BinaryIO:
     """The uncompressed bytes. Reading them raises one of DAMAGES for a file that is damaged or cut short."""
     if compression is None:

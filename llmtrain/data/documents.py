@@ -15,8 +15,10 @@ from llmtrain.schema.data import DataConfig, StreamConfig
 def check_documents(data: DataConfig) -> Iterator[Problem]:
     """Problems with data.mask_documents: no recorded end-of-document token, or samples that are filled and need it. None before
     data.prepare has run."""
-    if data.prepare is not None and not Path(data.prepare.out).expanduser().exists():
-        return
+    if data.prepare is not None:
+        made = [one.out for one in data.prepare.each().values()] or [data.prepare.out]
+        if not all(Path(out).expanduser().exists() for out in made):
+            return
     try:
         end_of_document(data)
     except ValueError as error:

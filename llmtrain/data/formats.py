@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
-from llmtrain.data.compression import DAMAGES, EXTENSIONS, Compression, compression_of, decompress
+from llmtrain.data.compression import DAMAGES, EXTENSIONS, Compression, compression_of, decompress, is_cut_within_magic
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "arrow"]
 HEAD_BYTES = 1 << 16
@@ -60,6 +60,7 @@ def sniff(stream: BinaryIO, name: str, text_key: str, from_folder: bool) -> Form
     """
     head = stream.read(HEAD_BYTES)
     compression = compression_of(head)
+    _refuse_cut(head, os.path.splitext(name)[1].lower())
     if compression:
         stream.seek(0)
         try:
@@ -67,7 +68,18 @@ def sniff(stream: BinaryIO, name: str, text_key: str, from_folder: bool) -> Form
                 head = plain.read(HEAD_BYTES)
         except DAMAGES as error:
             raise EOFError(f"damaged {compression} file: {error}") from error
+        if within := compression_of(head):
+            raise NotText(f"not text: {within} within {compression}; decompress it once")
     return Format(_kind(head, plain_name(name), text_key, from_folder), compression)
+
+
+def _refuse_cut(head: bytes, extension: str) -> None:
+    """Raise EOFError for a file that ends before its content shows what its name says."""
+    named = EXTENSIONS.get(extension)
+    if named and is_cut_within_magic(head, named):
+        raise EOFError(f"damaged {named} file: it ends after {len(head)} bytes")
+    if not head and extension in (".parquet", ".arrow"):
+        raise EOFError(f"damaged {extension[1:]} file: it is empty")
 
 
 def is_structured(path: str, text_key: str = "text") -> bool:

@@ -81,7 +81,7 @@ def merge(
         }
         counts[name] = total + writer.counts
         if not splits[name]["samples"]:
-            raise PrepareError(_too_small(name, splits[name], config.seq_len))
+            raise PrepareError(_too_small(name, splits[name], config.seq_len, reports))
         _keep_only(folder / name, entries := [e for report in reports for e in report.shards[name]] + shards)
         write_index(folder / name, entries)
     for name in SPLITS[len(names) :]:
@@ -139,22 +139,27 @@ def refuse_bad(reports: Sequence[PartitionReport], done: int, total: int, max_ba
     if lost <= max_bad:
         return
     count = sum(report.bad_count for report in reports)
-    named = [record for report in reports for record in report.bad][:NAMED_BAD_RECORDS]
     raise PrepareError(
-        f"{count:,} unreadable files or records are {lost:.3%} of the text; max_bad allows {max_bad:.3%}:\n  "
-        + "\n  ".join(named)
-        + "\nmend them, or raise max_bad (--max-bad); what is finished is kept"
+        f"{count:,} unreadable files or records are {lost:.3%} of the text; max_bad allows {max_bad:.3%}:\n  {_named(reports)}\n"
+        "mend them, or raise max_bad (--max-bad); what is finished is kept"
     )
 
 
-def _too_small(name: str, split: dict[str, int], seq_len: int) -> str:
+def _too_small(name: str, split: dict[str, int], seq_len: int, reports: Sequence[PartitionReport]) -> str:
     text = (
         f"the {name} part has {split['documents']} documents of {split['tokens']} tokens in all, "
         f"less than one sample of seq_len {seq_len}; give more text or a smaller seq_len"
     )
     if name == "validation":
         text += ", raise validation_fraction, or set it to 0 for no validation (whole files and records are held out)"
+    if count := sum(report.bad_count for report in reports):
+        text += f"\n{count:,} unreadable files or records were set aside:\n  {_named(reports)}"
     return text
+
+
+def _named(reports: Sequence[PartitionReport]) -> str:
+    """The first unreadable records, a line each."""
+    return "\n  ".join([record for report in reports for record in report.bad][:NAMED_BAD_RECORDS])
 
 
 def _baselines(

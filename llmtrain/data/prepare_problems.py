@@ -26,7 +26,7 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
     prepare = config.data.prepare
     if prepare is None:
         return
-    for rule in (_source_problems(config, prepare), _tokenizer_problems(config, prepare), _out_problems(prepare)):
+    for rule in (_source_problems(config, prepare), _tokenizer_problems(config, prepare), _folder_problems(prepare)):
         for problem in rule:
             yield Problem(f"data.prepare.{problem.path}", problem.found, problem.message)
 
@@ -35,19 +35,19 @@ def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem
     samples = math.lcm(config.train.global_batch_size, config.data.num_canonical_nodes)
     tokens = samples * prepare.seq_len
     enough, found, broken = max(tokens, prepare.vocab_size or 0), 0.0, False
-    for number, source in enumerate(prepare.sources):
+    for path, source in prepare.sources_by_path().items():
         try:
             size = stored_bytes(source, enough)
         except OSError as error:
             size, broken = 1, True
-            yield Problem(f"sources.{number}", source, f"cannot be read: {error.strerror or error}")
+            yield Problem(path, source, f"cannot be read: {error.strerror or error}")
         if not size:
-            yield Problem(f"sources.{number}", source, "holds no text (known extensions: .txt, .md, .py, .jsonl, ...)")
+            yield Problem(path, source, "holds no text (known extensions: .txt, .md, .py, .jsonl, ...)")
         found += size
     if broken or not found:
         return
-    most = min(found, prepare.max_bytes or math.inf)
-    limit = "max_bytes" if most < found else "sources"
+    most = min(found, len(prepare.each() or [1]) * (prepare.max_bytes or math.inf))
+    limit = "max_bytes" if most < found else "streams" if prepare.streams else "sources"
     if 2 * most < tokens:  # a token is a byte or more, or the end of a document of one byte or more
         yield Problem(
             limit,
@@ -97,6 +97,18 @@ def _vocabulary(file: Path) -> int:
     return max([*ids, *(token["id"] for token in content.get("added_tokens", []))]) + 1
 
 
+def _folder_problems(prepare: PrepareConfig) -> Iterator[Problem]:
+    if prepare.streams is None:
+        yield from _out_problems(prepare)
+    for one in prepare.each().values():
+        if one.vocab_size is not None:  # trained once, for all
+            tokenizer = str(Path(prepare.out).expanduser().absolute() / "tokenizer")
+            one = one.model_copy(update={"tokenizer": tokenizer, "vocab_size": None})
+        if problems := list(_out_problems(one)):
+            yield from problems
+            return
+
+
 def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
     out = Path(prepare.out).expanduser().absolute()
     if reason := unwritable_reason(out):
@@ -120,6 +132,8 @@ def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
         yield Problem("out", prepare.out, reason)
         return
     for name in SETTINGS:
+        if name == "validation_fraction" and prepare.validation_tokens is not None:
+            continue  # estimated
         if name in made and made[name] != (value := getattr(prepare, name)):
             text = f"{prepare.out} was made with {json.dumps(made[name])}; name another `out`, or remove that folder"
             yield Problem(name, value, text)

@@ -40,26 +40,23 @@ class PreparedStreams:
         return "\n".join([*lines, f"{self.yaml}: the streams as `data` of a run's YAML, mixed by their tokens"])
 
 
-def prepare_streams(
-    config: PrepareConfig,
-    streams: Mapping[str, Sequence[str]],
-    *,
-    validation_tokens: int | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> PreparedStreams:
-    """Prepare each stream's sources into a folder of its name in `config.out`, with one tokenizer, and write DATA_YAML there.
+def prepare_all(
+    config: PrepareConfig, *, overwrite: bool = False, progress: bool = True
+) -> PreparedFolder | PreparedStreams:
+    """Prepare `config.sources` or `config.streams`, with its `validation_tokens`. Raises what `prepare` raises."""
+    if config.streams:
+        return prepare_streams(config, overwrite=overwrite, progress=progress)
+    return prepare(hold_out(config), overwrite=overwrite, progress=progress)
 
-    config: settings of all; its `sources` are those of all streams. validation_tokens: about the tokens to hold out of each, in
-    place of the config's share. Raises what `prepare` raises.
+
+def prepare_streams(config: PrepareConfig, *, overwrite: bool = False, progress: bool = True) -> PreparedStreams:
+    """Prepare the sources of each of `config.streams` into a folder of its name in `config.out`, with one tokenizer, and write
+    DATA_YAML there.
+
+    Raises what `prepare` raises.
     """
     out = Path(config.out).expanduser().absolute()
-    each = {
-        name: config.model_copy(update={"sources": list(sources), "out": str(out / name)})
-        for name, sources in streams.items()
-    }
-    if validation_tokens is not None:
-        each = {name: hold_out(one, validation_tokens) for name, one in each.items()}
+    each = {name: hold_out(one) for name, one in config.each().items()}
     if config.vocab_size is not None:
         tokenizer = _train_tokenizer(out, list(each.values()))
         each = {name: one.model_copy(update={"tokenizer": tokenizer, "vocab_size": None}) for name, one in each.items()}
@@ -104,18 +101,21 @@ def _yaml(seq_len: int, folders: Mapping[str, PreparedFolder]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def hold_out(config: PrepareConfig, tokens: int) -> PrepareConfig:
-    """The config with the share of documents that holds about so many tokens, by an estimate from a sample.
+def hold_out(config: PrepareConfig) -> PrepareConfig:
+    """The config with the share of documents that holds about `validation_tokens`, by an estimate from a sample; as it is without.
 
     The share is rounded up to a power of 1.1, so that a few files more do not change which documents are held out.
     Raises PrepareError if that is more than half of the text.
     """
+    tokens = config.validation_tokens
+    if tokens is None:
+        return config
     files = list_files(config.sources)
     total = sum(file.size for file in files) * _tokens_per_stored_byte(config, files)
     share = _STEP ** math.ceil(math.log(tokens / max(total, 1.0), _STEP))
     if share > 0.5:
         raise PrepareError(
-            f"--validation-tokens: {tokens:,} tokens are more than half of the about {round(total):,} in "
+            f"validation_tokens: {tokens:,} tokens are more than half of the about {round(total):,} in "
             f"{', '.join(config.sources)}; hold out fewer"
         )
     return config.model_copy(update={"validation_fraction": share})

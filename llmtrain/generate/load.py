@@ -83,7 +83,9 @@ def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:
 def run_tokenizer_path(data: dict) -> str:
     """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises UserError if there is none."""
     prepare, train = data["prepare"], data["train"]
-    candidates = [prepare["out"]] if prepare else []
+    candidates = (
+        [prepare["out"], *(f"{prepare['out']}/{name}" for name in prepare.get("streams") or ())] if prepare else []
+    )
     candidates += [stream["local"] for stream in train["streams"].values()] if train else []
     for candidate in candidates:
         if (Path(candidate) / "tokenizer").is_dir():

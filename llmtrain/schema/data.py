@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from llmtrain.config.addresses import local_problem
 from llmtrain.config.base import (
@@ -28,6 +28,19 @@ from llmtrain.config.base import (
 from llmtrain.config.texts import LocalPath, PathText
 
 
+def stream_name(name: str) -> str:
+    """The name of a stream, if it can be that of a folder beside prepare's own. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
+        raise ValueError("is no name of letters, digits, - and _")
+    if name in ("tokenizer", "train", "validation", "partitions"):
+        raise ValueError("is a folder of prepare's own; give the stream another name")
+    return name
+
+
+StreamName = Annotated[str, AfterValidator(stream_name)]
+StreamSources = Annotated[list[PathText], Field(min_length=1)]
+
+
 class PrepareConfig(Section):
     """Settings of `llmtrain prepare`, which tokenizes text and writes MDS shards (StreamingDataset's format).
 
@@ -35,10 +48,13 @@ class PrepareConfig(Section):
     sources with the same settings are used again.
     """
 
-    sources: Annotated[list[PathText], Field(min_length=1)]
+    sources: list[PathText] = []
     """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
     `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), told by their content; or `stdlib`:
     Python's own standard library sources."""
+    streams: Annotated[dict[StreamName, StreamSources], Field(min_length=1)] | None = None
+    """In place of `sources`: the sources of each stream of a mixture, by the stream's name. Each is made in the folder of its name
+    in `out`, all with one tokenizer, and is a stream of the run, which counts by its size or as `data.mixture` says."""
     out: LocalPath
     """Folder that gets tokenizer/, train/, validation/ and manifest.json."""
     tokenizer: PathText | None = None
@@ -62,6 +78,9 @@ class PrepareConfig(Section):
     which takes a third less time and spares a run the unpacking, for up to twice the room."""
     validation_fraction: Probability = 0.05
     """Share of documents (files, for text and source trees) held out, chosen by a hash of seed and name."""
+    validation_tokens: PositiveTokens | None = None
+    """In place of `validation_fraction`: about so many tokens are held out, of each stream where there are several. The share is
+    estimated from a sample."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Field or column of a record that holds the text; `a.b` is the field b of the field a."""
     max_bytes: ByteCount | None = None
@@ -81,7 +100,25 @@ class PrepareConfig(Section):
     """What makes the partitions: processes of this machine, or a Ray cluster (`pip install 'llmtrain[ray]'`), which is found by
     RAY_ADDRESS or on this machine. All its nodes need the sources, and share the folder `out`. The shards are the same."""
 
+    def each(self) -> dict[str, PrepareConfig]:
+        """Settings that make the folder of each stream; none without `streams`."""
+        return {
+            name: self.model_copy(update={"sources": sources, "streams": None, "out": f"{self.out}/{name}"})
+            for name, sources in (self.streams or {}).items()
+        }
+
+    def sources_by_path(self) -> dict[str, str]:
+        """Every source by its place in this section: sources.0, streams.web.1, ..."""
+        listed = {"sources": self.sources} | {f"streams.{name}": some for name, some in (self.streams or {}).items()}
+        return {f"{path}.{number}": source for path, some in listed.items() for number, source in enumerate(some)}
+
     def problems(self) -> Iterator[Problem]:
+        if bool(self.sources) == (self.streams is not None):
+            yield Problem("sources", self.sources, "give either sources, or streams with the sources of each, not both")
+        if self.validation_tokens is not None and not self.validation_fraction:
+            yield Problem(
+                "validation_tokens", self.validation_tokens, "has no effect with validation_fraction: 0; remove that"
+            )
         if (self.tokenizer is None) == (self.vocab_size is None):
             yield Problem(
                 "tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both"
@@ -328,4 +365,6 @@ class DataConfig(Section):
 
     def _prepared(self, split: str) -> dict[str, StreamConfig]:
         assert self.prepare is not None
+        if each := self.prepare.each():
+            return {name: StreamConfig(local=one.out, split=split) for name, one in each.items()}
         return {"prepared": StreamConfig(local=self.prepare.out, split=split)}

@@ -56,7 +56,7 @@ def _tell_quality(config: Config, outcome: Outcome) -> None:
     if outcome.bits_per_byte is None:
         return
     line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
-    if config.data.prepare:
+    if config.data.prepare and not config.data.prepare.streams:
         baselines = read_baselines(config.data.prepare.out)
         others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
         line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)

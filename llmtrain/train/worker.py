@@ -123,10 +123,10 @@ def _refuse_missing_gpus(world: World) -> None:
 
 def _prepare_data(config: Config, world: World) -> None:
     if config.data.prepare is not None:
-        from llmtrain.data.prepare import prepare
+        from llmtrain.data.prepare_streams import prepare_all
 
         # Every rank calls this; the first to take the lock works, the others wait and find the shards.
-        prepared = prepare(config.data.prepare, progress=world.local_rank == 0)
+        prepared = prepare_all(config.data.prepare, progress=world.local_rank == 0)
         run_log.info(prepared.summary())
 
 

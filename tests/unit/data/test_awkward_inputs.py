@@ -146,6 +146,14 @@ ASIDE: dict[str, tuple[str, bytes, str]] = {
         zstandard.compress(lines())[:-5],
         "a.zst: damaged zst file: it ends in the middle",
     ),
+    "zstandard that is cut within its first bytes": (
+        "a.zst",
+        zstandard.compress(lines())[:3],
+        "a.zst: damaged zst file: it ends after 3 bytes",
+    ),
+    "an empty .gz, which gzip cannot read either": ("a.jsonl.gz", b"", "a.jsonl.gz: damaged gz file: it ends after 0"),
+    "an empty Parquet file": ("a.parquet", b"", "a.parquet: damaged parquet file: it is empty"),
+    "gzip twice": ("a.jsonl.gz", gzip.compress(gzip.compress(lines())), "not text: gz within gz; decompress it once"),
     "xz that is cut short": ("a.xz", lzma.compress(lines())[:-5], "a.xz: damaged xz file"),
     "bzip2 that is cut short": ("a.bz2", bz2.compress(lines())[:-5], "a.bz2: damaged bz2 file"),
     "a ZIP archive": ("a.txt", zipped(), "a.txt: not text: a ZIP archive"),
@@ -224,7 +232,7 @@ def test_read_exactly(write, case):
 def test_set_aside_by_name(write, case):
     name, content, said = ASIDE[case]
     texts, [bad] = read(write(name, content))
-    assert texts == [] and bad.fatal and bad.nbytes > 0
+    assert texts == [] and bad.fatal and bad.nbytes == len(content)
     assert said in str(bad)
 
 

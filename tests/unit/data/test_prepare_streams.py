@@ -10,12 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from llmtrain.cli import main
-from llmtrain.data.prepare_streams import DATA_YAML, hold_out, prepare_streams
+from llmtrain.data.documents import check_documents
+from llmtrain.data.prepare import PreparedFolder
+from llmtrain.data.prepare_problems import _folder_problems
+from llmtrain.data.prepare_streams import DATA_YAML, hold_out, prepare_all, prepare_streams
 from llmtrain.data.shards import check_streams
 from llmtrain.data.source_files import PrepareError
 from llmtrain.data.tokenizer import train_bpe
+from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.schema.data import DataConfig, PrepareConfig
 from tests.support.prepared import digests, documents
 from tests.unit.data.conftest import some_text
@@ -34,12 +39,12 @@ def sources(tmp_path) -> dict[str, list[str]]:
 
 
 def config(tmp_path: Path, **changes) -> PrepareConfig:
-    values = {"sources": ["all"], "out": str(tmp_path / "out"), "vocab_size": 300, "seq_len": 32, "workers": 1}
+    values = {"out": str(tmp_path / "out"), "vocab_size": 300, "seq_len": 32, "workers": 1}
     return PrepareConfig.model_validate(values | {"validation_fraction": 0.2} | changes)
 
 
 def test_each_stream_has_its_folder_and_all_have_one_tokenizer(tmp_path, sources):
-    made = prepare_streams(config(tmp_path), sources, progress=False)
+    made = prepare_streams(config(tmp_path, streams=sources), progress=False)
     assert set(made.folders) == {"web", "code"}
     tokenizers = {(tmp_path / "out" / name / "tokenizer/tokenizer.json").read_text() for name in sources}
     assert len(tokenizers) == 1
@@ -50,7 +55,7 @@ def test_each_stream_has_its_folder_and_all_have_one_tokenizer(tmp_path, sources
 
 
 def test_the_yaml_is_the_data_of_a_run(tmp_path, sources):
-    prepare_streams(config(tmp_path), sources, progress=False)
+    prepare_streams(config(tmp_path, streams=sources), progress=False)
     content = yaml.safe_load((tmp_path / "out" / DATA_YAML).read_text())
     data = DataConfig.model_validate(content["data"] | {"num_canonical_nodes": 1})
     assert check_streams(data, 4) == []
@@ -61,14 +66,14 @@ def test_the_yaml_is_the_data_of_a_run(tmp_path, sources):
 
 
 def test_the_same_command_finds_all_there_and_parts_of_a_change_are_told(tmp_path, sources):
-    first = prepare_streams(config(tmp_path), sources, progress=False)
+    first = prepare_streams(config(tmp_path, streams=sources), progress=False)
     before = digests(tmp_path / "out")
-    again = prepare_streams(config(tmp_path), sources, progress=False)
+    again = prepare_streams(config(tmp_path, streams=sources), progress=False)
     assert [one.reused for one in first.folders.values()] == [False, False]
     assert [one.reused for one in again.folders.values()] == [True, True]
     assert digests(tmp_path / "out") == before
     with pytest.raises(PrepareError, match="seq_len: 32 then, 64 now"):
-        prepare_streams(config(tmp_path, seq_len=64), sources, progress=False)
+        prepare_streams(config(tmp_path, streams=sources, seq_len=64), progress=False)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
@@ -89,12 +94,12 @@ def test_about_so_many_tokens_are_held_out(tmp_path, kind):
             (source / f"{number}.txt").write_text(text)
     else:
         source.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
-    given = config(tmp_path, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), sources=[str(source)])
-    streams = {"a": [str(source)]}
-    held = prepare_streams(given, streams, validation_tokens=20_000, progress=False).folders["a"].split("validation")
-    assert 14_000 < held["tokens"] < 32_000
+    given = {"vocab_size": None, "tokenizer": str(tmp_path / "tokenizer"), "sources": [str(source)]}
+    made = prepare_all(config(tmp_path, **given, validation_tokens=20_000), progress=False)
+    assert isinstance(made, PreparedFolder)
+    assert 14_000 < made.split("validation")["tokens"] < 32_000
     with pytest.raises(PrepareError, match="more than half"):
-        hold_out(given, 10_000_000)
+        hold_out(config(tmp_path, **given, validation_tokens=10_000_000))
 
 
 def test_a_few_more_files_hold_out_the_same_documents(tmp_path):
@@ -102,10 +107,51 @@ def test_a_few_more_files_hold_out_the_same_documents(tmp_path):
     folder.mkdir()
     for number in range(200):
         (folder / f"{number}.txt").write_text(some_text(number, 50))
-    given = config(tmp_path, sources=[str(folder)])
-    before = hold_out(given, 1000).validation_fraction
+    given = config(tmp_path, sources=[str(folder)], validation_tokens=1000)
+    before = hold_out(given).validation_fraction
     (folder / "more.txt").write_text(some_text(1, 50))
-    assert hold_out(given, 1000).validation_fraction == before
+    assert hold_out(given).validation_fraction == before
+
+
+def test_streams_in_a_runs_yaml_are_its_streams(tmp_path, sources):
+    """They count by their size until data.mixture names them; with tokens held out of each."""
+    given = {
+        "prepare": config(tmp_path, streams=sources, validation_tokens=500),
+        "seq_len": 32,
+        "num_canonical_nodes": 1,
+    }
+    data = DataConfig.model_validate(given)
+    assert data.prepare is not None and check_streams(data, 4) == [] and list(check_documents(data)) == []
+    prepare_all(data.prepare, progress=False)
+    folders = {name: str(tmp_path / "out" / name) for name in sources}
+    for split, streams in (("train", data.train_streams()), ("validation", data.validation_streams())):
+        assert {name: (stream.local, stream.split) for name, stream in streams.items()} == {
+            name: (folder, split) for name, folder in folders.items()
+        }
+    assert check_streams(data, 4) == [] and list(_folder_problems(data.prepare)) == []
+    assert run_tokenizer_path(data.model_dump(mode="json")) == str(tmp_path / "out" / "tokenizer")
+    mixed = [{"proportions": {"web": 0.5, "code": 0.5}}]
+    assert DataConfig.model_validate(given | {"mixture": mixed}).order_name == "mixed"
+    with pytest.raises(ValidationError, match=r"is no stream of data\.train"):
+        DataConfig.model_validate(given | {"mixture": [{"proportions": {"web": 1, "code": 1, "books": 1}}]})
+    [problem] = _folder_problems(data.prepare.model_copy(update={"text_key": "body"}))
+    assert problem.path == "text_key" and str(tmp_path / "out/web") in problem.message
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, "give either sources, or streams"),
+        ({"sources": ["a"], "streams": {"b": ["c"]}}, "not both"),
+        ({"streams": {"train": ["c"]}}, "is a folder of prepare's own"),
+        ({"streams": {"a/b": ["c"]}}, "is no name of letters"),
+        ({"streams": {"a": []}}, "at least 1 item"),
+        ({"sources": ["a"], "validation_tokens": 5, "validation_fraction": 0.0}, "has no effect"),
+    ],
+)
+def test_streams_that_cannot_be(tmp_path, changes, said):
+    with pytest.raises(ValidationError, match=said):
+        config(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -114,7 +115,7 @@ class NoSharedFolder:
     def remote(self, **options: Any) -> Any:
         class Remote:
             def __init__(self, function) -> None:
-                self.remote = lambda *given: (function, given)
+                self.remote = lambda *given: functools.partial(function, *given)
 
         return Remote
 
@@ -122,35 +123,34 @@ class NoSharedFolder:
         return running[:1], running[1:]
 
     def get(self, one: Any) -> Any:
-        function, given = one
-        return function(*given)
+        return one()
 
     def cancel(self, one: Any, force: bool) -> None:
         pass
 
 
-def test_a_node_that_does_not_share_the_folder_or_the_sources(source, settings, tmp_path, monkeypatch):
+def test_a_node_that_does_not_share_the_folder_or_the_sources(records, settings, tmp_path, monkeypatch):
     ray = NoSharedFolder(tmp_path / "elsewhere")
     monkeypatch.setattr(ray_engine, "_connected", lambda: ray)
-    config = settings(source, engine="ray")
+    config = settings(records, engine="ray")
     with pytest.raises(
         PrepareError, match="is not the folder of that name on this machine; give --out a folder that all"
     ):
         prepare(config, progress=False)
     ray.folder = tmp_path / "out.partial"
     assert prepare(config, progress=False).split("train")["samples"]
-    get, overwritten = ray.get, settings(source, engine="ray", seq_len=16)
-    monkeypatch.setattr(ray, "get", lambda one: [source.rename(tmp_path / "gone"), get(one)])
+    get, overwritten = ray.get, settings(records, engine="ray", seq_len=16)
+    monkeypatch.setattr(ray, "get", lambda one: [records.rename(tmp_path / "gone"), get(one)])
     with pytest.raises(
         PrepareError, match=r"records.jsonl is not on .*, a node of the Ray cluster; the sources must be on"
     ):
         prepare(overwritten, progress=False, overwrite=True)
 
 
-def test_without_ray_the_extra_is_named(source, settings, monkeypatch):
+def test_without_ray_the_extra_is_named(records, settings, monkeypatch):
     def absent(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(ray_engine.importlib, "import_module", absent)
     with pytest.raises(PrepareError, match=r"engine: ray is not installed \(`pip install 'llmtrain\[ray\]'`\)"):
-        prepare(settings(source, engine="ray"), progress=False)
+        prepare(settings(records, engine="ray"), progress=False)
