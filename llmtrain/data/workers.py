@@ -105,7 +105,7 @@ def make_partitions(
 
 @dataclass(frozen=True)
 class _Ask:
-    """What a worker sends when it waits: first for the settings, then for a task."""
+    """Message of a worker that waits: first for the settings, then for a task."""
 
 
 @dataclass(frozen=True)
