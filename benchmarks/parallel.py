@@ -1,13 +1,14 @@
 """Training steps of one model on several GPUs, by meshes of context and tensor parallelism, and the scan's communication alone.
 
-    python -m benchmarks.parallel FILE [a.b=c …] --nproc 2 [--steps 6] [--longest] [--out FILE.json]
+    python -m benchmarks.parallel FILE [a.b=c …] --nproc 2 [--steps 4] [--longest] [--out FILE.json]
     python -m benchmarks.parallel --scan --nproc 2 [--out FILE.json]
 
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
-`llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, and the memory at the peak.
+`llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak, the
+kernels that attention took, and the seconds from the start on at which the model was ready and at which each step ended.
 longest: also twice the sequence, and so on, until the memory is not enough. scan: a Mamba-2 scan over 131,072 tokens that the ranks
-share, forward and backward, with its all-gather and with the same bytes copied on the rank itself: the difference is exposed
-communication. Ranks are processes of this machine; without GPUs they run on the CPU, which is good for a try.
+share, forward and backward, with its all-gather and with the same bytes copied on the rank itself, in turn: the difference is
+exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU, which is good for a try.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
-WARMUP = 3
+WARMUP = 2
+START = time.perf_counter()
 
 
 def main() -> int:
@@ -37,7 +40,7 @@ def main() -> int:
     parser.add_argument("file", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6, help="timed ones")
+    parser.add_argument("--steps", type=int, default=4, help="timed ones")
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--tokens", type=int, default=131_072, help="with --scan")
@@ -120,7 +123,10 @@ def steps(config: Config, count: int) -> dict[str, Any]:
     ids = torch.randint(config.model.vocab_size, (size, config.data.seq_len))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "text_bytes": torch.zeros(size)}
     part = {name: value.to(device) for name, value in own_part(batch, segments, model.ranks).items()}
-    seconds, losses = [], []
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses, ends = [], [], [time.perf_counter() - START]
     for step in range(WARMUP + count):
         synchronize(device)
         began = time.perf_counter()
@@ -135,6 +141,7 @@ def steps(config: Config, count: int) -> dict[str, Any]:
         optimizer.zero_grad()
         synchronize(device)
         losses.append(float(loss))
+        ends.append(time.perf_counter() - START)
         if step >= WARMUP:
             seconds.append(time.perf_counter() - began)
     step_seconds = statistics.median(seconds)
@@ -146,8 +153,19 @@ def steps(config: Config, count: int) -> dict[str, Any]:
         "tokens_per_second_per_gpu": per_gpu,
         "mfu_causal": per_gpu * cost.causal / cost.peak.flops if cost.peak.flops else None,
         "memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "attention": sorted(attention_backends(model)),
         "losses": losses,
+        "seconds": seconds,
+        "ready_and_steps_ended_after": ends,
     }
+
+
+def attention_backends(model: Any) -> set[str]:
+    """The kernels of attention that take part in a step."""
+    from llmtrain.models.mixers.attention import Attention
+
+    found = (module for module in model.modules() if isinstance(module, Attention))
+    return {(one.segment_backend or one.backend).name for one in found}
 
 
 def scan(tokens: int, count: int) -> dict[str, Any]:
@@ -179,21 +197,29 @@ def scan(tokens: int, count: int) -> dict[str, Any]:
     x, dt, B, C = draw(1, n, 80, 64), draw(1, n, 80), draw(1, n, 1, 64), draw(1, n, 1, 64)
     A, D, dt_bias = (-torch.rand(80, device=device), *(torch.rand(80, device=device) for _ in "Db"))
 
-    def run() -> float:
-        times = []
-        for _ in range(WARMUP + count):
-            synchronize(device)
-            began = time.perf_counter()
-            context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias).sum().backward()
-            synchronize(device)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[WARMUP:])
+    ones = torch.ones_like(x)
 
-    together = run()
+    def run() -> float:
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias).backward(ones)
+        synchronize(device)
+        return time.perf_counter() - began
+
     alone = "llmtrain.models.segments.all_gather_tensor_autograd"
-    with patch(alone, lambda own, dim, group: torch.cat([own] * world.size)):
-        apart = run()
-    return {"tokens": tokens, "seconds": together, "without_communication": apart, "exposed": 1 - apart / together}
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(2 * (WARMUP + 5 * count)):
+        with patch(alone, lambda own, dim, group: torch.cat([own] * world.size)) if turn % 2 else nullcontext():
+            times[turn % 2 == 0].append(run())
+    together, apart = (statistics.median(times[gathers][WARMUP:]) for gathers in (True, False))
+    return {
+        "tokens": tokens,
+        "seconds": together,
+        "without_communication": apart,
+        "exposed": 1 - apart / together,
+        "all_seconds": {"with": times[True], "without": times[False]},
+    }
 
 
 def synchronize(device: Any) -> None:

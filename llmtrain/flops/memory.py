@@ -25,7 +25,8 @@ computation's format (2 in bf16, 4 in fp32):
 The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
 of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
 chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
-output and those of the operators that its backends declare (saved_ops in kernels/registry.py). Where sharding or checkpointing is
+output and those of the operators that its backends declare (saved_ops in kernels/registry.py), with the kind `kernels` the latter
+alone. Where sharding or checkpointing is
 `auto`, the estimate is that of full sharding and of no checkpointing; automatic.py settles them by it.
 """
 
@@ -156,7 +157,8 @@ def _activations(config: Config, width: int, float8_inputs: int) -> int:
         if tensor == 1:
             return saved
         inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))
-        return SavedBytes(saved.everything / tensor + inputs * (1 - 1 / tensor), saved.selective / tensor)
+        everything = saved.everything / tensor + inputs * (1 - 1 / tensor)
+        return SavedBytes(everything, saved.selective / tensor, saved.kernels / tensor)
 
     per_layer = []
     for layer in model.layer_list():
@@ -169,7 +171,8 @@ def _activations(config: Config, width: int, float8_inputs: int) -> int:
         elif checkpointing.type in ("none", "auto") or (checkpointing.k is not None and index % checkpointing.k):
             kept += saved.everything
         else:
-            kept += residual / tensor + (saved.selective if checkpointing.type == "selective" else 0)
+            results = {"selective": saved.selective, "kernels": saved.kernels}
+            kept += residual / tensor + results.get(checkpointing.type, 0)
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= (width - 1) * float8_inputs * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0

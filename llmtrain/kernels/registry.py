@@ -75,8 +75,11 @@ def _preference_step(spec: Spec, platform: Platform) -> tuple[str, ...]:
 _SDPA = "llmtrain.kernels.attention.sdpa"
 
 
+_LAST_QUERIES = "llmtrain.attention_last_queries.default"  # for some backends, with train.parallel.context
+
+
 def _sdpa_op(kernel: str) -> tuple[str, ...]:
-    return (f"aten._scaled_dot_product_{kernel}.default",)
+    return (f"aten._scaled_dot_product_{kernel}.default", _LAST_QUERIES)
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -97,7 +100,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             "triton",
             "llmtrain.kernels.attention.triton",
             attention.refuse_triton_sequence,
-            ("llmtrain.attention_forward.default",),
+            ("llmtrain.attention_forward.default", _LAST_QUERIES),
         ),
         # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),

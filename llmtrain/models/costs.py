@@ -30,10 +30,13 @@ class Flops:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that one layer keeps per token: without activation checkpointing, and with the selective kind."""
+    """Bytes that one layer keeps per token: without activation checkpointing, and with the kinds that keep some results."""
 
     everything: float
     selective: float
+    kernels: float = 0.0
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
-        return SavedBytes(self.everything + other.everything, self.selective + other.selective)
+        return SavedBytes(
+            self.everything + other.everything, self.selective + other.selective, self.kernels + other.kernels
+        )

@@ -43,8 +43,9 @@ Microbatch = Annotated[
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward pass rather than keep them."""
 
-    type: Literal["none", "full", "every_k", "selective", "budget", "auto"] = free("none")
-    """full: every layer. every_k: one layer in k. selective: every layer, but keep the outputs of attention and of every
+    type: Literal["none", "full", "every_k", "kernels", "selective", "budget", "auto"] = free("none")
+    """full: every layer. every_k: one layer in k. kernels: every layer, but keep the outputs of attention and of the gated
+    delta rule, which cost the more the longer sequences are. selective: every layer, but keep those and the outputs of every
     second matmul. budget: the compiler chooses what to recompute, the cheapest first, within a share of the memory. auto: none,
     selective or full, the least that fits by the estimate of `llmtrain describe`."""
     k: PositiveInt | None = free(None)
@@ -60,8 +61,8 @@ class ActivationCheckpointing(Section):
             yield Problem("fraction", self.fraction, "must be given with type: budget, and only then")
         if (self.type == "every_k") != (self.k is not None):
             yield Problem("k", self.k, "must be given with type: every_k, and only then")
-        if self.mlp_tokens is not None and self.type not in ("none", "full", "every_k"):
-            text = f"computes again what type: {self.type} may keep; use none, full or every_k, or null"
+        if self.mlp_tokens is not None and self.type not in ("none", "full", "every_k", "kernels"):
+            text = f"computes again what type: {self.type} may keep; use none, full, every_k or kernels, or null"
             yield Problem("mlp_tokens", self.mlp_tokens, text)
 
 

@@ -73,7 +73,7 @@ def divide_mlps(model: HybridLM, tokens: int | None) -> None:
 
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
-    """kept: operators whose outputs the selective kind keeps, beside those that the mixers name."""
+    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the mixers name."""
     if config.type in ("none", "budget"):
         return
     every = config.k if config.type == "every_k" else 1
@@ -84,8 +84,8 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
         if i % every:
             continue
         options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
-        if config.type == "selective":
-            options["context_fn"] = partial(_selective_contexts, saved_ops)
+        if config.type in ("kernels", "selective"):
+            options["context_fn"] = partial(_selective_contexts, saved_ops, config.type == "selective")
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
@@ -93,13 +93,13 @@ _MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
 """In bf16, and in float8."""
 
 
-def _selective_contexts(saved_ops: set[str]):
-    """Keeps the outputs of these operators and of every second matrix product."""
+def _selective_contexts(saved_ops: set[str], products: bool):
+    """Keeps the outputs of these operators and, with `products`, of every second matrix product."""
     seen: Counter[tuple[object, bool]] = Counter()
 
     def policy(ctx, op, *args, **kwargs):
         keep = str(op) in saved_ops
-        if op in _MATRIX_PRODUCTS:
+        if products and op in _MATRIX_PRODUCTS:
             count = (op, ctx.is_recompute)
             seen[count] += 1
             keep = seen[count] % 2 == 1

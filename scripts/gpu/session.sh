@@ -70,22 +70,29 @@ checkpoint_x2() { # goes on where an earlier call on the same machine ended
     step moving 500 "$python" scripts/gpu/moving_checkpoint.py "$work/moving" "$@"
 }
 
-parallel_x2() { # issue 24: long sequences over two GPUs, tensor parallelism beside FSDP2, the scan alone
-    local bench=("$python" -m benchmarks.parallel) full=train.activation_checkpointing.type=full
-    local two=(--nproc 2 train.sharding.strategy=full train.microbatch_size=1)
-    local llama=(yamls/pretrain/llama3-8b.yaml "${two[@]}" "$full") zamba2=(yamls/pretrain/zamba2-2.7b.yaml "$full")
-    step scan 60 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
-    step tensor 120 "${bench[@]}" "${llama[@]}" data.seq_len=8192 train.parallel.tensor=2 train.microbatch_size=2 \
-        --out "$work/llama-tensor.json" "$@"
-    step fsdp2 120 "${bench[@]}" "${llama[@]}" data.seq_len=8192 --out "$work/llama-fsdp2.json" "$@"
-    step llama-context 120 "${bench[@]}" "${llama[@]}" data.seq_len=32768 model.max_seq_len=32768 train.parallel.context=2 \
-        --longest --out "$work/llama-context.json" "$@"
-    step zamba2-context 120 "${bench[@]}" "${zamba2[@]}" "${two[@]}" data.seq_len=65536 model.max_seq_len=65536 \
-        train.parallel.context=2 --longest --out "$work/zamba2-context.json" "$@"
-    step zamba2-short 90 "${bench[@]}" "${zamba2[@]}" "${two[@]}" data.seq_len=4096 train.microbatch_size=8 \
+parallel_x2() { # issue 24: the scan alone, long sequences over two GPUs, tensor parallelism beside FSDP2; each shape compiles anew
+    local bench=("$python" -m benchmarks.parallel) keep=train.activation_checkpointing.type
+    local two=(--nproc 2 train.sharding.strategy=full) context=(train.microbatch_size=1 train.parallel.context=2)
+    local llama=(yamls/pretrain/llama3-8b.yaml "$keep=selective") zamba2=(yamls/pretrain/zamba2-2.7b.yaml "$keep=kernels")
+    local long=(data.seq_len=65536 model.max_seq_len=65536)
+    # The checks side by side, a GPU each, as the two runs of one GPU below.
+    step last-queries 60 "$python" scripts/gpu/side_by_side.py "$work" \
+        checked-cudnn -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and cudnn" -- \
+        checked-triton -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and triton"
+    step scan 50 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
+    step llama-context 110 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=32768 model.max_seq_len=32768 "${context[@]}" \
+        --out "$work/llama-context.json" "$@"
+    step llama-fsdp2 100 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=8192 train.microbatch_size=2 \
+        --out "$work/llama-fsdp2.json" "$@"
+    step zamba2-context 120 "${bench[@]}" "${zamba2[@]}" "${two[@]}" "${long[@]}" "${context[@]}" \
+        --out "$work/zamba2-context.json" "$@"
+    step zamba2-one-gpu 130 "$python" scripts/gpu/side_by_side.py "$work" \
+        zamba2-one -- "${bench[@]}" "${zamba2[@]}" "${long[@]}" train.microbatch_size=1 --steps 2 \
+        --out "$work/zamba2-one.json" "$@" -- \
+        zamba2-short -- "${bench[@]}" "${zamba2[@]}" data.seq_len=4096 train.microbatch_size=8 \
         --out "$work/zamba2-short.json" "$@"
-    step zamba2-one 120 "${bench[@]}" "${zamba2[@]}" --nproc 1 train.microbatch_size=1 data.seq_len=65536 \
-        model.max_seq_len=65536 --longest --out "$work/zamba2-one.json" "$@"
+    step llama-tensor 100 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=8192 train.parallel.tensor=2 \
+        train.microbatch_size=4 --out "$work/llama-tensor.json" "$@"
 }
 
 tests() {

@@ -189,6 +189,7 @@ ACTIVATION_CHECKPOINTING = {
     "none": {},
     "full": {"train.activation_checkpointing": {"type": "full"}},
     "every_k": {"train.activation_checkpointing": {"type": "every_k", "k": 2}},
+    "kernels": {"train.activation_checkpointing": {"type": "kernels"}},
     "selective": {"train.activation_checkpointing": {"type": "selective"}},
 }
 
@@ -259,9 +260,9 @@ def test_what_each_kind_of_activation_checkpointing_computes_twice(config):
         for kind, count in counts.items()
     }
     # Four layers, three with attention (two shared, the last one); every_k: 2 recomputes the first and the third.
-    assert attention == {"none": 3, "full": 6, "every_k": 4, "selective": 3}
+    assert attention == {"none": 3, "full": 6, "every_k": 4, "kernels": 3, "selective": 3}
     products = {kind: count["aten.mm.default"] for kind, count in counts.items()}
-    assert products["none"] < products["selective"] < products["full"]
+    assert products["none"] < products["selective"] < products["kernels"] == products["full"]
     again = products["full"] - products["none"]
     assert products["selective"] - products["none"] == pytest.approx(again / 2, abs=2)  # layers of odd counts round
 

@@ -91,6 +91,41 @@ def test_attention_backends_agree_with_the_reference(spec, name, compiled):
     assert_close(outcome(run, inputs(spec), torch.bfloat16), exact, 0.01)
 
 
+LAST_QUERIES = {
+    "gqa-128": AttentionSpec(8, 2, 128, 128**-0.5, lower_right=True),
+    "zamba-160": AttentionSpec(4, 4, 160, 80**-0.5, lower_right=True),
+    "softcap": AttentionSpec(4, 4, 64, 0.5, softcap=5.0, lower_right=True),
+}
+
+
+@pytest.mark.parametrize("queries", [512, 333, 1536])
+@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "triton", "flex"])
+@pytest.mark.parametrize("spec", cases(LAST_QUERIES, "gqa-128", "zamba-160"))
+def test_the_last_queries_alone_agree_with_the_reference(spec, name, queries):
+    """Of three segments of each, for ranks that share sequences; 1536: of one."""
+    found = errors_of_last_queries(spec, name, queries, queries if queries == 1536 else 3 * queries)
+    if isinstance(found, str):
+        pytest.skip(found)
+    assert max(found) < 0.01
+
+
+def errors_of_last_queries(spec: AttentionSpec, name: str, queries: int, keys: int) -> list[float] | str:
+    """Relative errors of output, dq, dk and dv, compiled; or why the backend cannot serve."""
+    here, device = platform.detect(), torch.device("cuda")
+    if reason := registry.refusal("attention", name, spec, here):
+        return reason
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = [(queries, spec.n_heads), (keys, spec.n_kv_heads), (keys, spec.n_kv_heads)]
+    tensors = [torch.randn(B, n, h, spec.head_dim, generator=g, device="cuda").bfloat16() for n, h in shapes]
+    kernel, reference = (registry.resolve("attention", n, spec, here).build(spec, here) for n in (name, "reference"))
+    context, exact_context = (k.prepare(keys, device, None, queries) for k in (kernel, reference))
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k, v: kernel(q, k, v, context), fullgraph=True)
+    exact = outcome(lambda q, k, v: reference(q, k, v, exact_context), tensors, torch.float64)
+    ours = outcome(run, tensors, torch.bfloat16)
+    return [float((a - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
+
+
 def test_efficient_attention_in_fp32():
     """What `auto` takes for fp32 training on a GPU."""
     here, spec = platform.detect(), AttentionSpec(4, 4, 64, 0.125, dtype="float32")

@@ -223,6 +223,22 @@ def test_no_graph_break():
         torch.testing.assert_close(found[part], wanted[part], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True)
+def test_the_last_queries_alone_are_the_last_rows(softcap, tiles):
+    """Several calls put together, forward and backward: 15 queries and 45 keys, of which a third is theirs."""
+    spec = AttentionSpec(4, 2, 16, 0.3, softcap=softcap, dtype="float32", lower_right=True)
+    leaves = [torch.randn(2, n, heads, 16, requires_grad=True) for n, heads in ((15, 4), (45, 2), (45, 2))]
+    upstream = torch.randn(2, 15, 4, 16)
+    found = []
+    both: tuple[Any, Any] = (kernels.build(spec, HOPPER, ""), ReferenceAttention(spec))
+    for kernel in both:
+        out = kernel(*leaves, kernel.prepare(45, torch.device("cpu"), None, 15))
+        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
+
+
 def test_the_operators_say_what_they_do():
     """Schema, fake tensors, autograd and tracing, by torch's own checks."""
     q, k, v = attention.inputs(Case(n_heads=2, n_kv_heads=1), 1, 20, torch.float32)

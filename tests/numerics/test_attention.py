@@ -139,9 +139,37 @@ def test_the_last_queries_alone_are_the_last_rows(name, label, queries):
     torch.testing.assert_close(out, expected, atol=rounding(expected.abs().max().item(), terms=T), rtol=0)
 
 
-@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "triton", "flash_attn"])
+@pytest.mark.parametrize("queries", [9, T])
+@pytest.mark.parametrize("label", ["mha", "gqa"])
+def test_gradients_of_the_last_queries_put_together_from_two_calls(label, queries):
+    spec = replace(SPECS[label], dtype="float64", lower_right=True)
+    leaves = [t.detach().requires_grad_() for t in inputs(spec, torch.float64)]
+    found = []
+    for name in ("sdpa:cpu", "reference"):
+        kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
+        context = kernel.prepare(T, torch.device("cpu"), queries=queries)
+        out = kernel(leaves[0][:, T - queries :], *leaves[1:], context)
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-9)
+
+
+def test_the_operators_of_the_last_queries_say_what_they_do():
+    q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (5, 15, 15))
+    torch.library.opcheck(torch.ops.llmtrain.attention_last_queries.default, (q, k, v, 0.3, None, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["sdpa:flash3", "sdpa:flash4", "varlen", "flash_attn"])
 def test_backends_for_whole_sequences_alone_say_so(name):
     refused = registry.refusal("attention", name, replace(SPECS["gqa"], lower_right=True))
+    assert refused is not None and "train.parallel.context" in refused and "flex" in refused
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"alibi_max_bias": 8.0}, {"documents": True}])
+def test_ours_takes_the_last_queries_of_plain_attention_alone(changes):
+    spec = replace(SPECS["gqa"], dtype="bfloat16", lower_right=True)
+    assert registry.refusal("attention", "triton", replace(spec, softcap=9.0)) is None
+    refused = registry.refusal("attention", "triton", replace(spec, **changes))
     assert refused is not None and "train.parallel.context" in refused and "flex" in refused
 
 

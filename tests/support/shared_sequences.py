@@ -139,7 +139,7 @@ def random_case(seed: int, world_size: int) -> Case:
             [size for size in range(group, world_size + 1, group) if world_size % size == 0]
         )
     checkpointing: dict[str, Any] = rng.choice(
-        [{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "every_k", "k": 2}]
+        [{"type": "none"}, {"type": "full"}, {"type": "selective"}, {"type": "kernels"}, {"type": "every_k", "k": 2}]
     )
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])

@@ -14,7 +14,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +129,8 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     """Rows of the cell that speaks for `spec`, of the backends in `able` alone, the one to take first, then the fastest; none
     where no such cell is measured, of ours beside at least one public backend. The same on every rank that has the same tables.
     """
-    if spec.lower_right or platform.vendor == "cpu":
+    by_parts = spec.lower_right and not replace(spec, softcap=None).only_causal  # which no cell is like
+    if by_parts or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
     own, shipped = (

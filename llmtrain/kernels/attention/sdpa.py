@@ -7,12 +7,14 @@ kernel without a word, and the operator traces under torch.compile(fullgraph=Tru
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.kernels.attention import flash_implementation
+from llmtrain.kernels.attention import flash_implementation, last_queries
+from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.reference import score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
@@ -23,7 +25,9 @@ _FLASH: dict[str, flash_implementation.Implementation] = {"flash": "FA2", "flash
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
-def build(spec: AttentionSpec, platform: Platform, variant: str) -> SDPA:
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
+    if spec.lower_right and spec.only_causal and variant in last_queries.KERNELS:
+        return LastQueries(spec, variant)
     return SDPA(spec, variant)
 
 
@@ -36,7 +40,8 @@ class SDPA:
         self.kernel = kernels.get(variant, _flash)
         if variant in _FLASH:
             flash_implementation.use(self, _FLASH[variant])
-        self.needs_bias = not spec.plain
+        # FlashAttention's causal mask is aligned to the lower right by itself, the efficient kernel's to the upper left.
+        self.needs_bias = not spec.plain and not (variant in _FLASH and spec.only_causal)
         # The efficient kernel wants as many key as query heads; the others share them without a copy.
         self.repeat = spec.n_heads // spec.n_kv_heads if variant == "efficient" else 1
 

@@ -7,7 +7,7 @@ only reasons that hold on every machine are given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmtrain.kernels import refusals
 from llmtrain.kernels.platform import Platform
@@ -44,8 +44,13 @@ class AttentionSpec:
     @property
     def plain(self) -> bool:
         """Nothing beyond causal softmax(scale * q k^T) over a whole sequence."""
+        return not self.lower_right and self.only_causal
+
+    @property
+    def only_causal(self) -> bool:
+        """Nothing beyond causal softmax(scale * q k^T), of whole sequences or of their last queries."""
         beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
-        return not self.documents and not self.lower_right and all(value is None for value in beyond)
+        return not self.documents and all(value is None for value in beyond)
 
     @property
     def slopes(self) -> Sequence[float] | None:
@@ -83,7 +88,7 @@ def refuse_sdpa_flash(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if reason := refuse_sdpa_flash(spec, platform):
+    if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-3", spec):
         return reason
     if platform is not None and platform.arch != "sm90":
         return f"FlashAttention-3 runs on Hopper (sm90) only, not {platform.arch}; use sdpa:flash"
@@ -91,7 +96,7 @@ def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | 
 
 
 def refuse_sdpa_flash4(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if reason := refuse_sdpa_flash(spec, platform):
+    if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-4", spec):
         return reason
     if platform is not None and (platform.vendor != "nvidia" or platform.arch[:-1] not in ("sm9", "sm10")):
         return f"FlashAttention-4 runs on Hopper and data-center Blackwell (sm90, sm100), not {platform.arch}; use sdpa:flash"
@@ -139,8 +144,8 @@ def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
     lacks = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
     if lacks:
         return f"PyTorch's varlen attention has no {' or '.join(lacks)}; use flex or reference"
-    if spec.lower_right:
-        return "varlen is called with whole sequences, not a part of the queries (train.parallel.context); use flex"
+    if reason := _refuse_last_queries("varlen", spec):
+        return reason
     if spec.head_dim % 8:
         return f"PyTorch's varlen attention needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
     return _refuse_platform("varlen", spec, platform, max_head_dim=256)
@@ -158,8 +163,11 @@ def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
 def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> str | None:
     kernels = ("attention.forward", "attention.dq", "attention.dkdv")
     sizes = {"head_dim": spec.head_dim}
-    if spec.lower_right:
-        return "the Triton kernel takes whole sequences, not a part of the queries (train.parallel.context); use flex"
+    if spec.lower_right and not replace(spec, softcap=None).only_causal:
+        return (
+            "the Triton kernel takes ALiBi, windows and documents of whole sequences, not of a part of the queries "
+            + ("(train.parallel.context); use flex")
+        )
     return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
 
 
@@ -167,8 +175,8 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
     if spec.documents:
         return "flash_attn is called with whole sequences, which keeps no documents apart; use flex or reference"
-    if spec.lower_right:
-        return "flash_attn is called with whole sequences, not a part of the queries (train.parallel.context); use flex"
+    if reason := _refuse_last_queries("flash_attn", spec):
+        return reason
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
     if spec.dtype not in ("bfloat16", "float16"):
@@ -210,7 +218,6 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
             ("sliding_window", spec.sliding_window),
             ("softcap", spec.softcap),
             ("document mask", spec.documents or None),
-            ("form for a part of the queries (train.parallel.context)", spec.lower_right or None),
         )
         if value is not None
     ]
@@ -219,6 +226,12 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
     if spec.head_dim % 8:
         return f"SDPA's {kernel} kernel needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
     return None
+
+
+def _refuse_last_queries(kernel: str, spec: AttentionSpec) -> str | None:
+    if not spec.lower_right:
+        return None
+    return f"{kernel} is called with whole sequences, not a part of the queries (train.parallel.context); use auto"
 
 
 def _refuse_platform(kernel: str, spec: AttentionSpec, platform: Platform | None, max_head_dim: int) -> str | None:

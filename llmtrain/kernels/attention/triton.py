@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
 from llmtrain.kernels.attention.documents import Documents, documents
+from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
@@ -38,8 +39,8 @@ class TritonContext:
     packed: Documents | None
 
 
-def build(spec: AttentionSpec, platform: Platform, variant: str) -> TritonAttention:
-    return TritonAttention(spec)
+def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
+    return LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec)
 
 
 class TritonAttention:

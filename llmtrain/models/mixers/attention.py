@@ -115,7 +115,7 @@ class Attention(Mixer):
 
     def enable_segments(self) -> None:
         spec = replace(self.spec, lower_right=True)
-        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform)
+        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
         self.segment_kernel = self.segment_backend.build(spec, self.platform)
 
     def segment_context(

@@ -157,7 +157,7 @@ class AttentionSection(BlockSection):
         kept = attention if registry.saved_ops("attention", self.backend) else 0
         gate = q if self.output_gate else 0
         everything = width * (2 * self.input_width(d_model) + q + kv + 2 * gate) + attention
-        return SavedBytes(everything, width * (q + gate + kv) + kept)
+        return SavedBytes(everything, width * (q + gate + kv) + kept, kept)
 
 
 class AttentionBlock(AttentionSection):

@@ -99,9 +99,10 @@ class GatedDeltaNetBlock(BlockSection):
         everything = width * (2 * d_model + in_proj + (2 * keys + values) + 2 * keys + 2 * values) + 4 * 3 * heads
         if self.backend == "fla":
             rule = heads * (width * (v + chunk) + 4 * (1 + k * v / chunk))
-            return SavedBytes(everything + heads * (width * chunk + 4), width * in_proj + rule)
+            return SavedBytes(everything + heads * (width * chunk + 4), width * in_proj + rule, rule)
         if self.backend == "triton":
             kept = heads * width * (chunk + k + v + k * v / chunk)
-            return SavedBytes(everything + kept, width * in_proj + kept + heads * (width * v + 4 * k * v / chunk))
+            results = kept + heads * (width * v + 4 * k * v / chunk)
+            return SavedBytes(everything + kept, width * in_proj + results, results)
         rule = 4 * heads * (3 * chunk + 5 * k + 3 * v + (k + 2 * v) * k / chunk)
         return SavedBytes(everything + rule, width * in_proj)

@@ -41,6 +41,7 @@ def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch
         "budget": 0.0,  # what the compiler recomputes is not known: the cheap part
         "full": forward.total - forward.head,
         "every_k": (forward.total - forward.head) / (config.activation_checkpointing.k or 1),
+        "kernels": forward.total - forward.head - spared.total,
         # Every second matrix product is kept, and the mixers' saved operators.
         "selective": forward.total - forward.head - forward.projection / 2 - spared.total,
     }[config.activation_checkpointing.type]

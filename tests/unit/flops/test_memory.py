@@ -132,7 +132,7 @@ def test_a_mamba_layer_keeps_less_as_one_operator(backend):
     assert estimate_memory(mamba, SIZES, 1).activations == tokens * (3 * layer + 3 * 2 * 2560)
 
 
-@pytest.mark.parametrize("between", ["every_k, k: 2", "selective"])
+@pytest.mark.parametrize("between", ["every_k, k: 2", "kernels", "selective"])
 def test_partial_checkpointing_keeps_more_than_full_and_less_than_none(between):
     def kept(kind: str) -> int:
         return estimate_memory(config(f"train.activation_checkpointing={{type: {kind}}}"), SIZES, 1).activations
