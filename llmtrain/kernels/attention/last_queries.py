@@ -19,26 +19,26 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.operators import operator, register_autograd
 
 
-class _Kernel(Protocol):
+class Kernel(Protocol):
     """Attention of queries [batch, Q, n_heads, head_dim] to keys and values [batch, K, n_kv_heads, head_dim], causal with K = Q, or
     of all to all."""
 
     square: bool
     """K is Q in every call."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
         """Output like q, and log-sum-exp [batch, n_heads, Q] in fp32 or wider."""
         ...
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v. out, lse: of the whole, contiguous."""
         ...
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     scale: float
     softcap: float | None
 
@@ -58,7 +58,7 @@ class LastQueries:
         return _forward_op(q, k, v, self.spec.scale, self.spec.softcap, self.kernel)[0]
 
 
-def _calls(kernel: _Kernel, queries: int, keys: int) -> Iterator[tuple[slice, bool]]:
+def _calls(kernel: Kernel, queries: int, keys: int) -> Iterator[tuple[slice, bool]]:
     """The keys of each call, and whether it is the causal one, which comes first."""
     before = keys - queries
     yield slice(before, keys), True
@@ -70,7 +70,7 @@ def _calls(kernel: _Kernel, queries: int, keys: int) -> Iterator[tuple[slice, bo
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    one, how = KERNELS[kernel], _How(scale, softcap)
+    one, how = KERNELS[kernel], How(scale, softcap)
     merge = _compiled_merge() if q.is_cuda else _merge
     whole: tuple[Tensor, Tensor] | None = None
     for at, causal in _calls(one, q.shape[1], k.shape[1]):
@@ -106,7 +106,7 @@ def _(q, k, v, scale, softcap, kernel):
 def _gradients(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    one, how = KERNELS[kernel], _How(scale, softcap)
+    one, how = KERNELS[kernel], How(scale, softcap)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     dq: Tensor | None = None
     for at, causal in _calls(one, q.shape[1], k.shape[1]):
@@ -140,13 +140,13 @@ register_autograd(_forward_op, _backward, _setup_context)
 class _CuDNN:
     square = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = op(*_heads_first(q, k, v), None, True, 0.0, causal, False, scale=how.scale)
         return out.transpose(1, 2), lse.flatten(2)
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
     ) -> tuple[Tensor, ...]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is 0
@@ -158,14 +158,14 @@ class _CuDNN:
 class _CPU:
     square = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
         group = q.shape[2] // k.shape[2]
         q, k, v = _heads_first(q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=how.scale)
         return out.transpose(1, 2), lse
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
     ) -> tuple[Tensor, ...]:
         op, n_kv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, k.shape[2]
         group = q.shape[2] // n_kv
@@ -175,24 +175,8 @@ class _CPU:
         return dq, *(t.unflatten(2, (n_kv, group)).sum(3) for t in (dk, dv))
 
 
-class _Ours:
-    square = True
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool) -> tuple[Tensor, Tensor]:
-        return self._call(q, k, v, how, causal).forward()
-
-    def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool
-    ) -> tuple[Tensor, ...]:
-        return self._call(q, k, v, how, causal).backward(out, lse, dout)
-
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, how: _How, causal: bool) -> Any:
-        from llmtrain.kernels.attention.triton import Call  # where there is Triton
-
-        return Call(q, k, v, how.scale, causal, softcap=how.softcap)
-
-
-KERNELS: dict[str, Any] = {"cudnn": _CuDNN(), "cpu": _CPU(), "triton": _Ours()}
+KERNELS: dict[str, Any] = {"cudnn": _CuDNN(), "cpu": _CPU()}
+"""By the name that the operators take. Kernels elsewhere add themselves."""
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
+from llmtrain.kernels.attention import last_queries
 from llmtrain.kernels.attention.documents import Documents, documents
-from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
@@ -40,7 +40,7 @@ class TritonContext:
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
-    return LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec)
+    return last_queries.LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec)
 
 
 class TritonAttention:
@@ -150,6 +150,29 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 register_autograd(_forward_op, _backward, _setup_context)
+
+
+class _OfLastQueries:
+    square = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: last_queries.How, causal: bool) -> tuple[Tensor, Tensor]:
+        return Call(q, k, v, how.scale, causal, softcap=how.softcap).forward()
+
+    def backward(
+        self,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: last_queries.How,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return Call(q, k, v, how.scale, causal, softcap=how.softcap).backward(out, lse, dout)
+
+
+last_queries.KERNELS["triton"] = _OfLastQueries()
 
 
 @functools.cache
