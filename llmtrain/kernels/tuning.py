@@ -19,7 +19,7 @@ from llmtrain.kernels.platform import Platform, Vendor, shared_limit
 from llmtrain.kernels.tuning_table import KERNELS, Row, Table, load
 
 FOLDER = Path(__file__).with_name("tables")
-TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90"), "amd": ("gfx90a", "gfx942")}
+TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90", "sm100"), "amd": ("gfx90a", "gfx942", "gfx950")}
 """Architectures with a table, oldest first."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -25,6 +25,8 @@ from llmtrain.bench.tune.processes import Worker
 from llmtrain.kernels.platform import Platform
 
 NUM_SMS = 132  # of the stand-in, where the number matters at all
+TENSOR_MEMORY = 512
+"""Columns of a Blackwell multiprocessor's tensor memory, in which products are summed (PTX ISA, tcgen05)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Task:
 @dataclass
 class Compiled:
     """kernels: name, registers, shared bytes, what spills, matrix instructions, occupancy, and on NVIDIA whether the
-    compiler waits for each of Hopper's products in turn, and whether products are too narrow. failed: why not, or None.
+    compiler waits for each of Hopper's products in turn, whether products are too narrow, and columns of tensor memory. failed:
+    why not, or None.
     """
 
     kernels: list[dict[str, Any]]
@@ -64,6 +67,9 @@ class Compiled:
             return f"{', '.join(spilled)} spills registers"
         if narrow := [kernel["kernel"] for kernel in self.kernels if kernel.get("narrow")]:
             return f"{', '.join(narrow)} multiplies in TF32 eight columns at a time, which gives wrong results"
+        columns = max((kernel.get("tensor_memory", 0) for kernel in self.kernels), default=0)
+        if columns > TENSOR_MEMORY:
+            return f"takes {columns} columns of tensor memory, of {TENSOR_MEMORY}"
         if limit is not None and self.shared > limit:
             return f"takes {self.shared} bytes of shared memory, of {limit}"
         return None
@@ -210,6 +216,7 @@ def _nvidia(compiled: Any, arch: str) -> dict[str, int]:
         "occupancy": programs * num_warps,
         "serialized": int(waits > products * 3 // 2),
         "narrow": int(".m64n8k8.f32.tf32" in compiled.asm["ptx"]),
+        "tensor_memory": compiled.metadata.tmem_size or 0,
     }
 
 
