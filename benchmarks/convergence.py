@@ -6,7 +6,7 @@ Each FILE, a run's YAML, under a name of its own where it comes in several setti
 its own on the text in --sources (default: Python's standard library) with a tokenizer trained on it. All start and compile beside
 each other, then stop (SIGSTOP, on POSIX alone) and go on one after another for so many seconds of steps (or --steps, if these are
 done sooner), the others standing still. FOLDER gets convergence.json, rewritten after each model, and convergence.png. A model that
-fails does not end the others; the exit status is then 1.
+fails does not end the others; the exit status is then 1. SIGTERM ends all; what the model in training has reached is kept.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     special = {name: settings for name, *settings in args.special}
     found: dict[str, Any] = {}
     failed = False
+
+    def keep(run: Run) -> None:
+        found[run.name] = rounded(run.result(args.steps))
+        content = {"device": _device(), "settings": common, "special": special, "models": found}
+        (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+        plot(found, args.out / "convergence.png")
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what it started would outlive it
     try:
         for run in runs:
@@ -85,14 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _compile(runs)
         for run in runs:
             try:
-                found[run.name] = rounded(run.train(args.seconds, args.steps))
+                run.train(args.seconds, args.steps)
             except RunError as error:
                 print(f"{run.name}: {error}", file=sys.stderr, flush=True)
                 failed = True
                 continue
-            content = {"device": _device(), "settings": common, "special": special, "models": found}
-            (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-            plot(found, args.out / "convergence.png")
+            except SystemExit:
+                keep(run)
+                raise
+            keep(run)
     finally:
         for run in runs:
             run.kill()
@@ -109,6 +117,7 @@ class Run:
         self.config = load_config(file, overrides)
         self.settings, self.folder, self.log = [file, *overrides], out / self.name, out / f"{self.name}.log"
         self.process: subprocess.Popen | None = None
+        self.uncounted = COMPILING
 
     def start(self) -> None:
         """Start it in a folder of its own, from step 0; the first call to prepare takes the lock and the others wait."""
@@ -147,25 +156,27 @@ class Run:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if LOSS in row and SECONDS in row]
 
-    def train(self, seconds: float, steps: int = sys.maxsize) -> dict[str, Any]:
-        """Train on for so many seconds, or to this step, end, and return the curve. A run that has ended already, for want of
-        memory beside the others perhaps, is tried again. Raises RunError for one that ends by itself.
+    def train(self, seconds: float, steps: int = sys.maxsize) -> None:
+        """Train on for so many seconds, or to this step, and end. A run that has ended already, for want of memory beside the
+        others perhaps, is tried again. Raises RunError for one that ends by itself.
         """
         if self.ended():
             self.start()
         self.signal(signal.SIGCONT)
         # The step that was interrupted, and one more: the queue of the loader has filled meanwhile.
-        uncounted = max(len(self.rows()) + 2, COMPILING)
+        self.uncounted = max(len(self.rows()) + 2, COMPILING)
         try:
-            while len(rows := self.rows()) < steps and sum(row[SECONDS] for row in rows[uncounted:]) < seconds:
+            while len(rows := self.rows()) < steps and sum(row[SECONDS] for row in rows[self.uncounted :]) < seconds:
                 if self.ended():
                     raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
                 time.sleep(0.5)
         finally:
             self.kill()
-        return curve(self.rows()[:steps], uncounted, self.config.tokens_per_step) | {
-            "parameters": _parameters(self.config)
-        }
+
+    def result(self, steps: int = sys.maxsize) -> dict[str, Any]:
+        """The curve to this step, after training."""
+        rows = self.rows()[:steps]
+        return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": _parameters(self.config)}
 
 
 def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:

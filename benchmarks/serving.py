@@ -1,29 +1,40 @@
 """An exported model served by vLLM, beside `llmtrain generate`: throughput and latency over the batch.
 
-    python -m benchmarks.serving FOLDER… --out OUT [--vllm PYTHON] [--batch 1 8 64] [--prompt 512] [--new 128] [--dtype bfloat16]
+    python -m benchmarks.serving MODEL… --out OUT [--vllm PYTHON] [--set a.b=c …] [--batch 1 8 64] [--prompt 512] [--new 128]
+        [--dtype bfloat16]
 
-FOLDER: what `llmtrain export` wrote. PYTHON: an interpreter that has vLLM, whose requirements are not llmtrain's; without it ours
-alone is measured. Random prompts, greedy, no early end; ours and vLLM's one after the other, each in a process of its own. OUT gets
-serving.json, rewritten after each model, and serving.png. `same`: the share of rows in which the first eight tokens are equal.
+MODEL: a folder that `llmtrain export` wrote, or a run's YAML, whose model is exported with weights as at the start of training.
+PYTHON: an interpreter that has vLLM, whose requirements are not llmtrain's; without it ours alone is measured. Random prompts,
+greedy, no early end. All load, compile and answer once beside each other, each in a process of its own, and must fit in the GPU's
+memory together; then one after the other is measured while the others wait. OUT gets serving.json, rewritten after each model,
+serving.png, and each program's output. `same`: the share of rows in which the first eight tokens (--same) are equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import rounded
-from llmtrain.errors import RunError, exit_with
+import torch
 
-COMPARED = 8
-"""Tokens of a row that are compared: later ones differ where bf16 rounds two likely tokens to the same score."""
-# Both programs take a job in JSON and print, for each batch, a line of JSON: seconds for one new token and for all, and tokens.
+from benchmarks.conversion import make_checkpoint
+from benchmarks.figures import rounded
+from llmtrain.convert.export import export
+from llmtrain.errors import RunError, exit_with
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.load import load_config
+
+# Both programs take a file with a job, and print a line of JSON for each batch: seconds for one new token and for all, and tokens.
 _OURS = """
 import json, statistics, sys, time
 import torch
@@ -33,7 +44,7 @@ from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.load import load_hf
 
-job = json.loads(sys.argv[1])
+job = json.load(open(sys.argv[1]))
 here = platform.detect()
 model = load_hf(job["folder"], dtype=getattr(torch, job["dtype"]), platform=here).to(here.device_type)
 model = CausalLM(model).eval()
@@ -42,17 +53,19 @@ def generate(prompts, new):
     steps = list(decode(model, prompts, Sampling(temperature=0), max_new_tokens=new))
     return [list(row) for row in zip(*steps, strict=True)]
 """
+# Its own process for the engine would go on asking for work while another program is measured.
 _VLLM = """
-import json, statistics, sys, time
+import json, os, statistics, sys, time
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 
-job = json.loads(sys.argv[1])
-length = job["prompt"] + job["new"] + 8
-options = {"max_model_len": length, "max_num_seqs": max(job["batch"]), "enable_prefix_caching": False}
+job = json.load(open(sys.argv[1]))
+options = {"max_model_len": job["prompt"] + job["new"] + 8, "max_num_seqs": max(job["batch"]), "enable_prefix_caching": False}
+options |= {"skip_tokenizer_init": True} | job["vllm"]
 model = LLM(model=job["folder"], dtype=job["dtype"], **options)
 
 def generate(prompts, new):
-    options = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     outputs = model.generate([{"prompt_token_ids": ids} for ids in prompts], options, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs]
 """
@@ -66,6 +79,10 @@ def seconds(prompts, new):
         found.append(time.perf_counter() - began)
     return statistics.median(found), tokens
 
+for prompts in job["prompts"]:
+    generate(prompts, 2)
+print("READY", flush=True)
+sys.stdin.readline()
 for batch, prompts in zip(job["batch"], job["prompts"], strict=True):
     generate(prompts, 2)
     first, _ = seconds(prompts, 1)
@@ -76,34 +93,112 @@ for batch, prompts in zip(job["batch"], job["prompts"], strict=True):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="further settings of every YAML")
     parser.add_argument("--vllm", metavar="PYTHON")
+    parser.add_argument("--vllm-options", type=json.loads, default={}, metavar="JSON", help="of vllm.LLM")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="new tokens of each row, at least two")
+    # Later ones differ where bf16 rounds two likely tokens to the same score.
+    parser.add_argument("--same", type=int, default=8, help="tokens of a row that are compared")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
+    programs = {"llmtrain": (sys.executable, _OURS)} | ({"vllm": (args.vllm, _VLLM)} if args.vllm else {})
     found, failed = [], False
-    for folder in args.folders:
-        job = make_job(folder.resolve(), args)
-        runs = {"llmtrain": (sys.executable, _OURS)} | ({"vllm": (args.vllm, _VLLM)} if args.vllm else {})
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for name, (python, program) in runs.items():
-            try:
-                rows[name] = measure(python, program + _MEASURE, job)
-            except RunError as error:
-                print(f"{folder.name}, {name}: {error}", file=sys.stderr, flush=True)
-                failed = True
-        found.append(
-            {"model": folder.name, "prompt": args.prompt, "new": args.new, "dtype": args.dtype}
-            | figures(rows, args.new)
-        )
-        (args.out / "serving.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
-        plot(found, args.out / "serving.png")
-        print(json.dumps(rounded(found[-1])), flush=True)
+    started: dict[Path, dict[str, Program]] = {model: {} for model in args.models}
+    try:
+        for model in args.models:
+            job = make_job(folder_of(model, args), args)
+            for name, (python, program) in programs.items():
+                started[model][name] = Program(python, program + _MEASURE, job, args.out / f"{model.stem}-{name}")
+        for running in started.values():
+            for program in running.values():
+                program.await_line("READY")
+        for model, running in started.items():
+            rows: dict[str, list[dict[str, Any]]] = {}
+            for name, program in running.items():
+                try:
+                    rows[name] = program.measure()
+                except RunError as error:
+                    print(f"{model.stem}, {name}: {error}", file=sys.stderr, flush=True)
+                    failed = True
+            sizes = {"prompt": args.prompt, "new": args.new, "dtype": args.dtype}
+            found.append({"model": model.stem} | sizes | figures(rows, args.new, args.same))
+            (args.out / "serving.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+            plot(found, args.out / "serving.png")
+            print(json.dumps(rounded(found[-1])), flush=True)
+    finally:
+        for running in started.values():
+            for program in running.values():
+                program.kill()
     return 1 if failed else 0
+
+
+def folder_of(model: Path, args: argparse.Namespace) -> Path:
+    """The folder of an exported model. Of a YAML's, it is made under OUT."""
+    if model.is_dir():
+        return model.resolve()
+    made = args.out / f"{model.stem}-exported"
+    export_random(load_config(str(model), args.set).model, made, getattr(torch, args.dtype))
+    return made.resolve()
+
+
+def export_random(config: ModelConfig, out: Path, dtype: torch.dtype) -> None:
+    """Export a model with weights as at the start of training."""
+    with torch.device("meta"):
+        model = HybridLM(config, dtype=torch.float32)
+    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    model.init_weights(0)
+    model = model.cpu()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the programs need it
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        checkpoint = Path(folder) / "checkpoint"
+        make_checkpoint(checkpoint, config, lambda weight, _: model.get_parameter(weight.ours).detach())
+        export(checkpoint, out, dtype=dtype)
+
+
+class Program:
+    """A process that loads a model, says that it is ready, waits, and measures. Its output goes to `log`.txt."""
+
+    def __init__(self, python: str, program: str, job: dict[str, Any], log: Path):
+        self.batches, self.log = len(job["batch"]), log.with_name(f"{log.name}.txt")
+        file = log.with_name(f"{log.name}.json")
+        file.write_text(json.dumps(job), encoding="utf-8")
+        with self.log.open("w", encoding="utf-8") as output:
+            self.process = subprocess.Popen(
+                [python, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=output, stderr=output, text=True
+            )
+
+    def lines(self, beginning: str) -> list[str]:
+        """What follows in each line of its output that begins so."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        return [line.removeprefix(beginning) for line in lines if line.startswith(beginning) and line.endswith("\n")]
+
+    def await_line(self, beginning: str, count: int = 1) -> None:
+        """Wait for so many such lines, or for its end."""
+        while len(self.lines(beginning)) < count and self.process.poll() is None:
+            time.sleep(0.1)
+
+    def measure(self) -> list[dict[str, Any]]:
+        """A row per batch. Raises RunError, with the end of its output, if it fails before the last batch."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        self.await_line("MEASURED ", self.batches)
+        rows = [json.loads(line) for line in self.lines("MEASURED ")]
+        if len(rows) < self.batches:
+            end = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise RunError(f"status {self.process.wait()} after {len(rows)} of {self.batches} batches\n{end}")
+        return rows
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def make_job(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -111,22 +206,12 @@ def make_job(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
     prompts = [[[rng.randrange(vocab_size) for _ in range(args.prompt)] for _ in range(batch)] for batch in args.batch]
     sizes = {name: getattr(args, name) for name in ("batch", "prompt", "new", "dtype")}
-    return {"folder": str(folder), "prompts": prompts, **sizes}
+    return {"folder": str(folder), "prompts": prompts, "vllm": args.vllm_options, **sizes}
 
 
-def measure(python: str, program: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per batch. Raises RunError, with the end of its output, for a program that fails before the last batch."""
-    done = subprocess.run([python, "-c", program, json.dumps(job)], capture_output=True, text=True, check=False)
-    lines = [line.removeprefix("MEASURED ") for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
-    if done.returncode:
-        raise RunError(
-            f"status {done.returncode} after {len(lines)} of {len(job['batch'])} batches\n{done.stderr[-3000:]}"
-        )
-    return [json.loads(line) for line in lines]
-
-
-def figures(rows: dict[str, list[dict[str, Any]]], new: int) -> dict[str, Any]:
-    """Per program and batch: tokens per second of the whole request, milliseconds to the first token and for each further one."""
+def figures(rows: dict[str, list[dict[str, Any]]], new: int, same: int) -> dict[str, Any]:
+    """Per program and batch: tokens per second of the whole request, milliseconds to the first token and for each further one;
+    the share of rows whose first `same` tokens are equal."""
     made: dict[str, Any] = {
         name: [
             {
@@ -140,7 +225,7 @@ def figures(rows: dict[str, list[dict[str, Any]]], new: int) -> dict[str, Any]:
         for name, measured in rows.items()
     }
     if len(rows) == 2:
-        ours, theirs = ([row[:COMPARED] for one in measured for row in one["tokens"]] for measured in rows.values())
+        ours, theirs = ([row[:same] for one in measured for row in one["tokens"]] for measured in rows.values())
         made["same"] = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     return made
 

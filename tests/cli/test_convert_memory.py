@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from llmtrain.convert.export import export
+from benchmarks import conversion
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from tests.support import checkpoints
 
 ROOT = Path(__file__).parents[2]
-
-# Tiny conversions first: the peak they leave is that of the interpreter with everything imported.
-PROGRAM = """
-import resource, sys
-from pathlib import Path
-from llmtrain.cli import main
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-tiny, large, *options = sys.argv[1:]
-assert main(["export", tiny, tiny + "-out"]) == main(["import", tiny + "-out", tiny + "-again"]) == 0
-before = peak()
-assert main(["export", large, large + "-out", *options]) == 0
-exported = peak()
-assert main(["import", large + "-out", large + "-again"]) == 0
-print(exported - before, peak() - before)
-"""
-
-
-def peaks(tiny: Path, large: Path, *options: str) -> tuple[int, int]:
-    """Bytes that export and import need at most, above the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tiny), str(large), *options],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    exporting, importing = map(int, done.stdout.split()[-2:])
-    return exporting, importing
-
 
 SIZES = {
     # 300 MB of fp32, whose largest tensor is 38 MB; files of 40 MB.
@@ -76,9 +39,16 @@ SIZES = {
 def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):
     config, limit = SIZES[size]
     total = 4 * sum(part.size for weight in family_for_model(config).weights(config) for part in weight.parts)
-    large = checkpoints.save(tmp_path / "large", config)
-    tiny = checkpoints.save(tmp_path / "tiny", checkpoints.mpt(32, 1, 300))
-    exporting, importing = peaks(tiny, large, "--max-shard-size", limit, "--dtype", dtype)
+    for name, saved in {"tiny": checkpoints.mpt(32, 1, 300), "large": config}.items():
+        checkpoints.save(tmp_path / name, saved)
+    peaks = []
+    for verb, old, new, options in (
+        ("export", "", "-out", ["--max-shard-size", limit, "--dtype", dtype]),
+        ("import", "-out", "-again", []),
+    ):
+        tiny, large = ([verb, tmp_path / f"{name}{old}", tmp_path / f"{name}{new}"] for name in ("tiny", "large"))
+        peaks.append(conversion.convert(tiny, [*large, *options])["peak_bytes"])
+    exporting, importing = peaks
 
     largest = max(file.stat().st_size for file in (tmp_path / "large-out").glob("model-*.safetensors"))
     assert 2 * largest < total / 3
@@ -89,12 +59,23 @@ def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):
     assert importing <= 2 * tensor + 3 * PIECE_BYTES
 
 
-def test_the_command_for_a_measurement_makes_a_7b(tmp_path):
-    config = ModelConfig.model_validate(checkpoints.MPT_7B)
-    weights = family_for_model(config).weights(config)
-    assert sum(part.size for weight in weights for part in weight.parts) == 6_649_024_512
-    blocks = "{attn: {type: attention, n_heads: 4, position: {type: alibi}, mlp: {type: gelu, d_ff: 256}}}"
-    smaller = ["model.layers=attn*2", "model.d_model=64", "model.vocab_size=300", f"model.blocks={blocks}"]
-    checkpoints.main(str(tmp_path / "made"), *smaller)
-    export(tmp_path / "made", tmp_path / "out")
-    assert open_hf_checkpoint(tmp_path / "out")["transformer.wte.weight"].eq(0).all()
+def test_checkpoints_of_any_size_are_compared_number_by_number(tmp_path):
+    for name, filled in (("one", 0.5), ("other", 0.25)):
+        values = partial(conversion.random_runs, filled)
+        conversion.make_checkpoint(tmp_path / name, checkpoints.mpt(64, 1, 2048), values)
+    conversion.punch_holes(tmp_path / "one")
+    assert conversion.equal(tmp_path / "one", tmp_path / "one")
+    assert not conversion.equal(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_the_measurement_of_a_small_nemotron_h(tmp_path, capsys):
+    smaller = ["model.layers=mamba_mlp mamba attn_mlp", "model.d_model=256", "model.vocab_size=2048"]
+    smaller += [f"model.blocks.{block}.mlp.d_ff=512" for block in ("mamba_mlp", "attn_mlp")]
+    file, folder = str(ROOT / "yamls/pretrain/nemotron-h-8b.yaml"), tmp_path / "measured"
+    status = conversion.main([file, str(folder), *smaller, "--filled", "0.5", "--max-shard-size", "2MB"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["equal"]
+    assert status == int(max(found[verb]["of_bound"] for verb in ("export", "import")) > 1)
+    table = open_hf_checkpoint(folder / "exported")["backbone.embeddings.weight"].flatten()
+    assert table[: conversion.RUN // 2].any() and not table[conversion.RUN // 2 : conversion.RUN].any()

@@ -1,24 +1,14 @@
-"""Checkpoints made without training.
-
-As a program it makes one of any size, for a measurement:
-
-    python -m tests.support.checkpoints OUT [model.a=b ...]
-
-is an MPT-7B as transformers' MptForCausalLM has it (ALiBi, no biases; 27 GB), every tensor filled with a number of its own.
-"""
+"""Checkpoints made without training."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from llmtrain.checkpoint.format import manifest as manifests
@@ -28,29 +18,15 @@ from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 
-MPT_7B: dict[str, Any] = {
-    "vocab_size": 50368,
-    "d_model": 4096,
-    "norm": {"type": "layernorm"},
-    "blocks": {
-        "attn": {
-            "type": "attention",
-            "n_heads": 32,
-            "position": {"type": "alibi"},
-            "mlp": {"type": "gelu", "d_ff": 16384},
-        }
-    },
-    "layers": "attn*32",
-}
-
-
 SAVE_ID = "00000000-0000-4000-8000-000000000000"
 
 
 def mpt(d_model: int, n_layers: int, vocab_size: int) -> ModelConfig:
-    attn = {**MPT_7B["blocks"]["attn"], "n_heads": 4, "mlp": {"type": "gelu", "d_ff": 4 * d_model}}
-    changes = {"d_model": d_model, "vocab_size": vocab_size, "blocks": {"attn": attn}, "layers": f"attn*{n_layers}"}
-    return ModelConfig.model_validate(MPT_7B | changes)
+    """The form of MptForCausalLM: ALiBi, no biases."""
+    mlp = {"type": "gelu", "d_ff": 4 * d_model}
+    attn = {"type": "attention", "n_heads": 4, "position": {"type": "alibi"}, "mlp": mlp}
+    sizes = {"d_model": d_model, "vocab_size": vocab_size, "norm": {"type": "layernorm"}}
+    return ModelConfig.model_validate(sizes | {"blocks": {"attn": attn}, "layers": f"attn*{n_layers}"})
 
 
 def nemotron_h(d_model: int, n_layers: int, vocab_size: int) -> ModelConfig:
@@ -73,12 +49,6 @@ def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Te
     """Write a checkpoint with tensors made by `make`."""
     torch.manual_seed(0)
     return write(folder, config, [bind(make, weight.shape) for weight in family_for_model(config).weights(config)])
-
-
-def save_lazily(folder: Path, config: ModelConfig) -> Path:
-    """Write a checkpoint with every tensor filled with a number of its own."""
-    weights = family_for_model(config).weights(config)
-    return write(folder, config, [bind(torch.full, weight.shape, float(i)) for i, weight in enumerate(weights)])
 
 
 def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]]) -> Path:
@@ -113,15 +83,3 @@ def flip_bit(file: Path, place: int) -> None:
     place %= 8 * len(content)
     content[place // 8] ^= 1 << place % 8
     file.write_bytes(content)
-
-
-def main(out: str, *changes: str) -> None:
-    section = dict(MPT_7B)
-    for change in changes:
-        path, _, value = change.partition("=")
-        section[path.removeprefix("model.")] = yaml.safe_load(value)
-    save_lazily(Path(out), ModelConfig.model_validate_json(json.dumps(section)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

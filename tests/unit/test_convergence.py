@@ -71,7 +71,34 @@ def test_a_run_ends_at_its_last_step(run, monkeypatch):
     rows = [{"step": i + 1, convergence.LOSS: 5.0, convergence.SECONDS: 0.5} for i in range(8)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     start(run, "import time; time.sleep(60)")
-    assert len(run.train(seconds=1000.0, steps=6)["loss"]) == 6 and run.ended()
+    run.train(seconds=1000.0, steps=6)
+    assert len(run.result(steps=6)["loss"]) == 6 and run.ended()
+
+
+@pytest.mark.slow
+def test_sigterm_keeps_what_the_model_in_training_has_reached(tmp_path):
+    program = f"""
+import sys, time
+from benchmarks import convergence
+from tests.unit.test_convergence import start
+
+def begin(run):
+    start(run, "import time; time.sleep(60)")
+    run.folder.mkdir()
+    rows = [f'{{{{"step": {{i + 1}}, "{convergence.LOSS}": 5.0, "{convergence.SECONDS}": 0.5}}}}\\n' for i in range(8)]
+    (run.folder / "metrics.jsonl").write_text("".join(rows))
+
+convergence.Run.start, convergence._parameters = begin, lambda config: 1
+convergence.main(["one=yamls/bench/zamba2-105m.yaml", "other=yamls/bench/zamba2-105m.yaml", "--out", {str(tmp_path)!r}])
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout or ():
+        if line.startswith("other: compiled"):
+            break
+    time.sleep(0.3)
+    process.terminate()
+    assert process.wait(20) == 143
+    assert list(json.loads((tmp_path / "convergence.json").read_text())["models"]) == ["one"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """benchmarks.serving: figures, and a tiny model beside a vLLM that is made up."""
 
+import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from benchmarks import serving
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 FAKE = """
 class SamplingParams:
-    def __init__(self, temperature, max_tokens, ignore_eos): self.new = max_tokens
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize): self.new = max_tokens
 class LLM:
     def __init__(self, model, **options):
         if options["max_num_seqs"] > 4: raise SystemExit("too many")
@@ -25,20 +30,26 @@ class LLM:
 def test_figures_of_a_request():
     ours = [{"batch": 4, "first": 0.2, "whole": 1.2, "tokens": [[1, 2], [3, 4]]}]
     theirs = [{"batch": 4, "first": 0.1, "whole": 0.6, "tokens": [[1, 2], [3, 5]]}]
-    made = serving.figures({"llmtrain": ours, "vllm": theirs}, new=11)
+    made = serving.figures({"llmtrain": ours, "vllm": theirs}, new=11, same=8)
     assert made["llmtrain"] == [
         {"batch": 4, "tokens_per_second": pytest.approx(44 / 1.2), "first_ms": 200, "further_ms": 100}
     ]
-    assert made["same"] == 0.5 and "same" not in serving.figures({"llmtrain": ours}, new=11)
+    assert made["same"] == 0.5 and "same" not in serving.figures({"llmtrain": ours}, new=11, same=8)
 
 
-def test_a_program_that_fails_is_told_with_the_end_of_its_output():
-    with pytest.raises(serving.RunError, match="status 3 after 1 of 2 batches\nout of memory"):
-        serving.measure(
-            sys.executable,
-            "import sys; print('MEASURED {}'); sys.stderr.write('out of memory'); sys.exit(3)",
-            {"batch": [1, 2]},
-        )
+def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path):
+    fails = "import sys; print('MEASURED {}'); sys.stderr.write('out of memory'); sys.exit(3)"
+    program = serving.Program(sys.executable, fails, {"batch": [1, 2]}, tmp_path / "one")
+    with pytest.raises(serving.RunError, match=r"status 3 after 1 of 2 batches\n(MEASURED {}\n)?out of memory"):
+        program.measure()
+
+
+def test_the_model_of_a_yaml_is_exported(tmp_path):
+    sizes = ["model.layers=m", "model.d_model=16", "model.vocab_size=300", "model.blocks.m.head_dim=8"]
+    args = argparse.Namespace(out=tmp_path, set=sizes, dtype="bfloat16")
+    folder = serving.folder_of(ROOT / "yamls/pretrain/mamba2-130m.yaml", args)
+    weight = open_hf_checkpoint(folder)["backbone.layers.0.mixer.out_proj.weight"]
+    assert weight.shape == (16, 32) and weight.dtype == torch.bfloat16 and weight.std() > 0
 
 
 @pytest.mark.slow
