@@ -141,7 +141,7 @@ def convert(tiny: Sequence[str | Path], large: Sequence[str | Path]) -> dict[str
 
 
 def equal(one: Path, other: Path) -> bool:
-    """Whether two checkpoints of the same model hold the same numbers."""
+    """Compare two checkpoints of the same model, number by number."""
     mine, theirs = (CheckpointTensors(*Repository(folder).open()) for folder in (one, other))
     if sorted(mine.names("")) != sorted(theirs.names("")):
         return False

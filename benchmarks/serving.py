@@ -174,7 +174,7 @@ class Program:
             )
 
     def lines(self, beginning: str) -> list[str]:
-        """What follows in each line of its output that begins so."""
+        """Read the rest of each line of its output that begins so."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [line.removeprefix(beginning) for line in lines if line.startswith(beginning) and line.endswith("\n")]
 

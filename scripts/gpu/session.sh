@@ -194,9 +194,9 @@ grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again 
 convergence() { # four models of about 100M parameters, 20 s of training each
     local site models=(yamls/pretrain/{mpt-125m,mamba2-130m}.yaml yamls/bench/zamba2-105m.yaml yamls/pretrain/gdn-130m.yaml)
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step convergence 300 "$python" -m benchmarks.convergence "${models[@]}" --seconds 20 --sources stdlib "$site/torch" \
-        --max-bytes 60000000 --out "$work/convergence" --set train.global_batch_size=32 train.microbatch_size=32 \
-        'schedule={type: constant, warmup: 30 steps}' "$@"
+    step convergence 300 "$python" -m benchmarks.convergence "${models[@]}" --seconds 20 --sources stdlib \
+        "$site"/{torch,transformers,sympy,scipy} --max-bytes 100000000 --out "$work/convergence" --set train.global_batch_size=32 \
+        train.microbatch_size=32 'schedule={type: constant, warmup: 30 steps}' "$@"
 }
 
 curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
