@@ -10,7 +10,8 @@ computation's format (2 in bf16, 4 in fp32):
                  work and the next)
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
                  reduce_dtype
-    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon
+    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon,
+                 about 2 for those of 8-bit AdamW
     average      4 P / S with train.ema
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
                  among the activations
@@ -32,6 +33,7 @@ alone. Where sharding or checkpointing is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from llmtrain.errors import UserError
@@ -104,7 +106,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
 def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
     """Bytes of the optimizer's state, over all ranks that share a model."""
     of_matrices = config.state_bytes if config.matrix_state_bytes is None else config.matrix_state_bytes
-    return config.state_bytes * (sizes.total - sizes.matrices) + of_matrices * sizes.matrices
+    return config.state_bytes * (sizes.total - sizes.matrices) + math.ceil(of_matrices * sizes.matrices)
 
 
 def shard_ranks(config: Config, world_size: int) -> int:

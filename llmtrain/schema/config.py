@@ -136,11 +136,10 @@ class Config(Section):
         if shard_size is not None and shard_size % parallel.ranks:
             text = f"makes groups of {parallel.ranks} ranks, which must divide train.sharding.shard_size ({shard_size})"
             yield Problem(key, tensor, text)
-        if self.optimizer.type == "muon":
-            text = (
-                "orthogonalises whole matrices, of which tensor-parallel ranks hold parts; use adamw, or " + key + ": 1"
-            )
-            yield Problem("optimizer.type", "muon", text)
+        of_whole = {"muon": "orthogonalises whole matrices", "adamw_8bit": "makes scales of whole rows"}
+        if (kind := self.optimizer.type) in of_whole:
+            text = f"{of_whole[kind]}, of which tensor-parallel ranks hold parts; use adamw, or {key}: 1"
+            yield Problem("optimizer.type", kind, text)
         if self.train.float8 is not None:
             text = (
                 "makes scales of whole matrices, of which tensor-parallel ranks hold parts; use null, or " + key + ": 1"

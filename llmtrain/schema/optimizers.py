@@ -55,7 +55,7 @@ class OptimizerSection(Section):
     title: ClassVar[str]
     state_bytes: ClassVar[int]
     """Bytes of optimizer state per parameter."""
-    matrix_state_bytes: ClassVar[int | None] = None
+    matrix_state_bytes: ClassVar[float | None] = None
     """The same for the matrices (models/parameter_roles.py), where it differs."""
 
     lr: Annotated[PositiveFloat, Field(le=10)]
@@ -88,6 +88,26 @@ class AdamWConfig(OptimizerSection):
         yield from beta_problems(self.betas)
 
 
+class AdamW8bitConfig(OptimizerSection):
+    """AdamW with both moments of the blocks' matrices in 8 bits (Dettmers et al., arXiv:2110.02861), through torchao
+    (pip install 'llmtrain[float8]'): 2 bytes of state per parameter rather than 8. Blocks of 256 neighbours in a row share a scale,
+    so that results do not depend on the number of ranks. Embeddings, head, norms, biases, convolutions, A_log, D and dt_bias keep
+    moments in fp32. The step computes in fp32."""
+
+    title: ClassVar[str] = "AdamW, 8 bits"
+    state_bytes: ClassVar[int] = 8
+    matrix_state_bytes: ClassVar[float | None] = 2 + 2 * 4 / 256  # codes, and fp32 scales of blocks
+
+    type: Literal["adamw_8bit"]
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of the averages of gradients and of their squares."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the average square."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from beta_problems(self.betas)
+
+
 class MuonConfig(OptimizerSection):
     """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for everything else: embeddings, head, norms, biases,
     convolutions, A_log, D and dt_bias. Projections that stand in one matrix (q, k and v; gate and up; z, x, B, C and dt) are
@@ -95,7 +115,7 @@ class MuonConfig(OptimizerSection):
 
     title: ClassVar[str] = "Muon, AdamW"
     state_bytes: ClassVar[int] = 8
-    matrix_state_bytes: ClassVar[int | None] = 4  # the momentum in fp32
+    matrix_state_bytes: ClassVar[float | None] = 4  # the momentum in fp32
 
     type: Literal["muon"]
     momentum: Probability = 0.95
@@ -116,5 +136,5 @@ class MuonConfig(OptimizerSection):
         yield from beta_problems(self.betas)
 
 
-OptimizerConfig = Annotated[AdamWConfig | MuonConfig, ByType("adamw")]
+OptimizerConfig = Annotated[AdamWConfig | AdamW8bitConfig | MuonConfig, ByType("adamw")]
 """`type` names the file of llmtrain/train/optimizers that builds it; without one, AdamW."""

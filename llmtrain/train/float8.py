@@ -36,7 +36,7 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
     from llmtrain.train.float8_linear import Float8Projection, convert_linears
 
     kind = Float8Projection
-    if config.casts == "triton":
+    if casts_by_triton(config, platform):
         from llmtrain.train.float8_product import CastOnceProjection
 
         kind = CastOnceProjection
@@ -46,6 +46,12 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
     for names, all_gather in ((chosen - evenly, False), (evenly, True)):
         if names:
             convert_linears(model, names, config, all_gather, kind)
+
+
+def casts_by_triton(config: Float8Config, platform: Platform) -> bool:
+    """Whether our kernels round to float8: where they are named, and by `auto` on the architecture on which they were measured."""
+    served = config.recipe == "tensorwise" and not config.emulate and platform.arch == "sm90"
+    return config.casts == "triton" or (config.casts == "auto" and served)
 
 
 def compute_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

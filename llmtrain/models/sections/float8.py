@@ -26,9 +26,10 @@ class Float8Config(Section):
     exclude: list[Annotated[str, Field(min_length=1)]] = free([])
     """Linear layers to leave in bf16, as patterns of their names in checkpoints without `.weight`: `blocks.0.*`, `*.out_proj`.
     `*` also stands for dots."""
-    casts: Literal["compiled", "triton"] = free("compiled")
+    casts: Literal["auto", "compiled", "triton"] = free("auto")
     """Kernels that round to float8, with recipe: tensorwise. compiled: PyTorch's compiler makes them, as in torchao. triton: ours,
-    which read a tensor once for both of its products; on NVIDIA."""
+    which read a tensor once for both of its products; on NVIDIA. auto: triton on Hopper, where it is measured to be the faster,
+    else compiled."""
     small_products: bool = free(False)
     """Do not leave out small products."""
     emulate: bool = free(False)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.models.parameter_roles import Matrices
 from llmtrain.schema.optimizers import MuonConfig
+from llmtrain.train.optimizers.adamw import divided_by_matrices
 
 # Jordan's: x -> a x + b x^3 + c x^5 takes singular values in a few rounds to about 0.7 .. 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -25,13 +26,7 @@ _SMALLEST_NORM = 1e-15
 
 def build(config: MuonConfig, groups: list[dict[str, Any]], matrices: Matrices) -> Muon:
     """Groups are divided further: one is wholly of matrices, or has none."""
-    divided = [
-        {**group, "params": chosen}
-        for group in groups
-        for kind in (True, False)
-        if (chosen := [parameter for parameter in group["params"] if (parameter in matrices) == kind])
-    ]
-    return Muon(divided, matrices, config)
+    return Muon(divided_by_matrices(groups, matrices), matrices, config)
 
 
 class Muon(torch.optim.AdamW):

@@ -34,6 +34,8 @@ def test_muon_has_one_state_for_matrices_and_adamws_two_for_the_rest():
         estimate_memory(config("optimizer={type: muon, lr: 1e-3}"), sizes, 8).optimizer == (4 * 6 + 8 * 4) * 10**5 // 8
     )
     assert estimate_memory(config(), sizes, 8).optimizer == sizes.total
+    of_8_bits = estimate_memory(config("optimizer={type: adamw_8bit, lr: 1e-3}"), sizes, 1).optimizer
+    assert of_8_bits == (2 * 6 + 8 * 4) * 10**5 + 2 * 4 * 600_000 / 256  # codes, and a scale for 256 of them
 
 
 def test_a_moving_average_is_sharded_as_the_weights():

@@ -255,6 +255,13 @@ ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: at
         (GOOD, ["train.parallel.tensor=2", "optimizer={type: muon, lr: 1e-3}"], 2, "optimizer.type", "whole matrices"),
         (
             GOOD,
+            ["train.parallel.tensor=2", "optimizer={type: adamw_8bit, lr: 1e-3}"],
+            2,
+            "optimizer.type",
+            "whole rows",
+        ),
+        (
+            GOOD,
             ["train.parallel.tensor=2", "train.precision=amp_bf16", "train.float8={}"],
             2,
             "train.float8",

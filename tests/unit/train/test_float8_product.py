@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,23 @@ def test_layers_are_converted_for_nvidia_alone(shards, tmp_path):
     assert not any(type(module) is CastOnceProjection for module in other.modules())
     with pytest.raises(UserError, match=r"train\.float8\.casts = triton: .* NVIDIA's GPUs; use compiled"):
         float8.convert(model(), config, MI300, shards=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "platform", "ours"),
+    [
+        (Float8Config(), H200, True),
+        (Float8Config(), MI300, False),
+        (Float8Config(), replace(H200, arch="sm89"), False),
+        (Float8Config(recipe="rowwise"), H200, False),
+        (Float8Config(emulate=True), H200, False),
+        (Float8Config(casts="compiled"), H200, False),
+        (Float8Config(casts="triton"), replace(H200, arch="sm89"), True),
+    ],
+    ids=str,
+)
+def test_auto_takes_our_casts_where_they_were_measured(config, platform, ours):
+    assert float8.casts_by_triton(config, platform) == ours
 
 
 @pytest.mark.parametrize("more", [{"recipe": "rowwise"}, {"emulate": True}])

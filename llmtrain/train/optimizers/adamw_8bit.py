@@ -1,0 +1,179 @@
+"""AdamW with the moments of matrices in 8 bits (Dettmers et al., arXiv:2110.02861), by torchao's dynamic quantization.
+
+A row of a matrix is quantized by itself, in blocks of `BLOCK` neighbours that share a scale. FSDP2 shards rows, so that codes and
+scales are the same on any number of ranks, and checkpoints hold them as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from llmtrain.errors import UserError
+from llmtrain.models.parameter_roles import Matrices
+from llmtrain.models.slices import local_of
+from llmtrain.schema.optimizers import AdamW8bitConfig
+from llmtrain.train.optimizers.adamw import divided_by_matrices
+
+BLOCK = 256
+"""Neighbours in a row that share a scale; what is left of a row, and a shorter row, is a block too."""
+_ELEMENTS_AT_ONCE = 2**24
+"""Of a matrix's rows that are stepped together: both moments are in fp32 meanwhile."""
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Signed or not."""
+
+
+def build(config: AdamW8bitConfig, groups: list[dict[str, Any]], matrices: Matrices) -> AdamW8bit:
+    """Groups are divided further: one is wholly of matrices, or has none. Raises UserError without torchao."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("optimizer.type adamw_8bit needs torchao: pip install 'llmtrain[float8]'")
+    return AdamW8bit(divided_by_matrices(groups, matrices), matrices, config)
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """Steps its groups of matrices with moments in 8 bits, the others as AdamW does."""
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: AdamW8bitConfig):
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.matrices = matrices
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called when a state is loaded, for which PyTorch makes everything what the parameter is: fp32, which holds each code."""
+        super().__setstate__(state)
+        for found in self.state.values():
+            for name in [name for name in found if name.endswith("_codes")]:
+                found[name] = found[name].to(torch.uint8)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["params"][0] in self.matrices:
+                beta1, beta2 = group["betas"]
+                # A tensor: numbers would be part of the compiled code, and the learning rate changes at each step.
+                numbers = torch.tensor([group["lr"], group["weight_decay"], beta1, beta2, group["eps"]])
+                numbers = numbers.to(_local(group["params"][0]).device)
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_matrix(parameter, numbers)
+        return loss
+
+    def _step_matrix(self, parameter: nn.Parameter, numbers: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            self._begin(parameter)
+        state["step"] += 1
+        weight, gradient = _local(parameter), _local(cast("Tensor", parameter.grad))
+        moments = [_local(state[name + part]) for name in _MOMENTS for part in ("_codes", "_scales")]
+        rows = max(_ELEMENTS_AT_ONCE // weight.shape[1], 1)
+        update = _compiled_update() if weight.is_cuda else adamw_update
+        for weight_rows, gradient_rows, *rest in zip(
+            *(t.split(rows) for t in (weight, gradient, *moments)), strict=True
+        ):
+            if weight_rows.numel():  # of a rank that has no row
+                found = update(weight_rows, gradient_rows, rest, state["step"], numbers, _maps(weight.device))
+                for target, value in zip((weight_rows, *rest), found, strict=True):
+                    target.copy_(value)
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        """Moments of 0, which have any code and the scale 0."""
+        local, state = _local(parameter), self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+        blocks = -(-local.shape[1] // BLOCK)
+        for name in _MOMENTS:
+            codes = torch.zeros_like(local, dtype=torch.uint8)
+            scales = local.new_zeros((local.shape[0], blocks), dtype=torch.float32)
+            state[f"{name}_codes"], state[f"{name}_scales"] = _as(parameter, codes), _as(parameter, scales)
+
+
+def adamw_update(
+    weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, numbers: Tensor, maps: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The weight after a step, then the moments.
+
+    weight, gradient: [rows, columns]. moments: codes [rows, columns] and scales [rows, blocks] of the average of gradients, then of
+    that of their squares. step: the number of this step. numbers: lr, weight decay, both betas, eps. maps: the values [256] of
+    signed and of unsigned codes.
+    """
+    m_codes, m_scales, v_codes, v_scales = moments
+    signed, unsigned = maps
+    lr, decay, beta1, beta2, eps = numbers.unbind()
+    gradient = gradient.float()
+    m = dequantized(m_codes, m_scales, signed).lerp(gradient, 1 - beta1)
+    v = dequantized(v_codes, v_scales, unsigned).lerp(gradient * gradient, 1 - beta2)
+    root = v.sqrt() / (1 - beta2**step).sqrt() + eps
+    stepped = weight * (1 - lr * decay) - lr / (1 - beta1**step) * m / root
+    return stepped.to(weight.dtype), *quantized(m, signed), *quantized(v, unsigned)
+
+
+def quantized(x: Tensor, code_map: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] as codes of the same shape, and the largest magnitude of each block [rows, blocks].
+
+    Where the map has no negative value, what is above 0 stays so: the root of an average square is divided by.
+    """
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    blocks = _blocks(x)
+    scales = blocks.abs().amax(-1)
+    scaled = (blocks / scales.clamp(min=1e-38)[..., None]).flatten(1)[:, : x.shape[1]]
+    codes = quantize_8bit_with_qmap(scaled, code_map)
+    return torch.where((scaled > 0) & (code_map[0] == 0), codes.clamp(min=1), codes), scales
+
+
+def dequantized(codes: Tensor, scales: Tensor, code_map: Tensor) -> Tensor:
+    """The fp32 values [rows, columns] of codes and the scales of their blocks."""
+    blocks = _blocks(code_map[codes.int()])
+    return (blocks * scales[..., None]).flatten(1)[:, : codes.shape[1]]
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[rows, columns] -> [rows, blocks, BLOCK], with zeros at the end."""
+    return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+
+
+@functools.cache
+def _maps(device: torch.device) -> tuple[Tensor, ...]:
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return tuple(torch.tensor(create_dynamic_map(signed), device=device) for signed in _MOMENTS.values())
+
+
+@functools.cache
+def _compiled_update() -> Callable[..., tuple[Tensor, ...]]:
+    return torch.compile(adamw_update, fullgraph=True, dynamic=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's rows, without the wrapper through which FSDP2 gathers a weight in float8."""
+    local = local_of(tensor)
+    if is_traceable_wrapper_subclass(local):
+        (inner, *_), _ = local.__tensor_flatten__()
+        local = getattr(local, inner)
+    return local
+
+
+def _as(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """Rows that belong to this rank's rows of a parameter, sharded as it is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape = (parameter.shape[0], *local.shape[1:])
+    mesh, placements = parameter.device_mesh, parameter.placements
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
