@@ -49,7 +49,7 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
 
 
 def casts_by_triton(config: Float8Config, platform: Platform) -> bool:
-    """Whether our kernels round to float8: where they are named, and by `auto` on the architecture on which they were measured."""
+    """True where our kernels round to float8: by name, and with `auto` on the architecture on which they were measured."""
     served = config.recipe == "tensorwise" and not config.emulate and platform.arch == "sm90"
     return config.casts == "triton" or (config.casts == "auto" and served)
 
