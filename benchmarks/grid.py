@@ -128,6 +128,8 @@ def compile_all(wanted: list[Task], seconds: float, workers: int) -> set[Task]:
         for share in range(SHARES) if task.name.startswith("mamba_ssm") else [None]:
             futures[pool.submit(_compile, task, share)] = task.code
     done, left = wait(futures, seconds)
+    for code, error in {futures[future]: future.exception() for future in done if future.exception()}.items():
+        print(f"{' '.join(code)} did not compile: {error!r}"[:200], flush=True)  # its measurement will say so again
     if left:
         print(f"compiled {len(done)} of {len(futures)} parts; what is left is not measured", flush=True)
         for process in active_children():

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
+from llmtrain.bench.kernels import autotuned, report, scan
 from llmtrain.bench.kernels import command as kernels_command
-from llmtrain.bench.kernels import report, scan
 from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, leaf, run_both
 from llmtrain.bench.kernels.measure import Ceilings, Result, measure
 from llmtrain.bench.tune import command, search
@@ -387,3 +389,20 @@ def test_compiling_beforehand_ends_with_its_time(capsys, monkeypatch):
         assert other.is_alive() and set(multiprocessing.active_children()) == before | {other}
     finally:
         other.kill()
+
+
+def _scale(x, BLOCK):
+    pass
+
+
+def test_of_a_kernel_that_times_its_variants_a_share_is_compiled_and_one_counts_as_chosen(monkeypatch):
+    """mamba_ssm asks its kernels for the variant that ran, and then for its block's size."""
+    compiled = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, grid, warmup, **o: compiled.append((warmup, o["BLOCK"]))
+    )
+    kernel = triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 32, 64)], key=[])(triton.jit(_scale))
+    with autotuned.compile_share(1, 2):
+        kernel[(1,)](1)
+    assert compiled == [(True, 32)]
+    assert kernel.best_config.kwargs["BLOCK"] == 16
