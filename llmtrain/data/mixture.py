@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from llmtrain.config.base import Problem
-from llmtrain.data.mixture_blocks import Phase
+from llmtrain.data.mixture_blocks import MixtureBlocks, Phase
 from llmtrain.data.order import SampleOrder
 from llmtrain.data.shards import epoch_streams, require_epoch
 from llmtrain.schema.data import DataConfig, MixturePhase
@@ -106,6 +107,24 @@ def seekable_order(data: DataConfig, global_batch_size: int, sizes: Sequence[np.
         window=data.shuffle_block_size,
         stratified=data.stratified,
     )
+
+
+def unchanged_steps(
+    before: Sequence[Mapping[str, Any]], data: DataConfig, global_batch_size: int, samples: Sequence[int]
+) -> int | None:
+    """Steps from the start of a run that read the same with data.mixture as with the phases `before`; None: all.
+
+    before: as a checkpoint stores them. samples: of each stream.
+    """
+    earlier = data.model_copy(update={"mixture": [MixturePhase.model_validate(phase) for phase in before]})
+    phases = [mixture_phases(one, global_batch_size, samples) for one in (earlier, data)]
+    if not all(phases):  # of one stream
+        return None
+    lanes = math.gcd(global_batch_size, data.num_canonical_nodes)
+    share = global_batch_size // lanes
+    first, second = (MixtureBlocks(one, share, lanes, data.shuffle_seed, even=data.stratified) for one in phases)
+    same = first.same_draws(second)
+    return None if same is None else same // share
 
 
 def mixture_report(data: DataConfig, order: SampleOrder, samples: Sequence[int], steps: int) -> list[str]:

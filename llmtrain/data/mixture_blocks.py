@@ -81,6 +81,21 @@ class MixtureBlocks:
             counts = counts + np.bincount(self._block(phase, block).source[:rest].ravel(), minlength=len(counts))
         return counts.tolist()
 
+    def same_draws(self, other: MixtureBlocks) -> int | None:
+        """Draws of a lane from the start that are the same in a mixture of other phases; None: all."""
+        if self._size != other._size:
+            return 0
+        firsts = [list(map(int, one._firsts)) for one in (self, other)]
+        before = 0
+        for number, (mine, theirs) in enumerate(itertools.zip_longest(*firsts)):
+            if mine != theirs:  # it cuts a block, or else that block is whole
+                change = min(first for first in (mine, theirs) if first is not None)
+                return before + (change - before) // self._size * self._size
+            if self._edges[number] != other._edges[number]:
+                return mine
+            before = mine
+        return None
+
     def _counted(self, phase: int, drawn: int) -> NDArray[np.int64]:
         """Draws of each lane from each source, after so many of a lane in the phase, where a block ends. int64 [lanes, sources]"""
         counts = []

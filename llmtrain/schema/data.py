@@ -261,7 +261,7 @@ class DataConfig(Section):
     mixture: list[MixturePhase] | None = None
     """Phases of the run that mix the training streams by other proportions, or read so many tokens or repeats of each, in place of
     the streams' own `proportion`, `tokens` and `repeats`. A stream is read without repetition until all of it was, whatever its
-    share is at the time."""
+    share is at the time. A run that is resumed may change what comes later."""
     stratified: bool = False
     """Spread each stream evenly over the samples instead of at random, so that every batch has about the same mixture."""
     num_canonical_nodes: PositiveInt = 8

@@ -9,8 +9,9 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.local import folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
+from llmtrain.data.mixture import unchanged_steps
 from llmtrain.data.shard_index import ShardError
-from llmtrain.data.shards import data_fingerprint
+from llmtrain.data.shards import data_fingerprint, stream_samples
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences
@@ -63,10 +64,11 @@ def refuse_used_remote(config: Config) -> None:
 def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError, with every difference, if a config means something else than the one that wrote a checkpoint.
 
-    Settings that may differ are marked `free` in the schema. Data whose index is not on this machine yet is not compared.
+    Settings that may differ are marked `free` in the schema; of data.mixture, what comes later may. Data whose index is not on this
+    machine yet is not compared.
     """
     manifest = checkpoint.require()
-    changed = differences(manifest.config, config)
+    changed = _without_later_phases(differences(manifest.config, config), config, checkpoint)
     began = manifest.data.get("position", {}).get("order", "streaming")
     if began == "seekable" and config.data.order_name == "mixed":
         changed.append("data.order: mixtures were ordered otherwise in the version of llmtrain that began this run")
@@ -83,3 +85,21 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
             + "\n".join(f"  {line}" for line in changed)
             + "\nRestore these settings to continue it, choose another name or run_dir, or start anew with --fresh"
         )
+
+
+def _without_later_phases(changed: list[str], config: Config, checkpoint: Checkpoint) -> list[str]:
+    """The differences without those of data.mixture where what was read so far stays the same, and else why it does not."""
+    before = checkpoint.require().config["data"].get("mixture")
+    others = [line for line in changed if not line.startswith("data.mixture")]
+    if others == changed or not before or config.data.mixture is None:
+        return changed
+    if (samples := stream_samples(config.data)) is None:
+        return others  # indexes to be made or downloaded first; train() compares again after that
+    same = unchanged_steps(before, config.data, config.train.global_batch_size, samples)
+    if same is None or checkpoint.step <= same:
+        return others
+    return [
+        *others,
+        f"data.mixture: other samples would have been read from step {same + 1:,} on, and the run is at step {checkpoint.step:,}. "
+        "Phases may be changed or added behind that; the one at work must end later, and no share be smaller than those so far",
+    ]

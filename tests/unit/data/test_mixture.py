@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmtrain.config.decode import decode
-from llmtrain.data.mixture import mixture_phases, mixture_problems, mixture_report, seekable_order
+from llmtrain.data.mixture import mixture_phases, mixture_problems, mixture_report, seekable_order, unchanged_steps
 from llmtrain.data.mixture_blocks import Phase
 from llmtrain.data.order import SampleOrder
 from llmtrain.schema.data import DataConfig
@@ -150,3 +150,29 @@ def test_what_a_run_reads_of_each_stream_is_reported():
     web, code = mixture_report(data, order, [1000, 100], 100)
     assert web == "data: web: 62.5 % of the samples, 5,000 tokens, 0.50 passes"
     assert code == "WARNING: data: code: 37.5 % of the samples, 3,000 tokens, 3.00 passes: it is read more than once"
+
+
+SECOND = {"proportions": {"web": 1, "code": 1}}
+LATER: dict[str, tuple[int | None, list[dict[str, Any]]]] = {
+    "a further phase, 4 blocks of 64 steps into the last": (356, [*GOOD[:2], GOOD[2] | {"until": "400 steps"}, SECOND]),
+    "other shares in the last phase": (100, [*GOOD[:2], {"proportions": {"web": 1, "code": 3}}]),
+    "a later end, where the first one cuts a block": (50, [GOOD[0], SECOND | {"until": "300 steps"}, GOOD[2]]),
+    "an earlier end": (50, [GOOD[0], SECOND | {"until": "90 steps"}, GOOD[2]]),
+    "a budget behind the first phase": (50, [GOOD[0], {"tokens": {"web": 900, "code": 9000}}, GOOD[2]]),
+    "another first phase": (0, [GOOD[0] | {"proportions": {"web": 1, "code": 2}}, *GOOD[1:]]),
+    "a smaller share, which makes blocks longer": (0, [*GOOD[:2], {"proportions": {"web": 1, "code": 1000}}]),
+    "another scale": (None, [GOOD[0] | {"proportions": {"web": 6, "code": 2}}, *GOOD[1:]]),
+}
+"""Phases in place of GOOD, and the steps that read the same."""
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("stratified", [False, True])
+def test_a_changed_mixture_reads_the_same_in_as_many_steps_as_said(case, stratified):
+    expected, phases = LATER[case]
+    before, now = (config(one, stratified=stratified) for one in (GOOD, phases))
+    sizes = [np.full(40, 50), np.full(30, 50)]
+    first, second = (seekable_order(one, 8, sizes).ids(np.arange(8 * 500)).reshape(500, 8) for one in (before, now))
+    assert unchanged_steps(before.model_dump(mode="json")["mixture"], now, 8, [2000, 1500]) == expected
+    assert np.array_equal(first[:expected], second[:expected])
+    assert np.array_equal(first, second) == (expected is None)
