@@ -116,11 +116,9 @@ def _recomputations(config: Config) -> Iterator[_Change]:
 def _checkpointing(config: Config, kind: str, price: str) -> _Change:
     changed = ActivationCheckpointing.model_validate({"type": kind})
     current = config.train.activation_checkpointing
-    given = [name for name in ("k", "fraction") if getattr(current, name) is not None]
-    settings = (
-        f"train.activation_checkpointing.type={kind}",
-        *(f"train.activation_checkpointing.{n}=null" for n in given),
-    )
+    given = [f"{name}=null" for name in ("k", "fraction", "mlp_tokens") if getattr(current, name) is not None]
+    given += ["offload=false"] if current.offload else []
+    settings = tuple(f"train.activation_checkpointing.{setting}" for setting in (f"type={kind}", *given))
     return _Change(settings, (("activation_checkpointing", changed),), price)
 
 

@@ -174,13 +174,24 @@ def _activations(config: Config, width: int, float8_inputs: int) -> int:
             kept += saved.everything
         else:
             results = {"selective": saved.selective, "kernels": saved.kernels}
-            kept += residual / tensor + results.get(checkpointing.type, 0)
+            kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= (width - 1) * float8_inputs * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
-    # The embedding's output, and the final norm's input and output.
+    # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer.
+    outside = 3 + checkpointing.offload
     batch = config.train.least_microbatch
-    return round(batch * (local * (kept + recomputed + 3 * residual / tensor) + max(parts)))
+    return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts)))
+
+
+def host_bytes(config: Config) -> int:
+    """Bytes of host memory for the inputs of a rank's recomputed layers, with activation_checkpointing.offload."""
+    train, layers = config.train, len(config.model.layer_list())
+    if not train.activation_checkpointing.offload:
+        return 0
+    width = 2 if train.precision == "amp_bf16" else 4
+    tokens = config.data.seq_len // train.parallel.ranks * train.least_microbatch
+    return width * config.model.d_model * tokens * -(-layers // (train.activation_checkpointing.k or 1))
 
 
 def _loss(config: Config, width: int) -> int:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.describe import Description, Float8Description
+from llmtrain.flops.memory import host_bytes
 from llmtrain.flops.scaling import Scale
 from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.schema.config import Config
@@ -165,6 +166,8 @@ def _memory(d: Description, config: Config) -> Table:
     table.add_row("together", binary(d.memory_total), share(d.memory_total / d.gpu_memory) if d.gpu_memory else "")
     if d.gpu_memory and d.memory_total > d.gpu_memory:
         table.add_row("[red]more than the GPU has[/]", binary(d.gpu_memory), "")
+    if of_host := host_bytes(config):
+        table.add_row("host memory of a rank, for inputs of recomputed layers", binary(of_host), "")
     return table
 
 

@@ -55,12 +55,16 @@ class ActivationCheckpointing(Section):
     mlp_tokens: PositiveInt | None = free(None)
     """An MLP reads so many tokens of a sequence (on one rank) at a time, and each part is computed once more in the backward pass:
     what a layer holds at work then grows less with the sequence. null: all at once."""
+    offload: bool = free(False)
+    """With full, every_k or kernels: what is kept of a recomputed layer, its input, waits in host memory for the backward pass."""
 
     def problems(self) -> Iterator[Problem]:
         if (self.type == "budget") != (self.fraction is not None):
             yield Problem("fraction", self.fraction, "must be given with type: budget, and only then")
         if (self.type == "every_k") != (self.k is not None):
             yield Problem("k", self.k, "must be given with type: every_k, and only then")
+        if self.offload and self.type not in ("full", "every_k", "kernels"):
+            yield Problem("offload", True, "is of the inputs of recomputed layers; use type: full, every_k or kernels")
         if self.mlp_tokens is not None and self.type not in ("none", "full", "every_k", "kernels"):
             text = f"computes again what type: {self.type} may keep; use none, full, every_k or kernels, or null"
             yield Problem("mlp_tokens", self.mlp_tokens, text)

@@ -40,6 +40,8 @@ def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: f
         return f"there are {world_size} ranks, which gather their weights to another place in every microbatch"
     if dropout and config.activation_checkpointing.type != "none":
         return "dropout in recomputed layers asks the random generator for its state"
+    if config.activation_checkpointing.offload:
+        return "inputs of recomputed layers wait in host memory"
     if config.float8 is not None and config.float8.gathers:
         return "train.float8 keeps the scales of its weights in new memory after every step"
     if platform.vendor == "amd" and config.cuda_graphs == "auto":

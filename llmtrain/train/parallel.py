@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -30,6 +30,7 @@ from llmtrain.models.segments import Segments
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
+from llmtrain.train.host_inputs import HostInputs
 
 
 def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
@@ -60,6 +61,8 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
         compile_layers(model.hybrid, max_autotune=config.compile == "max_autotune")
     elif config.activation_checkpointing.type == "budget":
         run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
+    if config.activation_checkpointing.offload:
+        offload_inputs(model.hybrid)
     shard(model, sharding, config)
     model.to_empty(device=device)
     return segments
@@ -87,6 +90,14 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
         if config.type in ("kernels", "selective"):
             options["context_fn"] = partial(_selective_contexts, saved_ops, config.type == "selective")
         model.blocks[i] = checkpoint_wrapper(block, **options)
+
+
+def offload_inputs(model: HybridLM) -> None:
+    """Have what recomputed layers keep, their inputs, in host memory. After compilation: copies are no part of a graph."""
+    inputs = HostInputs()
+    for block in model.blocks:
+        if isinstance(block, CheckpointWrapper):
+            block.forward = inputs.keep(block.forward)
 
 
 _MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)

@@ -212,6 +212,15 @@ def test_activation_checkpointing_and_compilation_leave_gradients_alone(ranks, c
     assert_same_step(step, plain_step(made, step.batch))
 
 
+@pytest.mark.parametrize("compiled_by", [None, pytest.param("aot_eager", marks=SLOW)])
+def test_inputs_of_recomputed_layers_may_wait_in_host_memory(ranks, config, compiled_by):
+    recomputed = {"train.activation_checkpointing": {"type": "full", "offload": True}}
+    changes = {"train.microbatch_size": 4, "train.compile": "on" if compiled_by else "off"}
+    made = config(DENSE_ATTENTION | recomputed | changes)
+    step = ranks(2).run(one_step, made, compiled_by)[0]
+    assert_same_step(step, plain_step(made, step.batch))
+
+
 @pytest.mark.parametrize("kind", ["selective", pytest.param("full", marks=SLOW), pytest.param("none", marks=SLOW)])
 def test_they_also_do_whatever_surrounds_the_mixers(ranks, config, kind):
     changes = {"train.microbatch_size": 4, "train.compile": "on"}

@@ -126,6 +126,22 @@ def test_muon_trains_and_an_average_is_kept(config_file: Path, plain: list[float
     assert all(parameter.isfinite().all() for parameter in average.parameters())
 
 
+def test_inputs_in_host_memory_change_nothing(config_file: Path, plain: list[float]):
+    """Copied on a stream of their own, beside compiled layers."""
+    setting = "train.activation_checkpointing={{type: full, offload: {}}}"
+    kept = losses(config_file, "kept-here", "train.compile=on", "train.cuda_graphs=off", setting.format("false"))
+    found = losses(config_file, "kept-there", "train.compile=on", setting.format("true"))
+    assert found == pytest.approx(kept, rel=1e-4)
+    assert found == pytest.approx(plain, rel=1e-2)
+
+
+def test_adamw_in_8_bits_follows_adamw(config_file: Path, plain: list[float]):
+    """The update is one compiled function here, of matrices of any shape."""
+    found = losses(config_file, "adamw-8bit", "train.compile=on", "optimizer.type=adamw_8bit")
+    assert found[0] == pytest.approx(plain[0], rel=1e-3)
+    assert found == pytest.approx(plain, rel=3e-2)
+
+
 def test_tasks_are_scored_in_training_as_afterwards(config_file: Path, tmp_path: Path):
     """In bf16: packed, by sharded layers; what is generated, with a cache."""
     place = Place(tmp_path / "eval", documents=3)

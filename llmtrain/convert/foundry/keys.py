@@ -263,7 +263,10 @@ MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "use train.activation_checkpointing.type: every_k or selective",
     ),
-    "fsdp_config.activation_cpu_offload": ((None, False), "activations stay on the GPU; describe predicts memory"),
+    "fsdp_config.activation_cpu_offload": (
+        (None, False),
+        "write train.activation_checkpointing.offload: true with type: full",
+    ),
     "fsdp_config.cpu_offload": ((None, False), "parameters stay on the GPU; describe predicts memory"),
     "fsdp_config.data_parallel_replicate_degree": ((None, 1), "write train.sharding.shard_size, the ranks of a group"),
     "fsdp_config.te_checkpoint_wrapper": ((None, False), "there is no fp8"),

@@ -28,9 +28,10 @@ def config(*overrides: str) -> Config:
         ("train.loss.type=plain",),
         ("train.sharding.strategy=grad_op", "train.sharding.sync_every_microbatch=false"),
         ("train.activation_checkpointing={type: every_k, k: 3}",),
+        ("train.activation_checkpointing={type: every_k, k: 3, offload: true, mlp_tokens: 256}",),
         ("train.sharding={strategy: hybrid, shard_size: 2}",),
     ],
-    ids=["defaults", "plain loss", "gathered", "every third layer", "hybrid"],
+    ids=["defaults", "plain loss", "gathered", "every third layer", "every third in host memory", "hybrid"],
 )
 def test_the_settings_make_a_config_that_fits(overrides, ranks):
     """Given on the command line they are accepted, and the estimate is what was promised."""

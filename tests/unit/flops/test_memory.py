@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes
+from llmtrain.flops.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes, host_bytes
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -231,3 +231,18 @@ def test_of_an_mlp_that_reads_a_part_at_a_time_the_inside_of_one_part_is_kept():
         for more in ((), ("train.activation_checkpointing.mlp_tokens=256",))
     )
     assert whole - parts == 16 * 2 * 2 * 8192 * (24 * 2048 - 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("type: full", 24), ("type: every_k, k: 3", 8), ("type: kernels", 24)],
+    ids=["full", "k", "kernels"],
+)
+def test_inputs_of_recomputed_layers_in_host_memory_are_not_the_gpus(kind, layers):
+    here, there = (
+        config(f"train.activation_checkpointing={{{kind}, offload: {offload}}}") for offload in ("false", "true")
+    )
+    one_input = 2 * here.model.d_model * here.data.seq_len * here.train.least_microbatch
+    assert (host_bytes(here), host_bytes(there)) == (0, layers * one_input)
+    before, after = (estimate_memory(one, SIZES, 1).activations for one in (here, there))
+    assert before - after == (layers - 1) * one_input  # that of the next layer is on its way
