@@ -28,6 +28,8 @@ from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
 """Number of elements in memory at a time."""
+_OF_THE_FILE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+"""Keys of a generation_config.json that are written anew."""
 SMALL_FILES = 64 * 2**20
 """An allowance for headers, configs and the tokenizer in the check of disk space."""
 
@@ -78,7 +80,7 @@ def export(
     prefix = indexes.weights_prefix(folder, manifest, ema)
     tensors = CheckpointTensors(folder, manifest)
     _check_tensors(tensors, family.weights(config), folder, prefix)
-    trimmed = config.vocab_size - text.vocab_size if trim_vocab else 0
+    trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
     config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
     weights = family.weights(config)
 
@@ -111,7 +113,7 @@ def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.rows_needed > config.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
             "name the tokenizer it was trained with with --tokenizer"
@@ -184,14 +186,25 @@ def _write_configs(folder: Path, config: dict[str, Any], dtype: torch.dtype, tok
     tokenizer.save(folder)
     ids = _token_ids(tokenizer)
     _write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")} | ids)
+    ids |= {"eos_token_id": _ends(tokenizer, config["vocab_size"])}
     given = {name: token for name, token in ids.items() if token is not None}
     # Without a padding token generate() takes the end of a document, and says so each time.
-    _write_json(folder / "generation_config.json", {"pad_token_id": tokenizer.eod_id} | given)
+    carried = {name: value for name, value in tokenizer.generation_config.items() if name not in _OF_THE_FILE}
+    _write_json(folder / "generation_config.json", carried | {"pad_token_id": tokenizer.eod_id} | given)
 
 
-def _token_ids(tokenizer: TextTokenizer) -> dict[str, int | None]:
+def _ends(tokenizer: TextTokenizer, rows: int) -> int | list[int]:
+    """The end of a document, and the special tokens besides that end an answer of the published model. rows: of the embedding."""
+    named = tokenizer.generation_config.get("eos_token_id")
+    special = {id_ for id_, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    further = [token for token in (named if isinstance(named, list) else [named]) if token in special and token < rows]
+    ends = list(dict.fromkeys([tokenizer.eod_id, *further]))
+    return ends if len(ends) > 1 else ends[0]
+
+
+def _token_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
     """Token ids for config.json; null for a missing token, where the defaults of the classes are ids of another tokenizer."""
-    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
     for name in ("bos", "pad"):
         token = tokenizer.config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token

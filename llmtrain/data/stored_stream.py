@@ -22,7 +22,7 @@ from llmtrain.data.prepared_folder import MANIFEST
 from llmtrain.data.sample_documents import SampleDocuments
 from llmtrain.data.shard_index import TOKEN_COLUMNS, Index, ShardError, parse_index, read_index, verify_shard
 from llmtrain.data.storage import open_file
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, TextTokenizer, load_tokenizer
 from llmtrain.errors import RunError
 from llmtrain.schema.data import StreamConfig
 
@@ -193,7 +193,8 @@ def _tokenizer(folder: str) -> TextTokenizer | None:
     if folder.count("/") < 3:  # a bucket
         return None
     with tempfile.TemporaryDirectory() as copies:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        described = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE, GENERATION_CONFIG)
+        for name in ("tokenizer.json", *described):
             if content := read_file(f"{folder}/tokenizer/{name}"):
                 Path(copies, name).write_bytes(content)
         return load_tokenizer(copies) if Path(copies, "tokenizer.json").is_file() else None

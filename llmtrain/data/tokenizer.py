@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ EOD = "<|endoftext|>"
 
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 CHAT_TEMPLATE = "chat_template.jinja"
+FURTHER_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that a model has besides, NAME.jinja."""
+GENERATION_CONFIG = "generation_config.json"
+COMPANIONS = (CHAT_TEMPLATE, f"{FURTHER_TEMPLATES}/*.jinja", GENERATION_CONFIG)
+"""Patterns of a published model's files that are kept with its tokenizer."""
 
 
 class TokenizerError(UserError):
@@ -42,11 +47,24 @@ class TextTokenizer:
     """Content of chat_template.jinja."""
     folder: Path | None = None
     """The folder that it was read from."""
+    further_templates: dict[str, str] = field(default_factory=dict)
+    """Content of the files in additional_chat_templates/, by their names."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    """Content of generation_config.json: a published model's tokens that end an answer, and how it is to be sampled."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def rows_needed(self) -> int:
+        """One more than the largest token id that a text can become: a published tokenizer may have special tokens beyond the
+        rows of its model's embedding (Gemma 3's for images), which text never becomes.
+        """
+        special = {id_ for id_, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        ids = self.backend.get_vocab(with_added_tokens=True).values()
+        return max(self.eod_id, *(id_ for id_ in ids if id_ not in special)) + 1
 
     @property
     def bos_id(self) -> int:
@@ -68,13 +86,21 @@ class TextTokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as `transformers` and `tokenizers` read them."""
+        """Write tokenizer.json, tokenizer_config.json, chat templates and generation_config.json, those that there are, as
+        `transformers` and `tokenizers` read them.
+        """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         (path / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (path / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         if self.chat_template is not None:
             (path / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+        for name, text in self.further_templates.items():
+            (path / FURTHER_TEMPLATES).mkdir(exist_ok=True)
+            (path / FURTHER_TEMPLATES / name).write_text(text, encoding="utf-8")
+        if self.generation_config:
+            text = json.dumps(self.generation_config, indent=2) + "\n"
+            (path / GENERATION_CONFIG).write_text(text, encoding="utf-8")
 
 
 def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -> TextTokenizer:
@@ -150,26 +176,45 @@ def _load_file(file: Path) -> TextTokenizer:
         raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     config = _read_config(file.parent)
     made = make_tokenizer(backend, _eod_token(backend, config, str(file)), config)
-    return replace(made, chat_template=_read_chat_template(file.parent), folder=file.parent)
+    return replace(made, folder=file.parent, **_read_companions(file.parent))
 
 
-def _read_chat_template(folder: Path) -> str | None:
-    file = folder / CHAT_TEMPLATE
+def _read_companions(folder: Path) -> dict[str, Any]:
+    """Chat templates and the generation config, as fields of a tokenizer."""
+    template = folder / CHAT_TEMPLATE
+    return {
+        "chat_template": _read_text(template) if template.is_file() else None,
+        "further_templates": {
+            file.name: _read_text(file) for file in sorted((folder / FURTHER_TEMPLATES).glob("*.jinja"))
+        },
+        "generation_config": _read_json(folder / GENERATION_CONFIG),
+    }
+
+
+def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Content of a file; nothing of one that is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} is not a JSON object")
+    return content
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in reversed(_CONFIG_FILES):
-        file = folder / name
-        if file.is_file():
-            try:
-                config |= json.loads(file.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise TokenizerError(f"{file} is not JSON: {error}") from error
+        config |= _read_json(folder / name)
     return config
 
 
@@ -191,7 +236,7 @@ def _load_hub(name: str) -> TextTokenizer:
     try:
         folder = snapshot_download(
             name,
-            allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*", CHAT_TEMPLATE],
+            allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*", *COMPANIONS],
         )
     except HFValidationError as error:
         raise TokenizerError(f"'{name}' is neither a folder, nor a file, nor a name on the Hugging Face hub") from error
@@ -222,6 +267,6 @@ def _load_slow(folder: str) -> TextTokenizer:
         config["bos_token"] = str(slow.bos_token)
     made = make_tokenizer(Tokenizer.from_str(backend.to_str()), str(slow.eos_token), config)
     template = slow.chat_template
-    return replace(
-        made, chat_template=template.get("default") if isinstance(template, dict) else template, folder=Path(folder)
-    )
+    found = _read_companions(Path(folder))
+    found["chat_template"] = template.get("default") if isinstance(template, dict) else template
+    return replace(made, folder=Path(folder), **found)

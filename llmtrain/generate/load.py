@@ -90,4 +90,6 @@ def run_tokenizer_path(data: dict) -> str:
     for candidate in candidates:
         if (Path(candidate) / "tokenizer").is_dir():
             return str(Path(candidate) / "tokenizer")
+    if not candidates:
+        raise UserError("no tokenizer/ folder in it, and no shards that it was trained on")
     raise UserError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")

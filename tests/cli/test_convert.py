@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -314,6 +315,43 @@ def test_padding_of_the_vocabulary_is_exported_or_left_out(kind, tmp_path, capsy
     printed = convert(capsys, "export", tmp_path / "again", tmp_path / "out", "--trim-vocab")
     assert "rows of padding" not in printed
     assert_same_tensors(tmp_path / "out", tmp_path / "trimmed")
+
+
+def test_what_a_chat_needs_goes_through_import_and_export(tmp_path, capsys):
+    """Several chat templates, the tokens that end an answer, and how it is sampled."""
+    source = publish(tmp_path / "source", "llama")
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|eot|>", "<|eom|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "chat_template.jinja").write_text("A")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("B")
+    ends = [tokenizer.token_to_id("<|eot|>"), tokenizer.token_to_id("<|eom|>")]
+    sampled = {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    # 3 is a byte of text, which ends nothing; 5000 has no row.
+    published = sampled | {"eos_token_id": [3, *ends, 5000], "bos_token_id": 7, "transformers_version": "4.0"}
+    (source / "generation_config.json").write_text(json.dumps(published))
+    convert(capsys, "import", source, tmp_path / "checkpoint")
+    convert(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == {"default": "A", "tool_use": "B"}
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == sampled | {"eos_token_id": [0, *ends], "pad_token_id": 0}
+    (source / "generation_config.json").write_text("{")
+    assert main(["import", str(source), str(tmp_path / "other")]) == 2
+    assert "generation_config.json is not JSON" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_special_tokens_beyond_the_rows_of_the_embedding_are_no_hindrance(tmp_path, capsys):
+    """As Gemma 3 has one for images: text never becomes it."""
+    source = publish(tmp_path / "source", "llama")
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(31)])  # 270 and these, beside 300 rows
+    tokenizer.save(str(source / "tokenizer.json"))
+    convert(capsys, "import", source, tmp_path / "checkpoint")
+    printed = convert(capsys, "export", tmp_path / "checkpoint", tmp_path / "out", "--trim-vocab")
+    assert "rows of padding" not in printed
+    assert_same_tensors(tmp_path / "out", source)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 301
 
 
 def test_a_chat_template_goes_through_import_and_export(tmp_path, capsys):

@@ -97,13 +97,22 @@ def test_too_little_disk_space_is_told_before_anything_is_written(small, tmp_pat
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_an_adapter_is_told_to_be_merged(tmp_path, capsys):
+    publish(tmp_path / "source", "mpt")
+    (tmp_path / "source" / "model.safetensors").rename(tmp_path / "source" / "adapter_model.safetensors")
+    assert "merge_and_unload" not in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source" / "adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
+
+
 def test_the_tokenizer_must_be_there_and_fit(small, tmp_path, capsys):
     edit_manifest(small, lambda model: model.update(vocab_size=269))
     said = refused(capsys, "export", small, tmp_path / "out")
     assert "the tokenizer has 270 tokens, the model 269" in said and "--tokenizer" in said
     edit_manifest(small, lambda model: model.update(vocab_size=300))
     (small / "tokenizer").rename(tmp_path / "elsewhere")
-    assert "name one with --tokenizer" in refused(capsys, "export", small, tmp_path / "out")
+    assert "no tokenizer/ folder in it" in (said := refused(capsys, "export", small, tmp_path / "out"))
+    assert "name one with --tokenizer" in said
     convert(capsys, "export", small, tmp_path / "out", "--tokenizer", tmp_path / "elsewhere")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 0
 

@@ -166,7 +166,7 @@ def tokenizer_identity(tokenizer: TextTokenizer) -> str:
 
 
 def _check_vocabulary(found: FoundModel, tokenizer: TextTokenizer, size: int) -> None:
-    if tokenizer.vocab_size > size:
+    if tokenizer.rows_needed > size:
         raise EvalError(
             f"{found.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {size}; name the one it was "
             "trained with as `tokenizer`"

@@ -187,10 +187,9 @@ def family_of_hf_config(published: Mapping[str, Any]) -> Family:
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
-    reason = lacking(published, _FAMILIES)
-    raise UnsupportedModelError(
-        f"config.json has model_type {found!r}{reason}; there is {', '.join(sorted(_FAMILIES))}"
-    )
+    named = isinstance(found, str) and found
+    reason = f"model_type {found!r}{lacking(published, _FAMILIES)}" if named else "no model_type"
+    raise UnsupportedModelError(f"config.json has {reason}; there is {', '.join(sorted(_FAMILIES))}")
 
 
 def family_for_model(config: ModelConfig) -> Family:

@@ -90,7 +90,11 @@ def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
             return HFCheckpoint(folder, config, _open_indexed(index, kind))
         if single.is_file():
             return HFCheckpoint(folder, config, {single: kind(single)})
-    raise UserError(f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either")
+    adapter = "; it holds a PEFT adapter, to be merged into its model first (merge_and_unload)"
+    raise UserError(
+        f"{folder} holds no weights: no {_SAFETENSORS}, no {_PICKLE}, and no index of either"
+        + (adapter if (folder / "adapter_config.json").is_file() else "")
+    )
 
 
 def _open_indexed(index: Path, kind: type[_Safetensors] | type[_Pickle]) -> Mapping[Path, _Safetensors | _Pickle]:
@@ -195,7 +199,8 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     def fetch(*weights: str) -> Path:
-        tokenizer = ["token*", "special_tokens_map.json", "vocab*", "merges*", "chat_template.jinja"]
+        templates = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+        tokenizer = ["token*", "special_tokens_map.json", "vocab*", "merges*", *templates]
         others = ["config.json", "generation_config.json", *tokenizer]
         return Path(snapshot_download(name, allow_patterns=[*others, *weights]))
 
