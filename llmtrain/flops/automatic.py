@@ -2,7 +2,7 @@
 estimate of memory.py.
 
 Shardings from fast to slow, as measured on two H200s over NVLink (MPT-1B; tokens/s kept of one GPU's): grad_op with one gradient
-sync a step 97 %, grad_op 94 %, full 92 %. Over several nodes hybrid comes first, where only gradients cross the network, once a
+sync a step 98 %, grad_op 94 %, full 92 %. Over several nodes hybrid comes first, where only gradients cross the network, once a
 step where that fits (not measured). Recomputation costs more than any of them, and a small microbatch as much as either: see
 `_price`. No torch here.
 """
