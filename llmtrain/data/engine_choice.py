@@ -18,8 +18,8 @@ from llmtrain.data.engines import ENGINES, Engine, EngineError, TokenizersEngine
 from llmtrain.data.packing import bytes_per_token
 from llmtrain.errors import RunError
 
-_PROVED_EVERY, _PROVED_CHARACTERS = 16 << 20, 1 << 13
-"""Characters of text after which so many of them are compared again: 0.05 %."""
+_PROVED_EVERY, _PROVED_CHARACTERS = 32 << 20, 1 << 12
+"""Characters of text after which so many of them are compared again: 0.01 %."""
 
 
 @dataclass(frozen=True)

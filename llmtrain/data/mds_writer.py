@@ -16,6 +16,8 @@ from llmtrain.config.output_folder import replace_file
 
 SIZE_LIMIT = 1 << 26
 """Bytes of a shard, uncompressed."""
+_spare_rooms: list[NDArray[np.uint8]] = []
+"""Rooms of writers that have finished, for the next ones, which need not take up fresh pages."""
 
 
 class ShardWriter:
@@ -54,8 +56,8 @@ class ShardWriter:
     def write(self, samples: NDArray[np.uint8]) -> None:
         """samples: [n, bytes per sample], the columns one after the other."""
         assert samples.shape[1] == self._sample_bytes
-        if self._content is None:  # of pages that are taken up as they are filled
-            self._content = np.empty(self._front + self._most * self._sample_bytes, np.uint8)
+        if self._content is None:
+            self._content = _room(self._front + self._most * self._sample_bytes)
         room = self._content[self._front :].reshape(self._most, self._sample_bytes)
         while len(samples):
             taken = samples[: self._most - self._count]
@@ -69,6 +71,9 @@ class ShardWriter:
         """Write what is left. Returns the index's entries of all shards."""
         if self._count:
             self._flush()
+        if self._content is not None:
+            _spare_rooms[:] = [*_spare_rooms[-1:], self._content]  # one for each split
+            self._content = None
         return self.entries
 
     def _flush(self) -> None:
@@ -88,6 +93,14 @@ class ShardWriter:
         replace_file(self._folder / (packed or described)["basename"], content)
         self.entries.append(self._config | {"samples": self._count, "raw_data": described, "zip_data": packed})
         self._count = 0
+
+
+def _room(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of so many bytes: a spare room, or pages that are taken up as they are filled."""
+    for number, room in enumerate(_spare_rooms):
+        if len(room) == nbytes:
+            return _spare_rooms.pop(number)
+    return np.empty(nbytes, np.uint8)
 
 
 def _described(basename: str, content: bytes | memoryview) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -196,7 +198,8 @@ def test_the_folder_is_the_same_after_any_number_of_kills(small, corpus, records
 
 @pytest.mark.slow
 def test_thirty_kills_of_two_workers_leave_the_folder_of_one_process(with_tokenizer, tmp_path, monkeypatch):
-    """Every other one while the processes start, every other one while they make a partition."""
+    """Every other one while the processes start, every other one while they make a partition; every third one of a worker alone,
+    where there is one, and else of the command, with which its workers end."""
     monkeypatch.setattr(partitions, "PARTITION_BYTES", 20_000)
     source = tmp_path / "records.jsonl"
     source.write_text("".join(json.dumps({"text": some_text(i, 60)}) + "\n" for i in range(6000)))
@@ -212,8 +215,10 @@ def test_thirty_kills_of_two_workers_leave_the_folder_of_one_process(with_tokeni
         while process.is_alive() and len(list(partial.glob("*.json"))) <= enough and time.monotonic() < deadline:
             time.sleep(0.002)
         assert process.is_alive()
-        process.kill()
-        process.join()
+        workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        os.kill(rng.choice(workers) if workers and number % 3 == 2 else process.pid or 0, signal.SIGKILL)
+        process.join(20)
+        assert not process.is_alive()
         kept.append(len(list(partial.glob("*.json"))))
     assert kept == sorted(kept) and 15 <= kept[-1] < len(whole.manifest["partitions"])
     assert digests(prepare(config, progress=False).out) == digests(whole.out)
