@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from llmtrain.distributed.world import free_port, initialize, rank_environment, world_from_environment
+from benchmarks.ranks import Training, on_ranks
+from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 WARMUP = 2
+SCANS = 8  # one behind the other, as the layers of a step
 START = time.perf_counter()
 
 
@@ -57,7 +55,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     overrides = [*args.overrides]
     while True:
-        row = on_ranks(args, overrides)
+        what = ["--scan", "--tokens", str(args.tokens)] if args.scan else [args.file, *overrides]
+        row = on_ranks(args.nproc, "benchmarks.parallel", "--steps", str(args.steps), *what)
         rows.append({"file": args.file, "overrides": overrides, "nproc": args.nproc, **row})
         print(json.dumps(rows[-1]), flush=True)
         if args.out:
@@ -69,91 +68,39 @@ def main() -> int:
         overrides = [*args.overrides, f"data.seq_len={seq_len}", f"model.max_seq_len={seq_len}"]
 
 
-def on_ranks(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """The row that rank 0 prints; `failed` with the last line of an error where a rank fails."""
-    what = ["--scan", "--tokens", str(args.tokens)] if args.scan else [args.file, *overrides]
-    command = [sys.executable, "-m", "benchmarks.parallel", "--rank", "--steps", str(args.steps), *what]
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        errors = [Path(folder) / f"{rank}.txt" for rank in range(args.nproc)]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **rank_environment(rank, args.nproc, port)},
-                stdout=subprocess.PIPE,
-                stderr=error.open("w"),
-                text=True,
-            )
-            for rank, error in enumerate(errors)
-        ]
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            time.sleep(0.5)
-        if failed := [error for rank, error in zip(ranks, errors, strict=True) if rank.poll()]:
-            for rank in ranks:  # the others would wait for it
-                rank.kill()
-            lines = failed[0].read_text().strip().splitlines() or ["no message"]
-            return {"failed": next((line for line in reversed(lines) if "Error" in line), lines[-1])[:300]}
-    return json.loads(ranks[0].communicate()[0].splitlines()[-1])
-
-
 def steps(config: Config, count: int) -> dict[str, Any]:
     """Steps of one microbatch per group, every rank calling this."""
     import torch
 
-    from llmtrain.models.causal_lm import CausalLM
-    from llmtrain.models.hybrid import HybridLM
-    from llmtrain.train.callbacks.throughput import token_cost
-    from llmtrain.train.composer_model import own_part
-    from llmtrain.train.optim import build_optimizer
-    from llmtrain.train.parallel import compute_dtype, parallelize
-    from llmtrain.train.tensor_gradients import TensorGradients
-
-    device, train = initialize(), config.train
-    world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
-    with torch.device("meta"):
-        model = HybridLM(config.model, dtype=compute_dtype(train.precision))
-    causal_lm = CausalLM(model, train.loss)
-    cost = token_cost(model, train, config.data.seq_len, device)
-    segments = parallelize(causal_lm, train, world, device)
-    model.init_weights(config.seed)
-    optimizer = build_optimizer(model, config.optimizer)
-    divided = TensorGradients(model, model.ranks) if model.ranks else None
-    torch.manual_seed(world.data_rank)
-    size = train.microbatch_size if isinstance(train.microbatch_size, int) else 1
+    made = Training(config)
+    cost, size = made.cost, config.train.microbatch_size if isinstance(config.train.microbatch_size, int) else 1
+    torch.manual_seed(made.world.data_rank)
     ids = torch.randint(config.model.vocab_size, (size, config.data.seq_len))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "text_bytes": torch.zeros(size)}
-    part = {name: value.to(device) for name, value in own_part(batch, segments, model.ranks).items()}
-    synchronize(device)
-    if device.type == "cuda":
+    part = made.own(ids, ids.roll(-1, 1))
+    synchronize(made.device)
+    if made.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, losses, ends = [], [], [time.perf_counter() - START]
     for step in range(WARMUP + count):
-        synchronize(device)
+        synchronize(made.device)
         began = time.perf_counter()
-        loss = causal_lm.loss(part["input_ids"], part["labels"], None, segments).loss
-        loss.backward()
-        if divided is None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad_norm or math.inf)
-        else:
-            divided.add_up()
-            divided.clip(train.clip_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(device)
+        loss = made.step(part)
+        synchronize(made.device)
         losses.append(float(loss))
         ends.append(time.perf_counter() - START)
+        print(f"step {step + 1} of {WARMUP + count} ended after {ends[-1]:.1f} s", file=sys.stderr, flush=True)
         if step >= WARMUP:
             seconds.append(time.perf_counter() - began)
     step_seconds = statistics.median(seconds)
-    per_gpu = ids.numel() * world.data_size / world.size / step_seconds
+    per_gpu = ids.numel() * made.world.data_size / made.world.size / step_seconds
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "device": torch.cuda.get_device_name() if made.device.type == "cuda" else "CPU",
         "seq_len": config.data.seq_len,
         "step_seconds": step_seconds,
         "tokens_per_second_per_gpu": per_gpu,
         "mfu_causal": per_gpu * cost.causal / cost.peak.flops if cost.peak.flops else None,
-        "memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "attention": sorted(attention_backends(model)),
+        "memory": torch.cuda.max_memory_allocated() if made.device.type == "cuda" else None,
+        "attention": sorted(attention_backends(made.model)),
         "losses": losses,
         "seconds": seconds,
         "ready_and_steps_ended_after": ends,
@@ -199,18 +146,28 @@ def scan(tokens: int, count: int) -> dict[str, Any]:
 
     ones = torch.ones_like(x)
 
+    def layer(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+        return context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias)
+
+    if device.type == "cuda":
+        layer = torch.compile(layer, fullgraph=True, dynamic=False)
+
     def run() -> float:
         dist.barrier()
         synchronize(device)
         began = time.perf_counter()
-        context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias).backward(ones)
+        for _ in range(SCANS):
+            layer(x, dt, B, C).backward(ones)
         synchronize(device)
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / SCANS
+
+    def copied(own: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+        return torch.cat([own] * world.size)
 
     alone = "llmtrain.models.segments.all_gather_tensor_autograd"
     times: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 * (WARMUP + 5 * count)):
-        with patch(alone, lambda own, dim, group: torch.cat([own] * world.size)) if turn % 2 else nullcontext():
+    for turn in range(2 * (WARMUP + 3 * count)):
+        with patch(alone, copied) if turn % 2 else nullcontext():
             times[turn % 2 == 0].append(run())
     together, apart = (statistics.median(times[gathers][WARMUP:]) for gathers in (True, False))
     return {

@@ -31,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # All at once.
     "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
     "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
+    # The keys before those of a part of the queries (last_queries.py).
+    "plain, full": {},
 }
 
 
@@ -106,7 +108,8 @@ class Case:
     def exact(self, qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
         """`first_group` of the output and of the gradients of q, k and v, in float64."""
         if not self.causal:
-            raise UserError("attention is checked with causality alone: tune `mixed`")
+            variant = self.variant.partition(",")[0]
+            raise UserError(f"attention is checked with causality alone: tune `{variant}`")
         spec, group, ids = self.spec, self.spec.n_heads // self.spec.n_kv_heads, self.ids(dout.device)
         bias = score_bias(spec, self.seq_len, dout.device)[:group]
         if ids is not None:

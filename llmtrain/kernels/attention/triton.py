@@ -349,7 +349,9 @@ class Call:
             "softcap": self.softcap is not None,
             "window": self.window is not None,
         }
-        return "+".join(name for name, here in features.items() if here) or "plain" if self.causal else MIXED
+        named = "+".join(name for name, here in features.items() if here)
+        # Plain attention without causality leaves out the masks of the same loop.
+        return named if named and self.causal else MIXED if named else "plain"
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
