@@ -70,29 +70,31 @@ checkpoint_x2() { # goes on where an earlier call on the same machine ended
     step moving 500 "$python" scripts/gpu/moving_checkpoint.py "$work/moving" "$@"
 }
 
-parallel_x2() { # issue 24: the scan alone, long sequences over two GPUs, tensor parallelism beside FSDP2; each shape compiles anew
+parallel_x2() { # issue 24; each shape compiles anew, so all of it takes about 12 minutes: goes on by hand with the steps left out
     local bench=("$python" -m benchmarks.parallel) keep=train.activation_checkpointing.type
     local two=(--nproc 2 train.sharding.strategy=full) context=(train.microbatch_size=1 train.parallel.context=2)
     local llama=(yamls/pretrain/llama3-8b.yaml "$keep=selective") zamba2=(yamls/pretrain/zamba2-2.7b.yaml "$keep=kernels")
     local long=(data.seq_len=65536 model.max_seq_len=65536)
-    # The checks side by side, a GPU each, as the two runs of one GPU below.
-    step last-queries 60 "$python" scripts/gpu/side_by_side.py "$work" \
-        checked-cudnn -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and cudnn" -- \
-        checked-triton -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and triton"
-    step scan 50 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
+    step llama-tensor 100 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=8192 train.parallel.tensor=2 \
+        train.microbatch_size=4 --out "$work/llama-tensor.json" "$@"
     step llama-context 110 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=32768 model.max_seq_len=32768 "${context[@]}" \
         --out "$work/llama-context.json" "$@"
     step llama-fsdp2 100 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=8192 train.microbatch_size=2 \
         --out "$work/llama-fsdp2.json" "$@"
-    step zamba2-context 120 "${bench[@]}" "${zamba2[@]}" "${two[@]}" "${long[@]}" "${context[@]}" \
+    step zamba2-context 170 "${bench[@]}" "${zamba2[@]}" "${two[@]}" "${long[@]}" "${context[@]}" \
         --out "$work/zamba2-context.json" "$@"
-    step zamba2-one-gpu 130 "$python" scripts/gpu/side_by_side.py "$work" \
+    step zamba2-one-gpu 150 "$python" scripts/gpu/side_by_side.py "$work" \
         zamba2-one -- "${bench[@]}" "${zamba2[@]}" "${long[@]}" train.microbatch_size=1 --steps 2 \
         --out "$work/zamba2-one.json" "$@" -- \
         zamba2-short -- "${bench[@]}" "${zamba2[@]}" data.seq_len=4096 train.microbatch_size=8 \
         --out "$work/zamba2-short.json" "$@"
-    step llama-tensor 100 "${bench[@]}" "${llama[@]}" "${two[@]}" data.seq_len=8192 train.parallel.tensor=2 \
-        train.microbatch_size=4 --out "$work/llama-tensor.json" "$@"
+    step recall-2 100 "$python" -m benchmarks.recall --context 2 --out "$work/recall-2.json"
+    CUDA_VISIBLE_DEVICES=0 step recall-1 100 "$python" -m benchmarks.recall --context 1 --out "$work/recall-1.json"
+    step scan 50 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
+    # The checks side by side, a GPU each, as the two runs of one GPU above.
+    step last-queries 60 "$python" scripts/gpu/side_by_side.py "$work" \
+        checked-cudnn -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and cudnn" -- \
+        checked-triton -- "$python" -m pytest tests/gpu/test_kernels.py -q -p no:cacheprovider -k "last_queries and triton"
 }
 
 tests() {
