@@ -2,25 +2,32 @@
 
     python -m benchmarks.grid_picture benchmarks/grid.csv docs/kernels-grid.png
 
-Of attention, `auto` is the backend that the measured cells choose on Hopper (kernels/attention/measured.py), and before them
-what the fixed order of 2026-11-23 took; where that is the best public kernel a cell counts as 1. Cells in which the backend
-was not measured have no point. Prints the figures of BENCHMARKS.md.
+`auto` is the backend that is chosen on Hopper today (of attention by kernels/attention/measured.py); of attention also what the
+fixed order of 2026-11-23 took. Where that is the best public kernel a cell counts as 1. Cells in which the backend was not
+measured have no point. Prints the figures of BENCHMARKS.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import attention_choices
 from llmtrain.errors import exit_with
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary.spec import RotarySpec
+from llmtrain.kernels.ssd.spec import SSDSpec
 
 OURS, BEFORE = "triton", attention_choices.BEFORE
 HOPPER = Platform("nvidia", "sm90", "", 1 << 37)
@@ -54,7 +61,7 @@ class Times:
 
     @property
     def auto(self) -> float | None:
-        return self.ratio(_auto(self.line)) if self.operation == "attention" else None
+        return self.ratio(_auto(self.line))
 
     @property
     def before(self) -> float | None:
@@ -62,12 +69,41 @@ class Times:
 
 
 def _auto(line: dict[str, str]) -> str:
+    """The backend that `auto` takes on Hopper today."""
+    operation: Any = line["operation"]
+    seq_len = None
+    if operation == "attention":
+        spec, seq_len = _attention(line)
+    else:
+        spec = SPECS[operation](line["cell"])
+    return registry.resolve(operation, "auto", spec, HOPPER, seq_len).name
+
+
+def _attention(line: dict[str, str]) -> tuple[AttentionSpec, int]:
     cell = attention_choices.row(line).cell
     spec = AttentionSpec(
         cell.n_heads, cell.n_kv_heads, cell.head_dim, 1.0, 8.0 if cell.alibi else None, cell.window,
         30.0 if cell.softcap else None, documents=cell.documents,
     )  # fmt: skip
-    return registry.resolve("attention", "auto", spec, HOPPER, cell.seq_len).name
+    return spec, cell.seq_len
+
+
+def _sizes(cell: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", cell)]
+
+
+def _scan(heads: int, head_dim: int, d_state: int, groups: int) -> SSDSpec:
+    return SSDSpec(heads, head_dim, d_state, groups, 256)
+
+
+SPECS: dict[str, Callable[[str], Any]] = {
+    "norm": lambda cell: NormSpec(_sizes(cell)[0], "layernorm" if "layer" in cell else "rmsnorm", "layer" in cell),
+    "rotary": lambda cell: RotarySpec(_sizes(cell)[1]),
+    "conv1d": lambda cell: Conv1dSpec(_sizes(cell)[0], 4),
+    "gated_norm": lambda cell: GatedNormSpec(_sizes(cell)[0], 1, 1e-5),
+    "ssd": lambda cell: _scan(*_sizes(cell)),
+}
+"""The block of a cell, by its name, of every operation but attention."""
 
 
 def _fixed_order(line: dict[str, str]) -> str:
@@ -99,7 +135,7 @@ def summary(found: list[Times]) -> Iterator[str]:
     for operation in _operations(found):
         for name, _, label in SERIES:
             ratios = _ratios(found, operation, name)
-            if ratios and (operation == "attention" or name == "ours"):
+            if ratios:
                 shares = " | ".join(f"{sum(r >= bar for r in ratios) / len(ratios):.0%}" for bar in (1.0, 1.05))
                 row = f"| {operation}, {label} | {len(ratios)} | {ratios[0]:.2f} | {statistics.median(ratios):.2f}"
                 yield f"{row} | {shares} |"
@@ -129,7 +165,7 @@ def plot(file: Path, found: list[Times]) -> None:
     )
     for axis, operation in zip(axes[0], operations, strict=True):
         for name, colour, label in SERIES:
-            if (operation == "attention" or name == "ours") and (ratios := _ratios(found, operation, name)):
+            if ratios := _ratios(found, operation, name):
                 at = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
                 axis.plot(at, ratios, "o", ms=3.5, color=colour, label=f"{label} ({len(ratios)} cells)")
         axis.axhline(1.0, color="black", lw=0.8)

@@ -83,6 +83,25 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
     assert_agrees(spec, batch, seq_len, with_state, small(spec, halves=halves, **launch))
 
 
+@pytest.mark.parametrize(
+    "head_dim, at_most, num_sms, halves",
+    [(32, 16, 1, True), (24, 16, 1000, False), (20, 8, 1, False), (16, 16, 1, False)],
+)
+def test_wide_heads_are_split(head_dim, at_most, num_sms, halves):
+    """Also where the most that a part may have does not divide the width; with documents, groups and states at both ends."""
+    spec = SSDSpec(4, head_dim, 24, 2, 64, dt_limit=(0.05, 0.3), **FP32)
+    tensors = scans.inputs(spec, 2, 37, torch.float32, True)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 11, 21])).expand(2, -1)
+    launch = replace(small(spec, halves=halves, num_sms=num_sms), split_headdim=at_most)
+    assert head_dim // launch.head_parts(head_dim) <= at_most
+    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
+    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    for name, value in expected.items():
+        assert ours[name].shape == value.shape
+        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
+
+
 @both_tiles
 @pytest.mark.parametrize("seq_len, d_state", [(48, 16), (64, 128)])
 @pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])

@@ -4,6 +4,7 @@ In one process of its own: Triton reads TRITON_INTERPRET when it is imported. Th
 interpreted_prefix_tree_kernels.py and interpreted_steps.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,19 @@ def test_the_sequential_scan_is_taken_where_it_fills_the_device():
     one, two = launch.sequential_scan, launch.sequential_scan_shared_sm
     expected = {60: None, 100: one, 128: one, 160: two, 256: two, 300: None, 320: one, 512: two, 640: two}
     assert {heads: launch.sequential_scan_for(heads, 64) for heads in expected} == expected
+
+
+@pytest.mark.parametrize("head_dim, parts, columns", [(64, 1, 64), (96, 2, 48), (100, 2, 50), (120, 2, 60), (128, 2, 64)])
+def test_wide_heads_are_scanned_as_narrow_ones(head_dim, parts, columns):
+    """With d_state 256 never by the sequential scan, whose state would fill all registers."""
+    for d_state in (16, 64, 128, 256):
+        launch = default_launch(SSDSpec(24, head_dim, d_state, 1, 256), H200)
+        assert launch.head_parts(head_dim) == parts and head_dim // parts == columns
+        as_many = replace(launch, split_headdim=None)
+        for heads in (24, 66, 132, 320):
+            found = launch.sequential_scan_for(heads, head_dim)
+            assert found == as_many.sequential_scan_for(parts * heads, columns)
+            assert d_state < 256 or found is None
 
 
 @pytest.mark.parametrize("chunks, heads", [(256, 80), (128, 40), (32, 10), (1, 1)])

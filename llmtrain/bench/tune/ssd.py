@@ -98,7 +98,8 @@ class Problem:
         self.case, self.device, self.where, self.spec = case, device, where, case.spec
         self.tolerance = TOLERANCE[case.dtype]
         *self.tensors, self.dy = case.tensors(device)
-        self.launch = default_launch(self.spec, where)
+        self.table = default_launch(self.spec, where)
+        self.launch = replace(self.table, split_headdim=None)  # kernels are searched with whole heads
         fwd = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
         self.chunks = {"forward": fwd, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
@@ -115,8 +116,9 @@ class Problem:
         more = {"matrix_instr_nonkdim": 16} if amd else {}
         depths = (1, 2) if amd or quick else (1, 2, 3)
         found: list[Any] = []
-        if (chunk, tile) == self._table_tiles(kernel):
-            found.append(getattr(self.launch, kernel))
+        own = getattr(self.launch, kernel)
+        if (chunk, tile) == self._table_tiles(kernel) and self.table == self.launch and own is not None:
+            found.append(own)
         use_tma = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel in ("state_passing", "state_passing_bwd"):
             for rows, columns, num_warps, num_stages in itertools.product(
@@ -181,7 +183,7 @@ class Problem:
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
         if part in ("whole", "every"):
             run = self._whole if part == "whole" else self._every
-            return run(self.launch if launch is None else decode(Launch, launch, "launch"))
+            return run(self.table if launch is None else decode(Launch, launch, "launch"))
         assert launch is not None
         kernel, chunk, tile = sizes(part)
         how: Any = _KINDS[kernel](**launch)
@@ -231,9 +233,8 @@ class Problem:
         """The whole scan in every form of the forward, at numbers of multiprocessors near this device's that lead to each."""
         own = self.where.num_sms
         near = [replace(launch, num_sms=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
-        ways, shared_sm = [launch.sequential_scan, None], launch.sequential_scan_shared_sm
-        if shared_sm not in ways:
-            ways.append(shared_sm)
+        ways: list[SequentialScanLaunch | None] = [None]
+        ways += [scan for scan in (launch.sequential_scan, launch.sequential_scan_shared_sm) if scan is not None]
         forms = [self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways]
 
         def run() -> None:
@@ -283,7 +284,7 @@ class Problem:
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """The fastest whole scan over pairs of chunk sizes, each with the best launch of each kernel; and the table's launch."""
-        tried = [self.launch]
+        tried = [self.table]
         for fwd, bwd in itertools.product(self.chunks["forward"], self.chunks["backward"]):
             launches: Any = {kernel: self._best(best, f"{kernel}/{fwd}") for kernel in FORWARD}
             kernels = [kernel for kernel in BACKWARD if kernel != "intra_chunk_halves_bwd" or "/" in bwd]

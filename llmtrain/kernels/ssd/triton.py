@@ -24,7 +24,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.reduce_partials import reduce_partials
-from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, split_heads, state_passing
 from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
 from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
 from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
@@ -97,6 +97,10 @@ def launch_forward(
     """y, and the last state (an empty tensor without with_final_state)."""
     launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
+    shape, parts = x.shape, launch.head_parts(x.shape[3])
+    if parts > 1:
+        dt, A, D, dt_bias = (split_heads.repeat(t, parts) for t in (dt, A, D, dt_bias))
+        x, initial_state = split_heads.split(x, parts), split_heads.split_state(initial_state, parts)
     dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
         dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False
     )
@@ -111,7 +115,9 @@ def launch_forward(
         states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)
         scan = (launch.chunk_size, launch.input_precision, launch.chunk_scan, launch.num_sms)
         y = forward.chunk_scan(x, B, C, D, dA_cumsum, seq_idx, states, *scan)
-    return y, x.new_empty(0) if final_state is None else final_state
+    if final_state is None:
+        return y.view(shape), x.new_empty(0)
+    return y.view(shape), final_state.view(shape[0], *shape[2:], B.shape[3])
 
 
 ssd_forward = operator(
@@ -174,6 +180,9 @@ def backward_into(
     """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
     C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """
+    if (parts := launch.head_parts(x.shape[3])) > 1:
+        tensors = (dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
+        return _backward_by_parts(parts, *tensors, dt_min, dt_max, launch, into)
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, param_partials = into
     chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
@@ -205,6 +214,25 @@ def backward_into(
     chunk_cumsum.chunk_cumsum_bwd(
         dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, chunk, d_dt, param_partials
     )
+
+
+def _backward_by_parts(
+    parts: int, dy: Tensor, d_final_state: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+    dt_bias: Tensor, initial_state: Tensor | None, document_ids: Tensor | None, dt_min: float | None, dt_max: float | None,
+    launch: Launch, into: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """backward_into with each head as `parts` heads; what they share has the sum of their gradients, taken in fp32."""
+    dx, d_dt, dB, dC, d_initial, param_partials = into
+    dt, A, D, dt_bias = (split_heads.repeat(t, parts) for t in (dt, A, D, dt_bias))
+    dy, x = (split_heads.split(t, parts) for t in (dy, x))
+    initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
+    d_dt_parts, partials = torch.empty_like(dt, dtype=torch.float32), empty_param_partials(dt, launch)
+    d_initial_parts = d_initial if initial_state is None else d_initial.view(initial_state.shape)
+    into = (dx.view(x.shape), d_dt_parts, dB, dC, d_initial_parts, partials)  # views: they are written
+    tensors = (dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
+    backward_into(*tensors, dt_min, dt_max, replace(launch, split_headdim=None), into)
+    d_dt.copy_(split_heads.sum_parts(d_dt_parts, parts))
+    param_partials.copy_(split_heads.sum_parts(partials, parts))
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:

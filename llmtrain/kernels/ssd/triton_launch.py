@@ -70,18 +70,19 @@ class Launch(Options):
     """Launch parameters of all kernels of the scan.
 
     chunk_size, chunk_size_bwd: tokens per chunk, powers of two from 16 on.
-    sequential_scan, or sequential_scan_shared_sm where two programs share a multiprocessor: one form of the forward.
+    sequential_scan, or sequential_scan_shared_sm where two programs share a multiprocessor: one form of the forward; None: never.
     state_passing, chunk_scan: the two kernels of the other form.
     state_passing_bwd, or state_passing_bwd_wide where its larger tiles fill the device: states and their gradients.
     intra_chunk_bwd, inter_chunk_bwd: the backward's kernels within chunks and from and to the states at their borders.
     intra_chunk_halves_bwd: if there is one, a program of the backward takes half a chunk at a time, and this kernel adds
         what passes from half to half; else a program takes a whole chunk.
     fp16_states: states and their gradients in block-scaled fp16, not in bf16 (for 16-bit inputs).
+    split_headdim: heads of more columns are scanned as several of at most as many (split_heads.py).
     input_precision: of fp32 matrix products. num_sms: multiprocessors of the device; no row has it.
     """
 
     chunk_size: Count
-    sequential_scan: SequentialScanLaunch
+    sequential_scan: SequentialScanLaunch | None
     chunk_scan: HeadLoopLaunch
     chunk_size_bwd: Count
     state_passing: StatePassingLaunch
@@ -94,6 +95,12 @@ class Launch(Options):
     fp16_states: Flag = False
     sequential_scan_shared_sm: SequentialScanLaunch | None = None
     state_passing_bwd_wide: StatePassingLaunch | None = None
+    split_headdim: Count | None = None
+
+    def head_parts(self, head_dim: int) -> int:
+        """Equal parts that a head is cut into."""
+        least = 1 if self.split_headdim is None else math.ceil(head_dim / self.split_headdim)
+        return next(parts for parts in range(least, head_dim + 1) if head_dim % parts == 0)
 
     @property
     def tile(self) -> int:
@@ -107,7 +114,8 @@ class Launch(Options):
         None otherwise: states are passed first, then all chunks are scanned in parallel, which moves more bytes but fills
         any device.
         """
-        found = None
+        parts, found = self.head_parts(head_dim), None
+        heads, head_dim = heads * parts, head_dim // parts
         for scan in (self.sequential_scan, self.sequential_scan_shared_sm):
             if scan is not None:
                 waves = heads * math.ceil(head_dim / scan.block_headdim) / (scan.programs_per_sm * self.num_sms)
@@ -116,7 +124,7 @@ class Launch(Options):
         return found
 
     def state_passing_bwd_for(self, heads: int, d_state: int, head_dim: int) -> StatePassingLaunch:
-        """The launch of the backward's state passing for so many heads of all sequences."""
+        """The launch of the backward's state passing for so many heads of all sequences, split ones as their parts."""
         wide = self.state_passing_bwd_wide
         if wide is not None:
             waves = 2 * heads * wide.tiles(d_state, head_dim) / (wide.programs_per_sm * self.num_sms)
