@@ -34,6 +34,7 @@ def small(
     are of two tiles.
     """
     launch = default_launch(spec, GPU)
+    assert launch.sequential_scan is not None
     backward = 2 * tile if halves else tile
     return replace(
         launch,

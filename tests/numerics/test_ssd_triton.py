@@ -39,7 +39,9 @@ def test_the_sequential_scan_is_taken_where_it_fills_the_device():
     assert {heads: launch.sequential_scan_for(heads, 64) for heads in expected} == expected
 
 
-@pytest.mark.parametrize("head_dim, parts, columns", [(64, 1, 64), (96, 2, 48), (100, 2, 50), (120, 2, 60), (128, 2, 64)])
+@pytest.mark.parametrize(
+    "head_dim, parts, columns", [(64, 1, 64), (96, 2, 48), (100, 2, 50), (120, 2, 60), (128, 2, 64)]
+)
 def test_wide_heads_are_scanned_as_narrow_ones(head_dim, parts, columns):
     """With d_state 256 never by the sequential scan, whose state would fill all registers."""
     for d_state in (16, 64, 128, 256):
