@@ -84,3 +84,14 @@ def test_a_tiny_model_beside_a_made_up_vllm(tmp_path, monkeypatch):
     assert [row["batch"] for row in found["llmtrain"]] == [row["batch"] for row in found["vllm"]] == [1, 3]
     assert 0 <= found["same"] < 1 and (tmp_path / "out" / "serving.png").read_bytes().startswith(b"\x89PNG")
     assert serving.main([str(tmp_path / "exported"), "--batch", "5", *options]) == 1
+    (found,) = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert "llmtrain" in found and "vllm" not in found
+
+
+def test_a_model_that_no_program_serves_is_no_end(tmp_path, monkeypatch):
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text('{"vocab_size": 9}')
+    monkeypatch.setattr(serving, "_OURS", "raise SystemExit(1)")
+    assert serving.main([str(tmp_path / "exported"), "--out", str(tmp_path / "out")]) == 1
+    (found,) = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert "llmtrain" not in found and not (tmp_path / "out" / "serving.png").exists()
