@@ -34,7 +34,7 @@ from llmtrain.data.token_kinds import TokenKind, token_kind
 
 NAMED_BAD_RECORDS = 20
 """Number of unreadable records that a report names; all are counted."""
-BATCH_CHARACTERS = 1 << 20
+BATCH_CHARACTERS = 2 << 20
 """Text that is tokenised at a time."""
 _SMALL_FILE, _HELD_CHARACTERS = 4 << 20, 16 << 20
 """A file of so few bytes is read to its end before any of its text is tokenised, unless it holds so many characters."""
