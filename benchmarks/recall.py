@@ -133,9 +133,9 @@ def draw(file: Path, runs: list[dict[str, Any]]) -> None:
     for at, row in enumerate(steps):
         if at == 0 or row["length"] != steps[at - 1]["length"]:
             axes.axvline(at, color="0.8", zorder=0)
-            axes.text(at + 4, top * 1.02, f"{row['length']:,} tokens", fontsize=8)
+            axes.text(at + 4, top * 1.02, f"{row['length']:,}", fontsize=8)
     axes.axhline(top, color="0.8", zorder=0)
-    axes.set(xlabel="step", ylabel="loss of the answers (nats)", ylim=(0, top * 1.12))
+    axes.set(xlabel="step (lengths above)", ylabel="loss of the answers (nats)", ylim=(0, top * 1.12))
     axes.legend()
     figure.savefig(file, dpi=130)
 
