@@ -53,7 +53,7 @@ def test_memory_is_bounded_by_the_largest_file(size, dtype, tmp_path):
     largest = max(file.stat().st_size for file in (tmp_path / "large-out").glob("model-*.safetensors"))
     assert 2 * largest < total / 3
     assert exporting <= 2 * largest
-    assert exporting <= 96e6  # whatever the model: 34 to 65 MB were seen
+    assert exporting <= 96e6  # whatever the model: 34 MB were seen, once above 64
     published = open_hf_checkpoint(tmp_path / "large-out")
     tensor = max(published[name].nbytes for name in published)
     assert importing <= 2 * tensor + 3 * PIECE_BYTES
