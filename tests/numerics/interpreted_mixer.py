@@ -37,6 +37,7 @@ def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: boo
     programs, whose parts of dB and dC are added up. halves: the scan's backward takes half a chunk at a time.
     """
     scan = ssd.default_launch(spec.ssd, GPU)
+    assert scan.sequential_scan is not None
     backward = 32 if halves else 16
     scan = replace(
         scan,
