@@ -12,13 +12,17 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
+class NoSuchList(Exception):
+    """The object has no such list, or has it twice."""
+
+
 def list_in_chunks(text: str, name: str) -> Iterator[list[Any]]:
     """Yield the elements of the list that an object has under a name, up to 4,096 at a time. text: the object, in JSON. Raises
-    ValueError for what is no JSON, or has no such list."""
+    NoSuchList, or ValueError for what is no JSON."""
     position = _skip(text, 0)
     if text[position : position + 1] != "{":
         json.loads(text)
-        raise ValueError(f"it has no {name!r}")
+        raise NoSuchList(f"it has no {name!r}")
     position, found = _skip(text, position + 1), False
     more = text[position : position + 1] != "}"
     while more:
@@ -26,20 +30,20 @@ def list_in_chunks(text: str, name: str) -> Iterator[list[Any]]:
         position = _expect(text, position, ":")
         if key == name and text[position : position + 1] == "[":
             if found:
-                raise ValueError(f"it has {name!r} twice")
+                raise NoSuchList(f"it has {name!r} twice")
             found = True
             position = yield from _elements(text, _skip(text, position + 1))
         else:
             value, position = _DECODER.raw_decode(text, position)
             if key == name:
-                raise ValueError(f"{name}: expected a list, found {type(value).__name__}")
+                raise NoSuchList(f"{name}: expected a list, found {type(value).__name__}")
         position = _skip(text, position)
         more = text[position : position + 1] != "}"
         position = _expect(text, position, ",") if more else position
     if _skip(text, position + 1) != len(text):
         raise json.JSONDecodeError("Extra data", text, position + 1)
     if not found:
-        raise ValueError(f"it has no {name!r}")
+        raise NoSuchList(f"it has no {name!r}")
 
 
 def _elements(text: str, position: int) -> Generator[list[Any], None, int]:

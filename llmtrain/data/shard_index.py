@@ -29,7 +29,7 @@ from pydantic import (
 
 from llmtrain.config.base import setting_error
 from llmtrain.config.regular_file import open_regular
-from llmtrain.data.json_chunks import list_in_chunks
+from llmtrain.data.json_chunks import NoSuchList, list_in_chunks
 from llmtrain.data.shard_table import ShardTable, shared_table
 from llmtrain.errors import UserError
 
@@ -113,7 +113,7 @@ def parse_index(text: bytes, folder: Path | str) -> Index:
         return Index(folder, shared_table(text, _valid_entries))
     except _Twice as error:
         raise ShardError(f"{file} {error}") from None
-    except (_Invalid, RecursionError, ValueError) as error:  # ValueError: also of json and of UTF-8
+    except (_Invalid, NoSuchList, RecursionError, ValueError) as error:  # ValueError: also of json and of UTF-8
         raise ShardError(f"{file} is not the index of MDS shards: {error}") from None
 
 

@@ -24,16 +24,17 @@ from llmtrain.config.base import (
     Share,
     Tokens,
     free,
+    setting_error,
 )
 from llmtrain.config.texts import LocalPath, PathText
 
 
 def stream_name(name: str) -> str:
-    """The name of a stream, if it can be that of a folder beside prepare's own. Raises ValueError."""
+    """The name of a stream, if it can be that of a folder beside prepare's own. Raises what a validator raises."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
-        raise ValueError("is no name of letters, digits, - and _")
+        raise setting_error("is no name of letters, digits, - and _")
     if name in ("tokenizer", "train", "validation", "partitions"):
-        raise ValueError("is a folder of prepare's own; give the stream another name")
+        raise setting_error("is a folder of prepare's own; give the stream another name")
     return name
 
 

@@ -350,8 +350,9 @@ class Call:
             "window": self.window is not None,
         }
         named = "+".join(name for name, here in features.items() if here)
-        # Plain attention without causality leaves out the masks of the same loop.
-        return named if named and self.causal else MIXED if named else "plain"
+        if not named:  # without causality too: the same loop, without its masks
+            return "plain"
+        return named if self.causal else MIXED
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])

@@ -187,8 +187,7 @@ def family_of_hf_config(published: Mapping[str, Any]) -> Family:
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
-    named = isinstance(found, str) and found
-    reason = f"model_type {found!r}{lacking(published, _FAMILIES)}" if named else "no model_type"
+    reason = "no model_type" if found in (None, "") else f"model_type {found!r}{lacking(published, _FAMILIES)}"
     raise UnsupportedModelError(f"config.json has {reason}; there is {', '.join(sorted(_FAMILIES))}")
 
 

@@ -202,7 +202,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.ZAMBA2_7B, {"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
         (published.ZAMBA2_7B, {"mamba_headdim": 32}, "n_mamba_heads"),
         (published.ZAMBA2_1_2B, {"num_key_value_heads": 8}, "use_shared_attention_adapter"),
-        (published.LLAMA_2_7B, {"model_type": None}, "config.json has no model_type; there is bamba, "),
+        (published.LLAMA_2_7B, {"model_type": None}, "config.json has no model_type; there is "),
         (
             published.LLAMA_2_7B,
             {"model_type": "gpt2"},
