@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from llmtrain.models.parameter_roles import Matrices
-from llmtrain.schema.optimizers import AdamWConfig
+from llmtrain.schema.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
 
 
 def build(config: AdamWConfig, groups: list[dict[str, Any]], matrices: Matrices) -> torch.optim.AdamW:
@@ -23,3 +24,32 @@ def divided_by_matrices(groups: list[dict[str, Any]], matrices: Matrices) -> lis
         for kind in (True, False)
         if (chosen := [parameter for parameter in group["params"] if (parameter in matrices) == kind])
     ]
+
+
+class AdamWBesideMatrices(torch.optim.AdamW):
+    """Steps groups without matrices as AdamW does, and leaves those of matrices to `step_matrices`.
+
+    groups: each wholly of matrices, or without any. matrices: rows of the maps of which each is made.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: AdamW8bitConfig | MuonConfig):
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.matrices = matrices
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]
+            super().step()
+        finally:
+            self.param_groups = groups
+        self.step_matrices([group for group in groups if group["params"][0] in self.matrices])
+        return loss
+
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
+        raise NotImplementedError

@@ -21,7 +21,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.parameter_roles import Matrices
 from llmtrain.models.slices import local_of
 from llmtrain.schema.optimizers import AdamW8bitConfig
-from llmtrain.train.optimizers.adamw import divided_by_matrices
+from llmtrain.train.optimizers.adamw import AdamWBesideMatrices, divided_by_matrices
 
 BLOCK = 256
 """Neighbours in a row that share a scale; what is left of a row, and a shorter row, is a block too."""
@@ -38,12 +38,8 @@ def build(config: AdamW8bitConfig, groups: list[dict[str, Any]], matrices: Matri
     return AdamW8bit(divided_by_matrices(groups, matrices), matrices, config)
 
 
-class AdamW8bit(torch.optim.AdamW):
+class AdamW8bit(AdamWBesideMatrices):
     """Steps its groups of matrices with moments in 8 bits, the others as AdamW does."""
-
-    def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: AdamW8bitConfig):
-        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.matrices = matrices
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called when a state is loaded, for which PyTorch makes everything what the parameter is: fp32, which holds each code."""
@@ -52,28 +48,15 @@ class AdamW8bit(torch.optim.AdamW):
             for name in [name for name in found if name.endswith("_codes")]:
                 found[name] = found[name].to(torch.uint8)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]
-            super().step()
-        finally:
-            self.param_groups = groups
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            if group["params"][0] in self.matrices:
-                beta1, beta2 = group["betas"]
-                # A tensor: numbers would be part of the compiled code, and the learning rate changes at each step.
-                numbers = torch.tensor([group["lr"], group["weight_decay"], beta1, beta2, group["eps"]])
-                numbers = numbers.to(_local(group["params"][0]).device)
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step_matrix(parameter, numbers)
-        return loss
+            beta1, beta2 = group["betas"]
+            # A tensor: numbers would be part of the compiled code, and the learning rate changes at each step.
+            numbers = torch.tensor([group["lr"], group["weight_decay"], beta1, beta2, group["eps"]])
+            numbers = numbers.to(_local(group["params"][0]).device)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, numbers)
 
     def _step_matrix(self, parameter: nn.Parameter, numbers: Tensor) -> None:
         state = self.state[parameter]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.models.parameter_roles import Matrices
 from llmtrain.schema.optimizers import MuonConfig
-from llmtrain.train.optimizers.adamw import divided_by_matrices
+from llmtrain.train.optimizers.adamw import AdamWBesideMatrices, divided_by_matrices
 
 # Jordan's: x -> a x + b x^3 + c x^5 takes singular values in a few rounds to about 0.7 .. 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -29,7 +29,7 @@ def build(config: MuonConfig, groups: list[dict[str, Any]], matrices: Matrices) 
     return Muon(divided_by_matrices(groups, matrices), matrices, config)
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamWBesideMatrices):
     """Steps its groups of matrices by Muon, the others as AdamW does.
 
     matrices: rows of the maps of which each is made; each map is orthogonalised by itself. A sharded matrix is gathered by one
@@ -37,29 +37,14 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: MuonConfig):
-        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.matrices, self.config = matrices, config
+        super().__init__(groups, matrices, config)
+        self.config = config
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called when a state is loaded. AdamW's own looks for its `step` in every state; a matrix has none."""
         torch.optim.Optimizer.__setstate__(self, state)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]
-            super().step()
-        finally:
-            self.param_groups = groups
-        self._step_matrices([group for group in groups if group["params"][0] in self.matrices])
-        return loss
-
-    def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Step in rounds of as many matrices as there are ranks, the costliest first: the ranks of a round then have work alike."""
         stepped = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
         stepped.sort(key=lambda one: -one[0].numel() * min(one[0].shape))
