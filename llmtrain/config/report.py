@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,8 +57,13 @@ def _place(path: str, origins: Mapping[str, int | str]) -> str:
 def _sentence(problem: Problem) -> str:
     """The message, preceded by the value unless the line already shows it."""
     value = format_value(problem.found)
-    shown = problem.found is None or problem.found == problem.path.rpartition(".")[2] or value in problem.message
+    shown = problem.found is None or problem.found == problem.path.rpartition(".")[2] or _has(problem.message, value)
     return problem.message if shown else f"{value}: {problem.message}"
+
+
+def _has(message: str, value: str) -> bool:
+    """Look for a value that stands in a message by itself, not within another number, name or path."""
+    return re.search(rf"(?<![\w./-]){re.escape(value)}(?![\w/-]|\.\w)", message) is not None
 
 
 def format_value(value: Any) -> str:
