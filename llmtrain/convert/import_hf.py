@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.checkpoint.save_load import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.export import SMALL_FILES
-from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
+from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
@@ -49,7 +49,8 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
 
     source: a folder with config.json and weights, or a name on the Hugging Face hub.
     Raises UserError, before it reads or writes a weight, for anything at `out`, a source that is not there, a model
-    that llmtrain cannot express, tensors that are not the config's, or too little disk space; and later for damaged files.
+    that llmtrain cannot express, tensors that are not the config's, or too little disk space; and later for damaged files and
+    values that are not finite.
     """
     refuse_existing(out)
     folder = find_hf_folder(source)
@@ -95,9 +96,16 @@ def _lazy_tensors(published: HFCheckpoint, weights: list[Weight]) -> Iterator[La
 def _join(published: HFCheckpoint, weight: Weight) -> Tensor:
     names = [name for part in weight.parts for name in part.names if name in published]
     try:
-        return weight.join({name: _read(published, name) for name in names})
+        joined = weight.join({name: _read(published, name) for name in names})
     except (ValueError, SafetensorError) as error:
         raise UserError(f"{published.folder}: {error}") from error
+    # By pieces, as a mask of all of it would be memory of its own.
+    if bad := sum(int(piece.isfinite().logical_not().sum()) for piece in joined.reshape(-1).split(PIECE_BYTES)):
+        raise UserError(
+            f"{published.folder}: {', '.join(names)}: {bad:,} of {joined.numel():,} values are not finite: the file is damaged, or "
+            "a run that had diverged was saved; take another of its checkpoints"
+        )
+    return joined
 
 
 def _read(published: HFCheckpoint, name: str) -> Tensor:

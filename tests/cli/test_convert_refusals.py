@@ -196,3 +196,15 @@ def test_the_commands_are_parsed_and_refused_without_torch(command, tmp_path):
 def test_a_size_that_is_none_is_refused(tmp_path, capsys):
     said = refused(capsys, "export", tmp_path, tmp_path / "out", "--max-shard-size", "large")
     assert "--max-shard-size large: expected a size such as 5GB" in said
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    source = publish(tmp_path / "source", "llama")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 5:7] = torch.tensor([float("nan"), float("-inf")])
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    said = refused(capsys, "import", source, tmp_path / "out")
+    assert "model.layers.1.self_attn.k_proj.weight" in said and "2 of 2,048 values are not finite" in said
+    assert not (tmp_path / "out").exists()

@@ -68,6 +68,29 @@ def test_several_sources_and_few_documents(place, tmp_path):
     assert hits(tmp_path / "b") == {"mine": [1], "other": []}
 
 
+def test_tasks_without_documents_are_named_and_the_others_compared(place, tmp_path, capsys):
+    run = json.loads((place / "eval.yaml").read_text()) | {"out": str(tmp_path / "out")}
+    for name in ("gone", "broken"):
+        task = {"name": name, "type": "language_modeling", "source": {"path": f"{name}.jsonl"}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    missing = [str(tmp_path / "gone.yaml"), str(tmp_path / "broken.yaml")]
+
+    (tmp_path / "eval.yaml").write_text(json.dumps(run | {"tasks": [missing[0], *run["tasks"], missing[1]]}))
+    assert main(["decontaminate", str(tmp_path / "eval.yaml"), str(place / "prepared")]) == 2
+    said = capsys.readouterr()
+    assert hits(tmp_path / "out") == {"mine": [1, 3], "other": []}
+    for text in (said.err, (tmp_path / "out" / "overlap.md").read_text()):
+        assert "gone" in text and "gone.jsonl" in text and "broken" in text and "broken.jsonl" in text
+    failed = json.loads((tmp_path / "out" / "overlap.json").read_text())["failed"]
+    assert [one["task"] for one in failed] == ["gone", "broken"]
+
+    (tmp_path / "eval.yaml").write_text(json.dumps(run | {"tasks": missing, "out": str(tmp_path / "none")}))
+    assert main(["decontaminate", str(tmp_path / "eval.yaml"), str(place / "prepared")]) == 2
+    said = capsys.readouterr().err
+    assert "gone: not compared: " in said and "broken: not compared: " in said and not (tmp_path / "none").exists()
+
+
 def test_what_cannot_be_compared_is_refused(place, tmp_path, capsys):
     def refused(*arguments: object) -> str:
         assert (

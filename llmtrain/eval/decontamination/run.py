@@ -24,7 +24,8 @@ _WHOLE = 0.8
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Raises UserError for a YAML, data or tokenizer that cannot be used."""
+    """Run the command. Raises UserError for a YAML, data or tokenizer that cannot be used, and, once the others are compared and
+    written, for tasks whose documents cannot be read."""
     given = {name: getattr(args, name) for name in ("data_dir", "limit") if getattr(args, name) is not None}
     settings = load_eval_run(
         args.file, [f"{key}={json.dumps(value)}" for key, value in given.items()], needs_models=False
@@ -37,17 +38,32 @@ def run(args: argparse.Namespace) -> int:
     runs = task_runs(settings, load_gauntlet(settings.gauntlet) if settings.gauntlet else None)
     wanted = {one.task.name: one.task for one in runs}
     log.info(f"reading the documents of {len(wanted)} tasks")
-    tasks = {name: read_documents(task, settings).evaluated for name, task in wanted.items()}
+    tasks, failed = {}, {}
+    for name, task in wanted.items():
+        try:
+            tasks[name] = read_documents(task, settings).evaluated
+        except EvalError as error:
+            failed[name] = str(error)
+    if not tasks:
+        raise _failed_tasks(failed)
     with _Bars(sources) as bars:
         samples = bars.watch(tokenizer, args.text_key)
         overlaps = decontaminate(tasks, samples, tokenizer, n=args.n, progress=bars.progress)
     content = _content(overlaps, [str(path) for path, _ in sources], args.n, bars)
+    if failed:
+        content["failed"] = [{"task": name, "reason": reason} for name, reason in failed.items()]
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = as_markdown(content)
     (out / "overlap.md").write_text(text, encoding="utf-8")
     print(f"{text}\nwritten: {out / 'overlap.json'}, {out / 'overlap.md'}", flush=True)
+    if failed:
+        raise _failed_tasks(failed)
     return 0
+
+
+def _failed_tasks(reasons: dict[str, str]) -> EvalError:
+    return EvalError("\n".join(f"{task}: not compared: {reason}" for task, reason in reasons.items()))
 
 
 def _source(path: Path) -> tuple[Path, bool]:
@@ -158,4 +174,7 @@ def as_markdown(content: dict[str, Any]) -> str:
         f"| {one['whole']} |"
         for one in content["tasks"]
     ]
+    if "failed" in content:
+        lines += ["", "Not compared:", ""]
+        lines += [f"- {one['task']}: {' '.join(one['reason'].split())}" for one in content["failed"]]
     return "\n".join(lines) + "\n"
