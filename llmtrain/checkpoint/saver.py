@@ -108,6 +108,12 @@ class Saver:
                 f"as they were: {_message(error)}"
             )
 
+    def wait(self) -> None:
+        """Wait for the last save, and report it if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        self.poll()
+
     def finish(self) -> None:
         """Wait for the last save. Raises SaveError if it failed."""
         if self._thread is not None:

@@ -69,7 +69,10 @@ def _position(data: Mapping[str, Any]) -> str:
     position = data.get("position")
     if not isinstance(position, Mapping):
         return "none: weights alone"
-    return f"{_pairs(position)}; fingerprint {data.get('fingerprint')}"
+    passed = "".join(
+        f"; {count} steps' worth passed over after step {step}" for step, count in data.get("passed_over", [])
+    )
+    return f"{_pairs(position)}; fingerprint {data.get('fingerprint')}{passed}"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

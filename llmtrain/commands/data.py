@@ -262,7 +262,7 @@ def _seen(target: str, overrides: Sequence[str], steps: tuple[int, int]) -> Seen
     from llmtrain.data.shards import fingerprint_of
 
     run = open_run(target, overrides)
-    seen = SeenData(run.data, run.global_batch_size)
+    seen = SeenData(run.data, run.global_batch_size, run.passed_over)
     if run.fingerprint not in (None, fingerprint_of(run.data, [stream.index for stream in seen.streams])):
         raise UserError(f"the shards are not those that {target} was trained on, so that its samples cannot be told")
     if run.step is not None and steps[1] > run.step:

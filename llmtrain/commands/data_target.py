@@ -20,12 +20,13 @@ TARGET = "a folder that `llmtrain prepare` wrote, or of other MDS shards (also s
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. step: that of its newest checkpoint; None for a YAML."""
+    """The data of a run. step: that of its newest checkpoint; None for a YAML. passed_over: as SeenData takes it."""
 
     data: DataConfig
     global_batch_size: int
     step: int | None
     fingerprint: str | None
+    passed_over: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,5 @@ def _recorded(place: str) -> RunData:
         )
     data = data.model_copy(update={"order": "streaming" if began == "streaming" else "seekable"})
     batch = manifest.config["train"]["global_batch_size"]
-    return RunData(data, batch, manifest.step, manifest.data.get("fingerprint"))
+    passed_over = manifest.data.get("passed_over", [])
+    return RunData(data, batch, manifest.step, manifest.data.get("fingerprint"), passed_over)

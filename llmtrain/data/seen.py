@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,12 @@ class SeenSample:
 class SeenData:
     """The training data of a run, step by step. Steps count from 1, as the log has them.
 
+    passed_over: [step, steps' worth of data that was passed over behind it], as checkpoints of a run that was rewound have them.
     Raises ShardError where an index cannot be had, or the data has less than one global batch.
     """
 
-    def __init__(self, data: DataConfig, global_batch_size: int):
+    def __init__(self, data: DataConfig, global_batch_size: int, passed_over: Sequence[Sequence[int]] = ()):
+        self._passed_over = passed_over
         self.streams = [open_stream(name, stream) for name, stream in data.train_streams().items()]
         self.order = RunOrder(data, global_batch_size, [stream.index for stream in self.streams])
         self._begins = np.cumsum([0, *(stream.index.samples for stream in self.streams)])
@@ -68,7 +71,7 @@ class SeenData:
     def samples(self, first: int, last: int) -> Iterator[SeenSample]:
         """The samples of the steps from `first` to `last`, in their order."""
         for steps in self._chunks(first, last):
-            ids = self.order.ids(steps)
+            ids = self._ids(steps)
             documents = self._look_up(ids)
             for step, batch in zip(steps, ids.tolist(), strict=True):
                 for sample in batch:
@@ -81,13 +84,23 @@ class SeenData:
         """Samples of each stream at each of the steps: [steps, streams]."""
         found = [np.zeros((0, len(self.streams)), np.int64)]
         for steps in self._chunks(first, last):
-            stream = np.searchsorted(self._begins, self.order.ids(steps), side="right") - 1
+            stream = np.searchsorted(self._begins, self._ids(steps), side="right") - 1
             found.append(np.stack([(stream == number).sum(axis=1) for number in range(len(self.streams))], axis=1))
         return np.concatenate(found)
 
     def _chunks(self, first: int, last: int) -> Iterator[range]:
-        for begin in range(first - 1, last, self._chunk):
-            yield range(begin, min(begin + self._chunk, last))
+        """Steps, counted from 0, that are looked up together: the data of all is as far from where it would be without rewinds."""
+        if last < first:
+            return
+        borders = sorted({first - 1, last, *(step for step, _ in self._passed_over if first - 1 < step < last)})
+        for low, high in itertools.pairwise(borders):
+            for begin in range(low, high, self._chunk):
+                yield range(begin, min(begin + self._chunk, high))
+
+    def _ids(self, steps: range) -> NDArray[np.int64]:
+        """Sample ids of one of `_chunks`."""
+        shift = sum(count for step, count in self._passed_over if step <= steps.start)
+        return self.order.ids(range(steps.start + shift, steps.stop + shift))
 
     def _look_up(self, ids: NDArray[np.int64]) -> dict[int, list[SourceDocument] | None]:
         found = {}

@@ -112,12 +112,18 @@ class Parallel(Section):
 
 
 class SpikeConfig(Section):
-    """Skip the update of a step whose loss or gradient norm lies far above those of the steps before it (OLMo-core's SkipStep)."""
+    """Skip the update of a step whose loss or gradient norm lies far above those of the steps before it (OLMo-core's SkipStep), or
+    go back to the last checkpoint and on from there without the data that led to it (as PaLM's training did, arXiv:2204.02311)."""
 
     window: Annotated[PositiveInt, Field(ge=4, le=10_000)] = 128
     """Steps to compare with: the last so many, skipped ones too. The guard begins once half of them are there."""
     deviations: PositiveFloat = 6.0
-    """Standard deviations above the window's mean from which a step is skipped."""
+    """Standard deviations above the window's mean from which a step is a spike."""
+    action: Literal["skip", "rewind"] = free("skip")
+    """skip: leave that step out. rewind: also load the last checkpoint, and train on from its step with the data behind the spike;
+    what lies between is passed over. Before the first checkpoint a spike is skipped."""
+    max_rewinds: PositiveInt = free(3)
+    """With action: rewind, give up at a further spike after going back to one checkpoint so often."""
 
 
 class AverageConfig(Section):
@@ -166,8 +172,8 @@ class TrainConfig(Section):
     nonfinite: Literal["stop", "skip"] = "stop"
     """When the loss or a gradient is not finite: end the run, or drop that step. Either way the step and its samples are named."""
     spike: SpikeConfig | None = None
-    """Skip steps that are spikes of the loss or of the gradient norm, on all ranks alike; `{}` for the usual guard, null: none.
-    Each is named with its samples, and counted in train/spikes."""
+    """Skip steps that are spikes of the loss or of the gradient norm, on all ranks alike, or go back before them; `{}` for the
+    usual guard, null: none. Each is named with its samples, and counted in train/spikes."""
     max_skipped_steps: PositiveInt = free(10)
     """With nonfinite: skip or spike, give up after this many skipped steps in a row."""
     ema: AverageConfig | None = None

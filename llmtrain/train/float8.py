@@ -57,6 +57,11 @@ def casts_by_triton(config: Float8Config, platform: Platform) -> bool:
 def compute_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Has each step of the optimizer followed by the scales of all weights that are gathered in float8: one all-reduce, where each
     gather would make one of its own."""
+    optimizer.register_step_post_hook(lambda *_: compute_scales(model))
+
+
+def compute_scales(model: nn.Module) -> None:
+    """The scales of all weights that are gathered in float8, as they are now."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+    precompute_float8_dynamic_scale_for_fsdp(model)

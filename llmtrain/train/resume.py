@@ -96,10 +96,11 @@ def _without_later_phases(changed: list[str], config: Config, checkpoint: Checkp
     if (samples := stream_samples(config.data)) is None:
         return others  # indexes to be made or downloaded first; train() compares again after that
     same = unchanged_steps(before, config.data, config.train.global_batch_size, samples)
-    if same is None or checkpoint.step <= same:
+    read = checkpoint.step + sum(count for _, count in checkpoint.require().data.get("passed_over", []))
+    if same is None or read <= same:
         return others
     return [
         *others,
-        f"data.mixture: other samples would have been read from step {same + 1:,} on, and the run is at step {checkpoint.step:,}. "
+        f"data.mixture: other samples would have been read from step {same + 1:,} on, and the run is at step {read:,}. "
         "Phases may be changed or added behind that; the one at work must end later, and no share be smaller than those so far",
     ]

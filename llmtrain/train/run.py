@@ -16,6 +16,7 @@ from composer.core import Callback, Evaluator, State
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
+from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
@@ -47,13 +48,14 @@ from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.cuda_graphs import graphed_loss
 from llmtrain.train.extend import extension_notice
-from llmtrain.train.float8 import compute_scales_after_steps
+from llmtrain.train.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.microbatch import choose_microbatch
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import continued, require_same_run
+from llmtrain.train.rewind import PassedOver, Rewind
 from llmtrain.train.same_kernels import require_same_kernels
 from llmtrain.train.settled import write_settled
 from llmtrain.train.shared_folder import require_shared
@@ -168,6 +170,17 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         warn=run_log.warning,
         parts=parts,
     )
+    scales_stale = config.train.float8 is not None and config.train.float8.gathers
+
+    def load_again(found: LocalCheckpoint) -> None:
+        save_load.load(found.folder, model, optimizer, manifest=found.require(), verify=False, parts=parts)
+        if scales_stale:
+            compute_scales(model)
+
+    passed: PassedOver = list(resumed.require().data.get("passed_over", [])) if resumed else []
+    rewind = None
+    if spikes is not None and spikes.config.action == "rewind":
+        rewind = Rewind(spikes.config, saver, spikes, load_again, passed, verify=checkpoint.verify)
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     trainer = Trainer(
@@ -189,7 +202,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
             *([] if graphs else [GradientSync(causal_lm, settled.train.sharding)]),
             ReleaseAutograd(),
-            Stability(config.train, spikes, ranks and TensorGradients(model, ranks)),
+            Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
             *([average] if average is not None else []),
             Throughput(cost),
             *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
@@ -198,9 +211,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 saver,
                 preemption,
                 config=config.model_dump(mode="json"),
-                data_position=lambda state: data_position(state, config),
+                data_position=lambda state: data_position(state, config, passed),
                 interval=max(checkpoint.interval.steps(**length), 1),
                 also=before_decay,
+                rewind=rewind,
             ),
         ],
         loggers=build_loggers(config, folder, total_steps),
@@ -331,9 +345,10 @@ def evaluators(
     return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=size)]
 
 
-def data_position(state: State, config: Config) -> dict[str, Any]:
+def data_position(state: State, config: Config, passed: PassedOver) -> dict[str, Any]:
     """The position of a run in its data, at a step boundary: samples that were prefetched do not count."""
     dataset = state._dataset_of(state.train_dataloader)
     assert isinstance(dataset, TokenDataset)
     seen = state.timestamp.sample_in_epoch.value
-    return {"position": dataset.state_dict(seen, True), "fingerprint": data_fingerprint(config.data)}
+    found = {"position": dataset.state_dict(seen, True), "fingerprint": data_fingerprint(config.data)}
+    return found | ({"passed_over": [*passed]} if passed else {})

@@ -13,12 +13,14 @@ from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.errors import Preempted
 from llmtrain.train.preemption import Preemption
+from llmtrain.train.rewind import Rewind
 
 
 class Checkpointing(Callback):
     """Writes a checkpoint every `interval` steps, after step `also`, and after the last one, for which it waits.
 
-    After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
+    After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails. rewind: goes back
+    before a step is saved.
     """
 
     def __init__(
@@ -29,14 +31,19 @@ class Checkpointing(Callback):
         data_position: Callable[[State], dict[str, Any]],
         interval: int,
         also: int | None = None,
+        rewind: Rewind | None = None,
     ):
         self.saver, self.preemption, self.interval, self.also = saver, preemption, interval, also
+        self.rewind = rewind
         self.config, self.data_position = config, data_position
         self.prepared = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event != Event.BATCH_CHECKPOINT:
             return
+        if self.rewind is not None and self.rewind.perform(state):
+            logger.log_metrics({"train/rewinds": len(self.rewind.passed)})
+            return  # at a step that is saved
         step = state.timestamp.batch.value
         last = state.max_duration is not None and state.timestamp >= state.max_duration
         preempted = self.preemption.signalled()

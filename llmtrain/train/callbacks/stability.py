@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from composer.core import Callback, State
@@ -22,18 +23,24 @@ class NonFiniteError(RunError):
 
 
 class SpikeError(RunError):
-    """Too many steps in a row were skipped, the last of them as a spike."""
+    """Too many steps in a row were skipped, the last of them as a spike, or one checkpoint was gone back to too often."""
 
 
 class Stability(Callback):
     """Measures and clips the global gradient norm before the optimizer step, and guards the step.
 
     One host synchronisation a step, for the decision to take it or not. spikes: of train.spike. divided: the gradients of a
-    model that tensor-parallel ranks divide, of which it sums first what they share.
+    model that tensor-parallel ranks divide, of which it sums first what they share. on_spike: called for a spike, which is skipped.
     """
 
-    def __init__(self, config: TrainConfig, spikes: SpikeWindow | None = None, divided: TensorGradients | None = None):
-        self.spikes, self.divided = spikes, divided
+    def __init__(
+        self,
+        config: TrainConfig,
+        spikes: SpikeWindow | None = None,
+        divided: TensorGradients | None = None,
+        on_spike: Callable[[], None] | None = None,
+    ):
+        self.spikes, self.divided, self.on_spike = spikes, divided, on_spike
         self.max_norm = config.clip_grad_norm if config.clip_grad_norm is not None else math.inf
         self.policy, self.max_skipped = config.nonfinite, config.max_skipped_steps
         self.skipped = self.skipped_in_a_row = 0
@@ -70,6 +77,8 @@ class Stability(Callback):
         elif self.spikes is not None and (reason := self.spikes.add(*_means(shared))):
             message, error = self._where(reason, state), SpikeError
             logger.log_metrics({"train/spikes": self.spikes.skipped})
+            if self.on_spike is not None:
+                self.on_spike()
         else:
             self.skipped_in_a_row = 0
             return

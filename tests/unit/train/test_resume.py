@@ -35,8 +35,12 @@ def shards(tmp_path) -> None:
         write_index(tmp_path / name, writer.finish())
 
 
-def resume(old: Config, new: Config, step: int) -> None:
-    data = {"position": {"order": "mixed"}, "fingerprint": data_fingerprint(old.data)}
+def resume(old: Config, new: Config, step: int, passed_over: int = 0) -> None:
+    data = {
+        "position": {"order": "mixed"},
+        "fingerprint": data_fingerprint(old.data),
+        "passed_over": [[4, passed_over]],
+    }
     manifest = SimpleNamespace(config=old.model_dump(mode="json"), data=data)
     require_same_run(new, SimpleNamespace(address="step", step=step, require=lambda: manifest))  # type: ignore[arg-type]
 
@@ -50,6 +54,9 @@ def test_phases_behind_what_was_read_may_change(tmp_path, shards):
     assert "data.mixture: other samples would have been read from step 85 on, and the run is at step 85" in str(
         refused.value
     )
+    resume(old, longer, 80, passed_over=4)
+    with pytest.raises(CheckpointError, match="from step 85 on, and the run is at step 85"):
+        resume(old, longer, 80, passed_over=5)
     resume(old, config(tmp_path, [OPEN[0], {"proportions": {"web": 1, "code": 3}}]), 20)
 
 
