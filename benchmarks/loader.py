@@ -146,9 +146,11 @@ def wait(args: argparse.Namespace) -> dict[str, object]:
         rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         fetched = len(list(Path(folder, "cache").glob("*.mds")))
     steps = [(row["throughput/step_seconds"], row["throughput/data_wait_seconds"]) for row in rows if _WAIT in row]
+    median = statistics.median(step for step, _ in steps)
     return {
         "steps": len(steps),
-        "step_seconds": statistics.median(step for step, _ in steps),
+        "step_seconds": median,
+        "tokens_per_second": args.batch * args.seq_len / median,
         "data_wait_share": sum(found for _, found in steps) / sum(step for step, _ in steps),
         "longest_waits": sorted((found for _, found in steps), reverse=True)[:5],
         "shards_fetched": fetched,
@@ -169,8 +171,7 @@ def main() -> None:
     fast.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     fast.add_argument("--rounds", type=int, default=3)
     waiting = actions.add_parser("wait")
-    waiting.add_argument("config", help="a YAML of llmtrain train")
-    waiting.add_argument("set", nargs="*", metavar="a.b=c")
+    waiting.add_argument("config", help="a YAML of llmtrain train; a.b=c, anywhere behind it, are further settings")
     waiting.add_argument("--steps", type=int, default=80)
     waiting.add_argument("--delay", type=float, default=0.05, help="seconds before each answer of the store")
     waiting.add_argument("--window", type=int, default=2048, help="samples that are shuffled together")
@@ -179,7 +180,9 @@ def main() -> None:
         one.add_argument("--batch", type=int, default=256)
         one.add_argument("--shard-mb", type=int, default=8)
         one.add_argument("--folder", type=Path, help="for the data; default: that of temporary files")
-    args = parser.parse_args()
+    args, args.set = parser.parse_known_args()  # settings may stand between options, which argparse refuses of a list
+    if unknown := [text for text in args.set if text.startswith("-") or "=" not in text or args.action == "speed"]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     print(json.dumps(speed(args) if args.action == "speed" else wait(args), indent=1))
 
 

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import RunError, exit_with
@@ -51,10 +52,15 @@ def link_corpus(folder: Path, file: Path, count: int) -> Path:
     return folder
 
 
-def run(*command: str) -> dict[str, float]:
-    """Seconds, CPU seconds and the largest process's memory of a command."""
+def run(*command: str, cores: Sequence[int] = ()) -> dict[str, float]:
+    """Seconds, CPU seconds and the largest process's memory of a command. cores: the CPUs that it keeps to; any, if none."""
     started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+    )
     assert child.stderr
     errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
@@ -87,10 +93,18 @@ def main() -> None:
     parser.add_argument(
         "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
     )
+    parser.add_argument(
+        "--pin", action="store_true", help="as many cores as workers, one thread of each; prints what they hash"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="with --pin: the cores that are left hash, so that all have one clock"
+    )
     parser.add_argument("--peers", type=Path, help="Python of an environment that holds the peers")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     parser.add_argument("--json", type=Path, help="gets the figures")
     args = parser.parse_args()
+    from benchmarks.cores import busy, hash_rates, physical_cores  # may not be in the other checkout
+
     found: list[dict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -101,7 +115,10 @@ def main() -> None:
         write_corpus(folder / "first.jsonl", 4_000_000)
         options = ("--vocab-size", "16000", "--validation-fraction", "0")
         run(*prepare(str(folder / "first.jsonl"), "--out", str(folder / "first"), *options))
+        all_cores = physical_cores() if args.pin else []
         for workers in args.workers:
+            cores = all_cores[:workers]
+            others = all_cores[workers:] if args.busy else []
             for name in args.programs:
                 fast = name in ("llmtrain", "megatron")
                 few = max(workers, 5) if fast else workers  # beyond 256 MB contents are not hashed
@@ -120,13 +137,21 @@ def main() -> None:
                         command += [str(args.megatron)] if name == "megatron" else []
                     rounds = []
                     for _ in range(args.rounds):
-                        rounds.append(run(*command))
+                        with busy(others):
+                            rounds.append(run(*command, cores=cores))
                         shutil.rmtree(out)
                     results.append(least(rounds))
                 small, large = results
                 mb = more * megabytes
                 rate, per_cpu = (mb / (large[key] - small[key]) for key in ("s", "cpu_s"))
                 found.append({"program": name, "workers": workers, "mb_s": rate, "mb_cpu_s": per_cpu} | large)
+                if cores:
+                    with busy(others):
+                        found[-1]["hash_mb_s"] = sum(hash_rates(cores, 1.0))
+                    print(
+                        f"{len(cores)} cores hash {found[-1]['hash_mb_s']:.0f} MB/s ({len(others)} others busy)",
+                        flush=True,
+                    )
                 print(
                     f"{name}, {workers} workers: {rate:.2f} MB/s, {per_cpu:.2f} MB per CPU-second beyond start-up; "
                     f"{(few + more) * megabytes:.0f} MB in {large['s']:.1f} s, {large['cpu_s']:.1f} CPU-s, peak "

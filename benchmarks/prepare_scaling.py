@@ -17,7 +17,7 @@ Printed: the rate of all processes, its ratio to what as many of the first numbe
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import os
 import tempfile
@@ -31,6 +31,7 @@ import numpy as np
 import orjson
 import zstandard
 
+from benchmarks.cores import busy, describe, hash_megabytes, physical_cores
 from benchmarks.prepare import write_corpus
 from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.engine_choice import EngineChoice
@@ -47,12 +48,8 @@ PARTITION_MB = 16
 
 
 def cpu(_: Path) -> Callable[[], float]:
-    block = bytes(1024)
-
     def work() -> float:
-        for _ in range(2000):
-            hashlib.blake2b(block).digest()
-        return 2000 * 1024 / 1e6
+        return 0.02 * hash_megabytes(0.02)
 
     return work
 
@@ -135,8 +132,10 @@ def prepare(folder: Path) -> Callable[[], float]:
 WORK = {"cpu": cpu, "memory": memory, "tokenizer": tokenizer, "zstd": zstd, "prepare": prepare}
 
 
-def run(names: list[str], folder: Path, seconds: float, barrier: Any, results: Any) -> None:
-    """Put (MB/s, CPU seconds per MB) of one process after the other for each work."""
+def run(names: list[str], folder: Path, seconds: float, core: int | None, barrier: Any, results: Any) -> None:
+    """Put (MB/s, CPU seconds per MB) of one process after the other for each work. core: the CPU that it keeps to."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     os.environ["RAYON_NUM_THREADS"] = "1"
     for name in names:
         work = WORK[name](folder)
@@ -155,6 +154,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--work", nargs="+", default=list(WORK), choices=list(WORK))
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--pin", action="store_true", help="each process to a core of its own, on one of its threads")
+    parser.add_argument(
+        "--busy", action="store_true", help="with --pin: the cores that are left hash, so that all have one clock"
+    )
     parser.add_argument("--json", type=Path, help="gets the figures")
     args = parser.parse_args()
     context, found = get_context("spawn"), []
@@ -164,10 +167,18 @@ def main() -> None:
         made = train_bpe(texts_of(folder / "file.jsonl", 4), 16_000)
         (folder / "tokenizer.json").write_text(made.backend.to_str())
         first: dict[str, float] = {}
+        cores = physical_cores() if args.pin else []
+        print(describe(), flush=True)
         for count in args.processes:
             barrier, results = context.Barrier(count), context.Queue()
-            given = (args.work, folder, args.seconds, barrier, results)
-            processes = [context.Process(target=run, args=given) for _ in range(count)]
+            processes = [
+                context.Process(
+                    target=run, args=(args.work, folder, args.seconds, cores[n] if cores else None, barrier, results)
+                )
+                for n in range(count)
+            ]
+            stack = contextlib.ExitStack()
+            stack.enter_context(busy(cores[count:] if args.busy else []))
             for process in processes:
                 process.start()
             for name in args.work:
@@ -184,6 +195,7 @@ def main() -> None:
                     args.json.write_text(json.dumps(found, indent=1))
             for process in processes:
                 process.join()
+            stack.close()
 
 
 if __name__ == "__main__":
