@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -162,8 +162,8 @@ def wait(args: argparse.Namespace) -> dict[str, object]:
 _WAIT = "throughput/data_wait_seconds"
 
 
-def main() -> None:
-    """Print the result as JSON."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of these words, or of the command line. Settings may stand between options, which argparse itself refuses of a list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     fast = actions.add_parser("speed")
@@ -180,9 +180,15 @@ def main() -> None:
         one.add_argument("--batch", type=int, default=256)
         one.add_argument("--shard-mb", type=int, default=8)
         one.add_argument("--folder", type=Path, help="for the data; default: that of temporary files")
-    args, args.set = parser.parse_known_args()  # settings may stand between options, which argparse refuses of a list
+    args, args.set = parser.parse_known_args(words)
     if unknown := [text for text in args.set if text.startswith("-") or "=" not in text or args.action == "speed"]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def main() -> None:
+    """Print the result as JSON."""
+    args = arguments()
     print(json.dumps(speed(args) if args.action == "speed" else wait(args), indent=1))
 
 

@@ -329,10 +329,9 @@ def run_verify(args: argparse.Namespace) -> int:
                 count = f"{shards:,} shard{'s' * (shards != 1)}"
                 print(f"{where}: good ({count}, {stream.index.samples:,} samples, {size})")
             wrong += faults
-    if target.folder is not None:
-        for fault in folder_faults(
-            target.folder, {split: found[0].index.samples for split, found in target.streams.items()}
-        ):
+    for folder in target.folders:
+        own = [(split, one) for split, found in target.streams.items() for one in found if one.is_in(folder)]
+        for fault in folder_faults(folder, {split: one.index.samples for split, one in own}):
             print(f"WRONG: {fault}")
             wrong += 1
     return 1 if wrong else 0

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from llmtrain.schema.data import DataConfig
 
 SPLITS = ("train", "validation")
-TARGET = "a folder that `llmtrain prepare` wrote, or of other MDS shards (also s3://); a run's YAML; or a run's folder"
+TARGET = (
+    "a folder that `llmtrain prepare` wrote, of one stream or of several, or of other MDS shards (also s3://); a run's YAML; or a "
+    "run's folder"
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,11 @@ class RunData:
 
 @dataclass(frozen=True)
 class Target:
-    """streams: by split. run: None for a folder of shards. folder: what `prepare` wrote, on this machine."""
+    """streams: by split. run: None for a folder of shards. folders: what `prepare` wrote, on this machine."""
 
     streams: dict[str, list[StoredStream]]
     run: RunData | None = None
-    folder: Path | None = None
+    folders: tuple[Path, ...] = ()
 
 
 def open_target(place: str, overrides: Sequence[str] = ()) -> Target:
@@ -48,14 +51,31 @@ def open_target(place: str, overrides: Sequence[str] = ()) -> Target:
             return Target({"train": [whole]})
         found = {split: open_place(f"{place.rstrip('/')}/{split}", split) for split in SPLITS}
         streams = {split: [stream] for split, stream in found.items() if stream}
-        if not streams:
-            raise UserError(f"{place}: expected {TARGET}; it holds no index.json of shards, and no checkpoints/")
-        return Target(streams, folder=None if is_remote(place) else Path(place).expanduser())
+        if streams:
+            return Target(streams, folders=() if is_remote(place) else (Path(place).expanduser(),))
+        return _several(place)
     run = open_run(place, overrides)
     named = {"train": run.data.train_streams(), "validation": run.data.validation_streams()}
     return Target(
         {split: [open_stream(*pair) for pair in streams.items()] for split, streams in named.items() if streams}, run
     )
+
+
+def _several(place: str) -> Target:
+    """The folders of several streams in one. Raises UserError where there are none."""
+    from llmtrain.data.prepared_folder import MANIFEST
+    from llmtrain.data.stored_stream import open_place
+
+    root = Path(place).expanduser()
+    folders = [] if is_remote(place) else sorted(file.parent for file in root.glob(f"*/{MANIFEST}"))
+    streams: dict[str, list[StoredStream]] = {}
+    for folder in folders:
+        for split in SPLITS:
+            if found := open_place(str(folder / split), folder.name):
+                streams.setdefault(split, []).append(found)
+    if not streams:
+        raise UserError(f"{place}: expected {TARGET}; it holds no index.json of shards, and no checkpoints/")
+    return Target(streams, folders=tuple(folders))
 
 
 def open_run(place: str, overrides: Sequence[str] = ()) -> RunData:

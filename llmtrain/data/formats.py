@@ -33,6 +33,10 @@ class NotText(Exception):
     """A file that holds no text that can be read; the message says what it is."""
 
 
+class NoSuchColumn(OSError):
+    """A table that is whole, but has no text where it is looked for."""
+
+
 @dataclass(frozen=True)
 class Format:
     """kind: of what the file holds once decompressed; a `jsonl` is read line by line, a `json` as values of many lines."""

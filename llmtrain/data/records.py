@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
 from llmtrain.data.compression import DAMAGES, decompress
-from llmtrain.data.formats import Format, NotText, plain_name, sniff
+from llmtrain.data.formats import Format, NoSuchColumn, NotText, plain_name, sniff
 from llmtrain.data.source_files import SourceFile
 from llmtrain.data.storage import open_file
 
@@ -143,7 +143,8 @@ def read_pieces(
         raise SetAside(BadRecord(where, str(error), not file.from_folder, part.end - part.begin)) from error
     except DAMAGES as error:
         reason = getattr(error, "strerror", None) or str(error)
-        if found and (found.compression or found.kind in ("parquet", "arrow")):
+        told_by_content = found and (found.compression or found.kind in ("parquet", "arrow"))
+        if found and told_by_content and not isinstance(error, NoSuchColumn):
             reason = f"damaged {found.compression or found.kind} file: {reason}"
         raise SetAside(BadRecord(where, reason, nbytes=part.end - part.begin)) from error
 

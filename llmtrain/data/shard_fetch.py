@@ -130,7 +130,9 @@ class Fetcher:
                 content = self._attempt(name)
                 reason = fault(content)
             except ImportError as error:
-                raise ShardError(f"{name} cannot be downloaded: the store's client is not installed ({error})") from error
+                raise ShardError(
+                    f"{name} cannot be downloaded: the store's client is not installed ({error})"
+                ) from error
             except Exception as error:  # whatever the remote's client raises
                 content, reason = b"", f"{type(error).__name__}: {error}"
                 if isinstance(error, OSError) and error.errno in _OF_THIS_MACHINE:

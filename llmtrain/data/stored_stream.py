@@ -84,6 +84,10 @@ class StoredStream:
         place = self.places[0]
         return Path(place).parent if not is_remote(place) and Path(place).parent.joinpath(MANIFEST).is_file() else None
 
+    def is_in(self, folder: Path) -> bool:
+        """Whether it is a split of a prepared folder."""
+        return Path(self.places[0]).parent == folder
+
     @property
     def split(self) -> str:
         """The name of its split in `root`."""

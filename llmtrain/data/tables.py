@@ -1,7 +1,7 @@
 """Records of Parquet, Arrow, CSV and JSON values. pyarrow is imported where it is needed.
 
 Each reader yields (row, value): the number of the row in the file, from 0, and its text (str or bytes, None where there is none),
-or the whole record, a mapping. A damaged file raises one of compression.DAMAGES.
+or the whole record, a mapping. A damaged file raises one of compression.DAMAGES; one without the column, NoSuchColumn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from llmtrain.data.formats import delimiter, plain_name
+from llmtrain.data.formats import NoSuchColumn, delimiter, plain_name
 
 
 class Fault(str):
@@ -84,18 +84,21 @@ class _damage:
 
 
 def _column(schema: Any, text_key: str) -> list[str]:
-    """The names that lead to a column: one, or those of structs and a field of them."""
+    """The names that lead to a column: one, or those of structs and a field of them. Raises NoSuchColumn."""
     path = [text_key] if text_key in schema.names else text_key.split(".")
-    fields, kind = schema, None
+    fields, above, kind = list(schema), None, None
     for name in path:
-        if fields is None or name not in (names := [field.name for field in fields]):
-            columns = ", ".join(schema.names[:8])
-            raise OSError(f"it has no column '{text_key}' (columns: {columns}); name another with text_key")
-        kind = fields[names.index(name)].type if isinstance(fields, list) else schema.field(name).type
-        fields = [kind.field(index) for index in range(kind.num_fields)] if str(kind).startswith("struct") else None
+        found = [field.type for field in fields if field.name == name]
+        if len(found) != 1 and kind is None:
+            has, columns = f"{len(found)} columns" if found else "no column", ", ".join(schema.names[:8])
+            raise NoSuchColumn(f"it has {has} '{text_key}' (columns: {columns}); name another with text_key")
+        if len(found) != 1:
+            raise NoSuchColumn(f"column '{above}' is {kind}, without one field '{name}'; name another with text_key")
+        [kind], above = found, name if above is None else f"{above}.{name}"
+        fields = [kind.field(index) for index in range(kind.num_fields)] if str(kind).startswith("struct") else []
     text = str(kind)
     if not any(part in text for part in ("string", "binary")) or "list" in text or "struct" in text or "map" in text:
-        raise OSError(f"column '{text_key}' is {text}, not text; name another with text_key")
+        raise NoSuchColumn(f"column '{text_key}' is {text}, not text; name another with text_key")
     return path
 
 
@@ -121,7 +124,7 @@ def _csv(stream: BinaryIO, begin: int, end: int, text_key: str, name: str) -> Ro
         columns = next(rows, [])
         if text_key not in columns:
             found = ", ".join(columns[:8])
-            raise OSError(f"it has no column '{text_key}' (columns: {found}); name another with text_key")
+            raise NoSuchColumn(f"it has no column '{text_key}' (columns: {found}); name another with text_key")
         at = columns.index(text_key)
         for row, values in enumerate(rows):
             if values:

@@ -224,6 +224,26 @@ def test_verify_compares_unpacked_shards_and_counts(command, folder):
     assert "samples; the index says" in text and "one of them was changed" in text
 
 
+def test_the_folder_of_several_streams_is_looked_into_as_one(command, made, tmp_path):
+    for name in ("web", "code"):
+        shutil.copytree(made, tmp_path / "streams" / name)
+    streams = tmp_path / "streams"
+    assert "sample 0 of code" in command("show", streams, "--ids", "0")[1]
+    assert "sample 0 of web" in command("show", streams, "--ids", "0", "--stream", "web")[1]
+    names = [one["name"].split(":")[0] for one in json.loads(command("stats", streams, "--json")[1])["train"]]
+    assert names == ["code", "code", "web", "web"]
+    status, text, _ = command("verify", streams)
+    assert status == 0 and text.count(": good (") == 4
+    flip(next((streams / "web/validation").glob("*.zstd")))
+    shutil.rmtree(streams / "code/validation")
+    status, text, _ = command("verify", streams)
+    wrong = [line for line in text.splitlines() if line.startswith("WRONG: ")]
+    assert status == 1 and len(wrong) == 2
+    assert f"{streams}/web/validation/" in wrong[0] and f"{streams}/code/validation/index.json: missing" in wrong[1]
+    status, _, said = command("verify", tmp_path)
+    assert status == 2 and "of one stream or of several" in said
+
+
 def test_a_reader_that_leaves_early_is_no_fault(made):
     command = [*LLMTRAIN, "data", "show", str(made), "--ids", "0:40"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

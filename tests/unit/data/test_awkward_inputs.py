@@ -37,14 +37,15 @@ def lines(texts: list[str] = TEXTS, key: str = "text", end: str = "\n") -> bytes
     return "".join(json.dumps({"id": 1, key: text}) + end for text in texts).encode()
 
 
-def parquet(column: pa.Array, name: str = "text", **options) -> bytes:
+def parquet(column: pa.Array, name: str = "text", twice: bool = False, **options) -> bytes:
     out = io.BytesIO()
-    table = pa.table({"id": list(range(len(column))), name: column})
+    columns = [pa.array(range(len(column))), *[column] * (1 + twice)]
+    table = pa.table(columns, names=["id", *[name] * (1 + twice)])
     pq.write_table(table, out, row_group_size=2, **options)
     return out.getvalue()
 
 
-def arrow(texts: list[str], stream: bool) -> bytes:
+def arrow(texts: list, stream: bool) -> bytes:
     out, table = io.BytesIO(), pa.table({"text": texts})
     with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
@@ -167,13 +168,28 @@ ASIDE: dict[str, tuple[str, bytes, str]] = {
     "Parquet without the column": (
         "a.parquet",
         parquet(pa.array(TEXTS), "body"),
-        "it has no column 'text' (columns: id, body)",
+        "a.parquet: it has no column 'text' (columns: id, body)",
     ),
-    "Parquet of numbers": ("a.parquet", parquet(pa.array([1, 2])), "column 'text' is int64, not text"),
+    "Parquet of numbers": ("a.parquet", parquet(pa.array([1, 2])), "a.parquet: column 'text' is int64, not text"),
     "Parquet with text in structs": (
         "a.parquet",
         parquet(pa.array([{"b": "x"}])),
-        "column 'text' is struct<b: string>, not text",
+        "a.parquet: column 'text' is struct<b: string>, not text",
+    ),
+    "Parquet with lists of texts": (
+        "a.parquet",
+        parquet(pa.array([["x", "y"]])),
+        "a.parquet: column 'text' is list<element: string>, not text",
+    ),
+    "Arrow with lists of texts": (
+        "a.arrow",
+        arrow([["x", "y"]], stream=True),
+        "a.arrow: column 'text' is list<item: string>, not text",
+    ),
+    "Parquet with two columns of the name": (
+        "a.parquet",
+        parquet(pa.array(TEXTS), twice=True),
+        "a.parquet: it has 2 columns 'text' (columns: id, text, text); name another",
     ),
     "Parquet that is cut short": ("a.parquet", parquet(pa.array(TEXTS))[:-50], "a.parquet: damaged parquet file"),
     "an array of JSON that is cut short": ("a.json", b'[{"text": "a"}, {"te', "a.json: not JSON: "),

@@ -86,6 +86,14 @@ def test_it_gives_up_after_the_retries_and_leaves_nothing(tmp_path, answer):
     assert store.asked == 4 and files(tmp_path) == []
 
 
+def test_a_client_that_is_not_installed_is_said_at_once(tmp_path):
+    store = Store(ModuleNotFoundError("No module named 'boto3'"))
+    said = r"0\.mds cannot be downloaded: the store's client is not installed \(No module named 'boto3'\)"
+    with pytest.raises(ShardError, match=said):
+        fetcher(tmp_path, store).prepare(0, entry(False))
+    assert store.asked == 1 and files(tmp_path) == []
+
+
 def test_a_full_disk_is_said_at_once(tmp_path):
     store = Store(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
