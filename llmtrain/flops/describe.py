@@ -24,6 +24,7 @@ from llmtrain.flops.memory import (
     estimate_memory,
     exchanged_bytes,
     gathered_bytes,
+    host_state_bytes,
     shard_ranks,
 )
 from llmtrain.flops.mfu import tokens_per_second_at
@@ -34,6 +35,7 @@ from llmtrain.models.costs import Flops
 from llmtrain.models.float8_products import Float8Product, float8_products
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.parameter_roles import decayed_parameters, matrices
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
@@ -119,6 +121,8 @@ class Description:
     checkpointing: str
     memory: Memory
     memory_total: int
+    host_state: int
+    """Bytes of host memory for a rank's optimizer state."""
     gpu_memory: float | None
     fits: list[Fit]
     """Settings with which the run would fit the GPU, where it does not."""
@@ -188,6 +192,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         checkpointing=config.train.activation_checkpointing.type,
         memory=memory,
         memory_total=memory.total,
+        host_state=host_state_bytes(config, sizes, world_size),
         gpu_memory=gpu_memory,
         fits=fits(config, sizes, world_size, USABLE * gpu_memory) if gpu_memory and too_much else [],
         gathered=gathered_bytes(config),
@@ -292,13 +297,21 @@ def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | Non
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     by_matrix = sum(weight.numel() for weight in matrices(model))
-    weights = inputs = 0
-    for _, product, used in _products_with_uses(model, float8) if float8 is not None else ():
+    weights = inputs = beside = 0
+    for name, product, used in _products_with_uses(model, float8) if float8 is not None else ():
         if product.left_out is None:
             weights += product.d_in * product.d_out
             inputs += product.d_in * used
+            beside += product.d_in * used if _reads_attention(model, name) else 0
     head = sum(parameter.numel() for parameter in model.head.parameters()) if model.head is not None else 0
-    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs, head)
+    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs, beside, head)
+
+
+def _reads_attention(model: HybridLM, linear: str) -> bool:
+    """True for the projection of what attention computes, as it is."""
+    owner, _, name = linear.rpartition(".")
+    mixer = model.get_submodule(owner)
+    return isinstance(mixer, Attention) and name == "wo" and not mixer.block.output_gate
 
 
 def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:

@@ -27,28 +27,39 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Change:
-    """settings, and the fields of `train` that they set. price: "" for none."""
+    """settings, and the fields of `train` and of `optimizer` that they set. price: "" for none."""
 
     settings: tuple[str, ...] = ()
     fields: tuple[tuple[str, object], ...] = ()
     price: str = ""
+    optimizer: tuple[tuple[str, object], ...] = ()
 
 
 def fits(config: Config, sizes: ParameterSizes, world_size: int, limit: float, most: int = 3) -> list[Fit]:
     """Up to `most` ways to stay below `limit` bytes per GPU, the cheapest first; each changes something that others do not.
 
-    Only what changes no result is changed: how a loss is chunked, what is sharded and recomputed, the size of a microbatch.
+    Only what changes no result is changed: how a loss is chunked, what is sharded and recomputed, the size of a microbatch, where
+    the optimizer's state waits.
     Empty where nothing of that is enough.
     """
     found: list[Fit] = []
     for changes in itertools.product(
-        _losses(config), _shardings(config, world_size), _recomputations(config), _microbatches(config, world_size)
+        _losses(config),
+        _shardings(config, world_size),
+        _recomputations(config),
+        _microbatches(config, world_size),
+        _optimizers(config),
     ):
         settings = tuple(setting for change in changes for setting in change.settings)
         if not settings:
             continue
-        changed = config.train.model_copy(update=dict(field for change in changes for field in change.fields))
-        memory = estimate_memory(config.model_copy(update={"train": changed}), sizes, world_size)
+        changed = {
+            "train": config.train.model_copy(update=dict(field for change in changes for field in change.fields)),
+            "optimizer": config.optimizer.model_copy(
+                update=dict(one for change in changes for one in change.optimizer)
+            ),
+        }
+        memory = estimate_memory(config.model_copy(update=changed), sizes, world_size)
         if memory.total <= limit:
             price = ", ".join(change.price for change in changes if change.price)
             found.append(Fit(settings, price, memory))
@@ -128,3 +139,10 @@ def _microbatches(config: Config, world_size: int) -> Iterator[_Change]:
     for size in range(config.train.least_microbatch - 1, 0, -1):
         if per_rank % size == 0:
             yield _Change((f"train.microbatch_size={size}",), (("microbatch_size", size),), "smaller products")
+
+
+def _optimizers(config: Config) -> Iterator[_Change]:
+    yield _Change()
+    if not config.optimizer.offload:
+        price = "the optimizer's state crosses the bus at each step"
+        yield _Change(("optimizer.offload=true",), (), price, (("offload", True),))

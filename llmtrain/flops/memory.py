@@ -11,10 +11,11 @@ computation's format (2 in bf16, 4 in fp32):
     gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
                  reduce_dtype
     optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon,
-                 about 2 for those of 8-bit AdamW
+                 about 2 for those of 8-bit AdamW. With optimizer.offload three parts of it, each of OFFLOADED_AT_ONCE parameters or
+                 of a larger one, as far as they need more than activations and loss do, which are not there then
     average      4 P / S with train.ema
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
-                 among the activations
+                 among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
                  sequences (train.parallel.context) keep those of their tokens, and of the others what a block gathers
@@ -42,6 +43,8 @@ from llmtrain.models.sections.block import BlockSection
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 
+OFFLOADED_AT_ONCE = 2**25
+"""Elements of a rank whose optimizer state is on the GPU together, with optimizer.offload. A larger parameter is there alone."""
 GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leaves shard_size to the machine
 
 
@@ -58,6 +61,8 @@ class ParameterSizes:
     """Of the total, those of products in float8 (train.float8)."""
     float8_inputs: int = 0
     """Channels of their inputs, over all layers."""
+    float8_beside: int = 0
+    """Of these, those that are kept in the computation's format too: outputs of attention."""
     head: int = 0
     """Of the root, those of an untied head, whose gradients are reduced by themselves."""
 
@@ -93,12 +98,19 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
         held -= (width - 1) * gathered * sizes.float8 // sizes.total
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gradients = sizes.total if once_a_step else -(-sizes.total // shards)
+    of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
+    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside)
+    loss = _loss(config, width)
+    optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
+    if config.optimizer.offload:  # in the place of activations, which a step has not
+        largest = max(OFFLOADED_AT_ONCE, sizes.root // shards)
+        optimizer = max(min(optimizer, 3 * config.optimizer.state_bytes * largest) - activations - loss, 0)
     return Memory(
         weights=-(-4 * sizes.total // shards) + held,
         gradients=4 * gradients + (width + reduced) * max(sizes.root - sizes.head, sizes.head, sizes.largest_layer),
-        optimizer=-(-optimizer_bytes(config.optimizer, sizes) // shards),
-        activations=_activations(config, width, sizes.float8_inputs if train.float8 is not None else 0),
-        loss=_loss(config, width),
+        optimizer=optimizer,
+        activations=activations,
+        loss=loss,
         average=-(-4 * sizes.total // shards) if train.ema else 0,
     )
 
@@ -140,7 +152,7 @@ def exchanged_bytes(config: Config) -> float:
     return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor
 
 
-def _activations(config: Config, width: int, float8_inputs: int) -> int:
+def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
@@ -176,12 +188,20 @@ def _activations(config: Config, width: int, float8_inputs: int) -> int:
             results = {"selective": saved.selective, "kernels": saved.kernels}
             kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
     if checkpointing.type in ("none", "auto", "budget"):
-        kept -= (width - 1) * float8_inputs * (checkpointing.fraction or 1)
+        kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer.
     outside = 3 + checkpointing.offload
     batch = config.train.least_microbatch
     return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts)))
+
+
+def host_state_bytes(config: Config, sizes: ParameterSizes, world_size: int) -> int:
+    """Bytes of host memory for a rank's optimizer state, with optimizer.offload."""
+    if not config.optimizer.offload:
+        return 0
+    shards = max(shard_ranks(config, world_size) // config.train.parallel.tensor, 1)
+    return -(-optimizer_bytes(config.optimizer, sizes) // shards)
 
 
 def host_bytes(config: Config) -> int:

@@ -166,6 +166,8 @@ def _memory(d: Description, config: Config) -> Table:
     table.add_row("together", binary(d.memory_total), share(d.memory_total / d.gpu_memory) if d.gpu_memory else "")
     if d.gpu_memory and d.memory_total > d.gpu_memory:
         table.add_row("[red]more than the GPU has[/]", binary(d.gpu_memory), "")
+    if d.host_state:
+        table.add_row("host memory of a rank, for the optimizer's state", binary(d.host_state), "")
     if of_host := host_bytes(config):
         table.add_row("host memory of a rank, for inputs of recomputed layers", binary(of_host), "")
     return table

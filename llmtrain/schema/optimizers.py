@@ -16,6 +16,7 @@ from llmtrain.config.base import (
     Problem,
     Section,
     UnitInterval,
+    free,
 )
 
 Betas = tuple[UnitInterval, UnitInterval]
@@ -64,6 +65,9 @@ class OptimizerSection(Section):
     """Per step, parameters shrink by weight_decay times the current learning rate."""
     decay_embeddings: bool = True
     """Decay embeddings too."""
+    offload: bool = free(False)
+    """Keep the state in host memory, which needs state_bytes for each parameter of a rank there. A step brings it to the GPU and
+    takes it back, a few parameters at a time: it costs the time of both copies over the bus, once a step."""
     groups: list[ParameterGroup] = []
     """Other settings for parameters by name: `[{match: "*.A_log", lr_factor: 0.5}, …]`. Where several entries match a parameter,
     each setting is that of the last entry which gives it."""

@@ -24,7 +24,7 @@ from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.flops.automatic import microbatches
 from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.memory import optimizer_bytes, shard_ranks
+from llmtrain.flops.memory import estimate_memory
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import Segments
 from llmtrain.schema.config import Config
@@ -175,7 +175,7 @@ def search_key(config: Config, settled: Config, world: World, gauge: Gauge) -> s
     what: dict[str, Any] = {
         "model": config.model.model_dump(mode="json"),
         "train": train,
-        "optimizer": config.optimizer.type,
+        "optimizer": [config.optimizer.type, config.optimizer.offload],
         "seq_len": config.data.seq_len,
         "documents": config.data.mask_documents,
         "ranks": [world.size, world.local_size],
@@ -276,10 +276,8 @@ def _attempt(
 
 def _optimizer_reserve(config: Config, world: World, device: torch.device) -> torch.Tensor:
     """Memory in place of the optimizer's state, which comes with its first step."""
-    parallel = config.train.parallel
-    sizes = parameter_sizes(meta_model(config.model), parallel.tensor)
-    size = optimizer_bytes(config.optimizer, sizes) // max(shard_ranks(config, world.size) // parallel.tensor, 1)
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
+    return torch.empty(estimate_memory(config, sizes, world.size).optimizer, dtype=torch.uint8, device=device)
 
 
 def _most(value: float, device: torch.device) -> float:

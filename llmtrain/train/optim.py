@@ -16,6 +16,7 @@ from llmtrain.models.parameter_roles import decayed_parameters, matrices
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import parameter_settings
 from llmtrain.schema.schedule import Schedule
+from llmtrain.train.optimizers.host_state import keep_on_host
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -35,7 +36,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         for (lr, decay), parameters in groups.items()
         if parameters
     ]
-    return optimizer.build(config, made, matrices(model))
+    built = optimizer.build(config, made, matrices(model))
+    if config.offload:
+        keep_on_host(built)
+    return built
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -59,7 +59,7 @@ def _advice(config: Config, sizes: ParameterSizes, world_size: int, estimate: Me
         lines.append("Settings that would fit, by the estimate:")
         lines += [f"  {' '.join(fit.settings)}   ({binary(fit.memory.total)}; {fit.price})" for fit in found]
         return lines
-    lines.append(f"No microbatch, sharding or recomputation makes it fit on {world_size} GPU(s).")
+    lines.append(f"No microbatch, sharding, recomputation or optimizer.offload makes it fit on {world_size} GPU(s).")
     if enough := ranks_that_fit(config, sizes, world_size, limit):
         ranks, settings = enough
         lines.append(f"{ranks} GPUs would be enough" + (f", with {' '.join(settings)}." if settings else "."))

@@ -135,6 +135,33 @@ def test_inputs_in_host_memory_change_nothing(config_file: Path, plain: list[flo
     assert found == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizer_state_in_host_memory_changes_nothing(config_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    """Copied on streams of their own, a few parameters at a time; resumed in the middle, so that it is loaded there too."""
+    from llmtrain.train import optim
+    from llmtrain.train.optimizers.host_state import keep_on_host
+
+    made: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(
+        optim, "keep_on_host", lambda optimizer: (made.append(optimizer), keep_on_host(optimizer, 10_000))
+    )
+    settings = (
+        "train.compile=off",
+        f"optimizer.type={kind}",
+        "schedule.type=constant",
+        "schedule.final_lr_fraction=null",
+    )
+    kept = losses(config_file, f"state-here-{kind}", *settings)
+    losses(config_file, f"state-there-{kind}", "optimizer.offload=true", "train.duration=4 steps", *settings)
+    found = losses(config_file, f"state-there-{kind}", "optimizer.offload=true", *settings)
+    assert found == kept
+    assert len(made) == 2
+    for optimizer in made:
+        tensors = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        local = [value.to_local() if hasattr(value, "to_local") else value for value in tensors]
+        assert local and all(one.device.type == "cpu" and one.is_pinned() for one in local if one.numel())
+
+
 def test_adamw_in_8_bits_follows_adamw(config_file: Path, plain: list[float]):
     """The update is one compiled function here, of matrices of any shape."""
     found = losses(config_file, "adamw-8bit", "train.compile=on", "optimizer.type=adamw_8bit")

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes, host_bytes
+from llmtrain.flops.memory import (
+    ParameterSizes,
+    estimate_memory,
+    exchanged_bytes,
+    gathered_bytes,
+    host_bytes,
+    host_state_bytes,
+)
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -38,6 +45,20 @@ def test_muon_has_one_state_for_matrices_and_adamws_two_for_the_rest():
     assert of_8_bits == (2 * 6 + 8 * 4) * 10**5 + 2 * 4 * 600_000 / 256  # codes, and a scale for 256 of them
 
 
+def test_state_in_host_memory_takes_what_a_step_brings_beyond_the_activations():
+    """Three parts of 2^25 parameters at most, two moments in fp32 each; the microbatch's memory serves them, where it is enough."""
+    large = ParameterSizes(total=2**30, root=2**20, largest_layer=2**20)
+    here, there = config("optimizer.offload=false"), config("optimizer.offload=true")
+    memory = estimate_memory(there, large, 1)
+    assert memory.activations > 3 * 8 * 2**25 and memory.optimizer == 0
+    assert (host_state_bytes(here, large, 1), host_state_bytes(there, large, 4)) == (0, 8 * 2**28)
+    small_batch = config("optimizer.offload=true", "train.microbatch_size=1", "data.seq_len=8", "model.max_seq_len=8")
+    memory = estimate_memory(small_batch, large, 1)
+    assert memory.optimizer == 3 * 8 * 2**25 - memory.activations - memory.loss
+    embedding = ParameterSizes(total=2**30, root=2**28, largest_layer=2**20)
+    assert estimate_memory(small_batch, embedding, 2).optimizer == 3 * 8 * 2**27 - memory.activations - memory.loss
+
+
 def test_a_moving_average_is_sharded_as_the_weights():
     assert estimate_memory(config("train.ema={}"), SIZES, 8).average == 4 * SIZES.total // 8
     assert estimate_memory(config(), SIZES, 8).average == 0
@@ -61,6 +82,9 @@ def test_float8_gathers_weights_and_keeps_inputs_of_products_in_one_byte():
     bf16, float8 = (estimate_memory(config(*more), sizes, 1) for more in ((), ("train.float8={}",)))
     assert bf16.weights - float8.weights == 600_000
     assert bf16.activations - float8.activations == 5_000 * 16 * 2048
+    beside = ParameterSizes(1_000_000, 200_000, 100_000, float8=600_000, float8_inputs=5_000, float8_beside=1_000)
+    kept = (-4_000 + 1_000) * 16 * 2048  # a byte less for four in five channels, and one more for the fifth
+    assert estimate_memory(config("train.float8={}"), beside, 1).activations == bf16.activations + kept
     assert bf16.gradients == float8.gradients and bf16.optimizer == float8.optimizer
     sharded = estimate_memory(config("train.float8={}"), sizes, 8)
     assert sharded.weights == 4 * 1_000_000 // 8 + 2 * 400_000 - 400_000 * 6 // 10
@@ -73,6 +97,9 @@ def test_products_in_float8_and_their_inputs_are_counted_by_use():
     d_model, layers = 2048, 24
     mpt = parameter_sizes(meta_model(config().model), float8=Float8Config())
     assert (mpt.float8, mpt.float8_inputs) == (12 * d_model**2 * layers, 7 * d_model * layers)
+    assert mpt.float8_beside == d_model * layers
+    gated = parameter_sizes(meta_model(config("model.blocks.attn.output_gate=true").model), float8=Float8Config())
+    assert gated.float8_beside == 0
     shared = {"type": "shared_attention", "n_heads": 16, "adapter_rank": None, "mlp": {"type": "geglu", "d_ff": 8192}}
     once, twice = (
         parameter_sizes(

@@ -52,7 +52,7 @@ def test_where_the_estimate_says_that_it_fits_less_is_asked_for_all_the_same():
 
 def test_where_no_setting_is_enough_it_says_how_many_gpus_are():
     text = explained("train.microbatch_size=1", "train.global_batch_size=64", gibibytes=16)
-    assert "makes it fit on 1 GPU(s).\n4 GPUs would be enough, with train" in text
+    assert "makes it fit on 1 GPU(s).\n2 GPUs would be enough, with train" in text
 
 
 def test_a_run_ends_with_it(monkeypatch):
@@ -64,5 +64,5 @@ def test_a_run_ends_with_it(monkeypatch):
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
-    with pytest.raises(RunError, match="4 GPUs would be enough, with train"):
+    with pytest.raises(RunError, match="2 GPUs would be enough, with train"):
         worker._train(load_config(LLAMA), None, "llama.yaml", [])

@@ -1,0 +1,135 @@
+"""optimizer.offload: the same training, bit by bit, and the same checkpoints, whatever the optimizer and the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from llmtrain.checkpoint import save_load
+from llmtrain.schema.config import Config
+from llmtrain.train.optimizers.host_state import HostState
+from tests.support import sharded
+from tests.support.runs import read_tensors, train
+from tests.support.tiny import tiny_config
+
+KINDS = ("adamw", "muon", "adamw_8bit")
+AT_ONCE = 700
+"""Elements of a rank that are stepped together in these tests: several parameters of a tiny model, or one that is larger."""
+
+
+def state_after(config: Config, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
+    """A job: weights and optimizer state after two steps with given gradients, of which one parameter has none."""
+    model, optimizer = sharded.build(config)
+    optimizer.state.clear()
+    if config.optimizer.offload:
+        assert isinstance(optimizer, HostState)
+        optimizer.at_once = AT_ONCE
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.01 * number)
+    if load is not None:
+        save_load.load(load, model, optimizer)
+    hooked = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    for step in range(2):
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(1000 * (step + 10 * (load is not None)) + number)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            assert isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            if number == 3:
+                parameter.grad = None
+        optimizer.step()
+    if config.optimizer.type == "adamw":  # in a process with one of these too, the others call AdamW's hooked step
+        assert len(hooked) == 2
+    if save is not None:
+        sharded.write(save, model, optimizer, step=2)
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"weight": parameter, **optimizer.state[parameter]}.items():
+            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def configs(request, shards, tmp_path_factory) -> tuple[Config, Config]:
+    """Without and with offload."""
+    changes = {"optimizer.type": request.param, "optimizer.groups": [{"match": "*.A_log", "lr_factor": 2.0}]}
+    folder = tmp_path_factory.mktemp("run")
+    here, there = (tiny_config(shards, folder, changes | {"optimizer.offload": offload}) for offload in (False, True))
+    return here, there
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_steps_and_checkpoints_are_the_same(ranks, configs, tmp_path, size):
+    here, there = configs
+    expected = ranks(size).run(state_after, here, None, tmp_path / "here")
+    for found, one in zip(ranks(size).run(state_after, there, None, tmp_path / "there"), expected, strict=True):
+        assert_same(found, one)
+    saved, same = (tmp_path / name / "step-00000002" for name in ("here", "there"))
+    assert_same(read_tensors(same), read_tensors(saved))
+    other = 3 - size if size < 3 else 2  # ranks that go on
+    expected = ranks(other).run(state_after, here, saved, None)
+    for found, one in zip(ranks(other).run(state_after, there, same, None), expected, strict=True):
+        assert_same(found, one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_may_take_its_state_to_the_host_and_back(ranks, shards, tmp_path, kind):
+    """Clipped, with skipped steps and a moving average, and saved in the background."""
+    changes: dict[str, Any] = {
+        "train.duration": "9 steps",
+        "eval.interval": "9 steps",
+        "checkpoint.interval": "3 steps",
+        "train.clip_grad_norm": 0.5,
+        "train.spike": {"window": 4, "deviations": 0.05},
+        "train.ema": {"decay": 0.8},
+        "optimizer.type": kind,
+    }
+    whole = tiny_config(shards, tmp_path / "whole", changes)
+    ranks(1).run(train, whole)
+    parts = tiny_config(shards, tmp_path / "parts", changes | {"optimizer.offload": True})
+    ranks(1).run(train, parts, 4)
+    ranks(1).run(train, tiny_config(shards, tmp_path / "parts", changes), 7)
+    ranks(1).run(train, parts)
+    last = "checkpoints/step-00000009"
+    assert_same(read_tensors(tmp_path / "parts" / last), read_tensors(tmp_path / "whole" / last))
+
+
+def test_what_is_loaded_is_copied_into_host_memory():
+    """Where the values are others than those that wait there: PyTorch's own state of another optimizer."""
+    from llmtrain.train.optimizers.host_state import keep_on_host
+
+    def made() -> torch.optim.Optimizer:
+        return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))], lr=0.1)
+
+    def step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+
+    first, second, third = made(), made(), made()
+    for optimizer in (second, third):
+        keep_on_host(optimizer, at_once=1)
+    expected = [step(first), step(first)][-1]
+    step(second)
+    kept = second.state[second.param_groups[0]["params"][0]]["exp_avg"]
+    third.load_state_dict(second.state_dict())
+    assert third.state[third.param_groups[0]["params"][0]]["exp_avg"].data_ptr() != kept.data_ptr()
+    second.load_state_dict(second.state_dict())
+    assert second.state[second.param_groups[0]["params"][0]]["exp_avg"].data_ptr() == kept.data_ptr()
+    for found, value in zip(step(second), expected, strict=True):
+        assert torch.equal(found, value)
