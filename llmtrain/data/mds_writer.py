@@ -16,6 +16,9 @@ from llmtrain.config.output_folder import replace_file
 
 SIZE_LIMIT = 1 << 26
 """Bytes of a shard, uncompressed."""
+LEVEL = 2
+"""Of `zstd`: half the time of StreamingDataset's 3 for 2 to 4 % more bytes of tokens; 1 has 5 to 11 % more than 2 and is a little
+faster."""
 _spare_rooms: list[NDArray[np.uint8]] = []
 """Rooms of writers that have finished, for the next ones, which need not take up fresh pages."""
 
@@ -30,7 +33,7 @@ class ShardWriter:
         """compression: `zstd`, `zstd:LEVEL` or `none`."""
         assert list(columns) == sorted(columns)
         self._folder, self._name = folder, name
-        self._level = None if compression == "none" else int(compression.partition(":")[2] or 3)
+        self._level = None if compression == "none" else int(compression.partition(":")[2] or LEVEL)
         self._config = {
             "version": 2,
             "format": "mds",

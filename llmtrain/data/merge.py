@@ -43,11 +43,8 @@ def merge(
     are left out. Returns the manifest's counts. Raises PrepareError for a split without a single sample.
     """
     names = SPLITS if config.validation_fraction > 0 else SPLITS[:1]
-    splits: dict[str, dict[str, int]] = {}
-    counts = {}
-    left: list[dict[str, tuple[int, int]]] = [{} for _ in reports]  # tokens, and those that end a document behind them
-    for name in names:
-        writer = SplitWriter(
+    writers = {
+        name: SplitWriter(
             folder / name,
             RESTS,
             config.seq_len,
@@ -56,15 +53,21 @@ def merge(
             "validation" in names,
             config.compression,
         )
-        total = np.zeros(vocab_size, np.int64)
-        for number, report in enumerate(reports, 1):
-            arrays = report.arrays(folder)
-            total += arrays[f"counts_{name}"]
+        for name in names
+    }
+    counts = {name: np.zeros(vocab_size, np.int64) for name in names}
+    merged = MergedDocuments(config.sources)
+    for number, (partition, report) in enumerate(zip(partitions, reports, strict=False), 1):
+        arrays, documents = report.arrays(folder), read_documents(folder / REPORTS, report.id)
+        assert documents is not None  # or the report would not count as finished
+        merged.begin(report.id, partition, documents)
+        for name, writer in writers.items():
+            counts[name] += arrays[f"counts_{name}"]
+            tokens = len(arrays[f"rest_{name}"])
             writer.pack(arrays[f"rest_{name}"], arrays[f"rest_bytes_{name}"])
             last = number == len(reports)
             # A partition that is packed by best fit has closed its last document itself.
-            cut = report.open_document[name] and marks.closes and (last or len(arrays[f"rest_{name}"]) > 0)
-            left[number - 1][name] = len(arrays[f"rest_{name}"]), int(cut)
+            cut = report.open_document[name] and marks.closes and (last or tokens > 0)
             if cut:
                 # Its document goes on in the next partition's shards, or was cut by max_bytes: what follows is another.
                 writer.add(
@@ -74,27 +77,23 @@ def merge(
                     np.array([last]),
                     0,
                 )
+            merged.add_rest(name, tokens, int(cut))
+    splits: dict[str, dict[str, int]] = {}
+    for name, writer in writers.items():
         rest, shards = writer.finish()
         splits[name] = {
             key: rest.get(key, 0) + sum(report.splits[name][key] for report in reports)
             for key in reports[0].splits[name]
         }
-        counts[name] = total + writer.counts
+        counts[name] += writer.counts
         if not splits[name]["samples"]:
             raise PrepareError(_too_small(name, splits[name], config.seq_len, reports))
         _keep_only(folder / name, entries := [e for report in reports for e in report.shards[name]] + shards)
         write_index(folder / name, entries)
     for name in SPLITS[len(names) :]:
         shutil.rmtree(folder / name, ignore_errors=True)
-    merged = MergedDocuments(config.sources)
-    for partition, report, rests in zip(partitions, reports, left, strict=False):
-        documents = read_documents(folder / REPORTS, report.id)
-        assert documents is not None  # or the report would not count as finished
-        merged.begin(report.id, partition, documents)
-        for name, (tokens, closing) in rests.items():
-            merged.add_rest(name, tokens, closing)
     merged.write(folder / REPORTS, RESTS, names)
-    kept = {f"{report.id}{extension}" for report in reports for extension in (".json", ".npz", ".documents.npz")}
+    kept = {f"{report.id}{extension}" for report in reports for extension in (".json", ".arrays", ".documents")}
     kept |= {SOURCES, documents_path(folder / REPORTS, RESTS).name}
     for path in (folder / REPORTS).iterdir():
         if path.name not in kept:

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
+from llmtrain.data.array_file import pack_arrays
 from llmtrain.data.baselines import XZ_BYTES
 from llmtrain.data.dedup import position
 from llmtrain.data.encode import DocumentMarks, EncodedBatch, Encoder
 from llmtrain.data.engine_choice import EngineChoice
 from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, arrays_path, report_path
 from llmtrain.data.partitions import Partition
-from llmtrain.data.provenance import DocumentRecorder, pack_arrays, write_documents
+from llmtrain.data.provenance import DocumentRecorder, write_documents
 from llmtrain.data.records import BadRecord, Pieces, SetAside, Slice, read_pieces
 from llmtrain.data.source_files import PrepareError
 from llmtrain.data.split_writer import SplitWriter

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from llmtrain.data.array_file import unpack_arrays
 from llmtrain.data.mds_writer import stored_part
 from llmtrain.data.provenance import documents_path
 
@@ -50,8 +50,7 @@ class PartitionReport:
 
     def arrays(self, folder: Path) -> dict[str, NDArray]:
         """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""
-        with np.load(arrays_path(folder, self.id)) as file:
-            return dict(file)
+        return unpack_arrays(arrays_path(folder, self.id).read_bytes())
 
     def shard_files(self) -> dict[str, dict[str, Any]]:
         """Path in the folder that is made -> basename, bytes and hashes, of each shard's file."""
@@ -66,7 +65,7 @@ def report_path(folder: Path, id: str) -> Path:
 
 def arrays_path(folder: Path, id: str) -> Path:
     """Path of a partition's arrays: see PartitionReport.arrays."""
-    return folder / REPORTS / f"{id}.npz"
+    return folder / REPORTS / f"{id}.arrays"
 
 
 def read_report(folder: Path, id: str) -> PartitionReport | None:

@@ -17,10 +17,10 @@ from llmtrain.data.storage import open_file
 from llmtrain.data.token_kinds import mark_of_side_file
 from llmtrain.schema.data import PrepareConfig
 
-FORMAT = 2
+FORMAT = 3
 """Version of the shards. Increase it whenever the same settings give different shards."""
-_EARLIER_FORMATS = {1}
-"""Versions whose folders are used as they are: 1 packed all sources as one partition."""
+_EARLIER_FORMATS = {1, 2}
+"""Versions whose folders are used as they are: 1 packed all sources as one partition, 2 compressed with level 3."""
 MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""

@@ -7,11 +7,8 @@ three bytes per document on the disk, and 27 bytes of memory while a partition i
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
-import zipfile
-import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.data.array_file import pack_arrays, unpack_arrays
 from llmtrain.data.best_fit import Layout
 from llmtrain.data.partitions import Partition
 from llmtrain.data.records import Slice
@@ -85,19 +83,20 @@ class PartitionDocuments:
 
 def documents_path(reports: Path, id: str) -> Path:
     """The file about a partition's documents. reports: the folder of all reports."""
-    return reports / f"{id}.documents.npz"
+    path = reports / f"{id}.documents"
+    earlier = reports / f"{id}.documents.npz"
+    return earlier if earlier.is_file() and not path.is_file() else path
 
 
 def read_documents(reports: Path, id: str) -> PartitionDocuments | None:
     """The documents of a partition; None where they were not recorded. Raises PrepareError for a damaged file."""
     path = documents_path(reports, id)
     try:
-        with np.load(path) as file:
-            arrays = dict(file)
+        arrays = unpack_arrays(path.read_bytes())
         content = json.loads(arrays["slices"].tobytes().decode("utf-8", "surrogateescape"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise PrepareError(f"{path} is damaged: {error}; make the folder anew with --overwrite") from error
     tables = {}
     for name in content["splits"]:
@@ -128,16 +127,6 @@ def write_documents(reports: Path, id: str, documents: PartitionDocuments) -> No
     for name, layout in documents.layouts.items():
         arrays |= {f"layout_{column}_{name}": _narrow(getattr(layout, column)) for column in _LAYOUT}
     replace_file(documents_path(reports, id), pack_arrays(arrays))
-
-
-def pack_arrays(arrays: dict[str, NDArray]) -> bytes:
-    """Content of an .npz file, deflated at the quickest level: numpy's own takes several times as long."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, values in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, values, allow_pickle=False)
-    return content.getvalue()
 
 
 def _narrow(values: NDArray[np.int64]) -> NDArray:

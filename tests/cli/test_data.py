@@ -196,7 +196,7 @@ def test_verify_names_every_file_that_is_wrong_and_writes_nothing(command, folde
     flip(shards[0])
     shards[1].rename(folder / "train/other.00000.mds.zstd")
     (folder / "tokenizer/tokenizer.json").write_text("{}")
-    rests, sidecar, *_ = sorted((folder / "partitions").glob("*.documents.npz"), key=lambda path: path.name[0] != "r")
+    rests, sidecar, *_ = sorted((folder / "partitions").glob("*.documents"), key=lambda path: path.name[0] != "r")
     rests.write_bytes(rests.read_bytes()[:-30])
     sidecar.unlink()
     status, text, _ = command("verify", folder)
