@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,9 +50,8 @@ def test_documents_that_earlier_versions_recorded_are_read(tmp_path):
     documents = recorder.documents({})
     write_documents(tmp_path, "one", documents)
     file = documents_path(tmp_path, "one")
-    earlier = io.BytesIO()
-    np.savez(earlier, **unpack_arrays(file.read_bytes()))
-    (tmp_path / "one.documents.npz").write_bytes(earlier.getvalue())
+    arrays: dict[str, Any] = unpack_arrays(file.read_bytes())
+    np.savez(tmp_path / "one.documents.npz", **arrays)
     file.unlink()
     found = read_documents(tmp_path, "one")
     assert found is not None and found.slices == documents.slices

@@ -1,0 +1,130 @@
+"""Start and resume of a run over very many samples: the time until the loader gives its first batch, and the memory of its process.
+
+    python -m benchmarks.start --shards 100000 --samples 10000 --processes 2
+
+Writes the index alone, of shards that do not exist, so what is measured ends where the first sample would be read: the ids of the
+first batches, from the beginning and from a step in the middle, which are the same for any numbers of ranks and workers. Processes
+run one after the other; the first of a machine makes the table of the index that the others map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.errors import exit_with
+
+RANKS = (1, 2, 3, 6, 8, 24)
+WORKERS = (1, 3)
+BATCH = 1008
+"""Samples of a step: divided by all of RANKS, and near 1,024."""
+
+
+def write_index(folder: Path, shards: int, samples: int, seq_len: int = 2048) -> None:
+    """The index of shards that do not exist, in the form that `prepare` writes."""
+    folder.mkdir(parents=True)
+    size = 2 * seq_len
+    about = {
+        "version": 2,
+        "format": "mds",
+        "compression": "zstd",
+        "hashes": ["xxh64"],
+        "size_limit": 1 << 26,
+        "column_names": ["tokens"],
+        "column_encodings": [f"ndarray:uint16:{seq_len}"],
+        "column_sizes": [size],
+        "samples": samples,
+    }
+
+    def part(number: int, ending: str, nbytes: int) -> dict[str, object]:
+        hashes = {"xxh64": f"{number:016x}"}
+        return {"basename": f"{number:016x}.00000.mds{ending}", "bytes": nbytes, "hashes": hashes}
+
+    raw, packed = samples * (size + 4) + 1000, samples * size // 2
+    with (folder / "index.json").open("w", encoding="utf-8") as file:
+        file.write('{"version": 2, "shards": [')
+        for number in range(shards):
+            entry = about | {"raw_data": part(number, "", raw), "zip_data": part(number, ".zstd", packed)}
+            file.write("," * (number > 0) + json.dumps(entry, sort_keys=True))
+        file.write("]}")
+
+
+def anonymous_bytes() -> int:
+    """Memory that this process has allocated itself, its part of what it shares included."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+
+
+def measure(folder: Path, step: int) -> dict[str, object]:
+    """Start and resume in this process. step: of the resume."""
+    from llmtrain.data.loaders import build_train_loader
+    from llmtrain.data.shards import data_fingerprint
+    from llmtrain.data.worker_samples import Reader, WorkerSamples
+    from llmtrain.schema.data import DataConfig
+
+    streams = {"streams": {"a": {"local": str(folder)}}}
+    config = DataConfig.model_validate({"seq_len": 2048, "num_workers": 0, "train": streams})
+    imported, began, cpu_began = anonymous_bytes(), time.perf_counter(), time.process_time()
+    dataset = build_train_loader(config, global_batch_size=BATCH).dataset
+    order = dataset.order
+    assert order is not None
+    order.ids(np.arange(BATCH))
+    started, cpu_started = time.perf_counter(), time.process_time()
+    expected = order.ids(np.arange(step * BATCH, (step + 2) * BATCH)).reshape(2, BATCH)
+    resumed = time.perf_counter()
+    for ranks in RANKS:
+        for workers in WORKERS:
+            for rank in range(ranks):
+                for worker in range(min(workers, 2)):
+                    reader = Reader(rank, ranks, worker, workers)
+                    mine = WorkerSamples(order, reader, begin=0, done=step * BATCH, size=dataset.epoch_size)
+                    here = [mine[place] for place in range(BATCH // ranks)]
+                    share = expected[worker, rank * BATCH // ranks : (rank + 1) * BATCH // ranks]
+                    assert here == share.tolist(), (ranks, workers, rank)
+    compared = time.perf_counter()
+    data_fingerprint(config)
+    memory = anonymous_bytes()
+    return {
+        "samples": len(dataset.samples_per_shard) * int(dataset.samples_per_shard[0]),
+        "start_s": round(started - began, 2),
+        "start_cpu_s": round(cpu_started - cpu_began, 2),
+        "resume_s": round(resumed - started, 2),
+        "fingerprint_s": round(time.perf_counter() - compared, 2),
+        "allocated_mb": memory >> 20,
+        "of_the_loader_mb": (memory - imported) >> 20,
+        "equal_on": {"ranks": RANKS, "workers": WORKERS},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=100_000)
+    parser.add_argument("--samples", type=int, default=10_000, help="of a shard")
+    parser.add_argument("--step", type=int, default=700_000, help="of the resume")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        print(json.dumps(measure(args.inside, args.step)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "data")
+        write_index(folder, args.shards, args.samples)
+        command = [sys.executable, "-m", "benchmarks.start", "--inside", str(folder), "--step", str(args.step)]
+        for _ in range(args.processes):
+            began = time.perf_counter()
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": temporary})
+            found = json.loads(done.stdout.splitlines()[-1])
+            print(json.dumps({"process_s": round(time.perf_counter() - began, 2)} | found), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with(main)
