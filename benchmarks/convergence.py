@@ -166,16 +166,20 @@ class Run:
         # The step that was interrupted, and one more: the queue of the loader has filled meanwhile.
         self.uncounted = max(len(self.rows()) + 2, COMPILING)
         try:
-            while len(rows := self.rows()) < steps and sum(row[SECONDS] for row in rows[self.uncounted :]) < seconds:
-                if self.ended():
+            while not self._enough(self.rows(), seconds, steps):
+                if self.ended() and not self._enough(self.rows(), seconds, steps):  # what it wrote last counts too
                     raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
                 time.sleep(0.5)
         finally:
             self.kill()
 
+    def _enough(self, rows: Sequence[dict[str, Any]], seconds: float, steps: int) -> bool:
+        done = rows[-1]["step"] if rows else 0  # the first step has no seconds, and so no row
+        return done >= steps or sum(row[SECONDS] for row in rows[self.uncounted :]) >= seconds
+
     def result(self, steps: int = sys.maxsize) -> dict[str, Any]:
         """The curve to this step, after training."""
-        rows = self.rows()[:steps]
+        rows = [row for row in self.rows() if row["step"] <= steps]
         return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": _parameters(self.config)}
 
 

@@ -22,6 +22,8 @@ from llmtrain.train.optimizers.adamw import AdamWBesideMatrices, divided_by_matr
 # Jordan's: x -> a x + b x^3 + c x^5 takes singular values in a few rounds to about 0.7 .. 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM = 1e-15
+_ELEMENTS_AT_ONCE = 2**24
+"""Of equal matrices that a rank orthogonalises together; a larger one is computed alone."""
 
 
 def build(config: MuonConfig, groups: list[dict[str, Any]], matrices: Matrices) -> Muon:
@@ -45,84 +47,108 @@ class Muon(AdamWBesideMatrices):
         torch.optim.Optimizer.__setstate__(self, state)
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step in rounds of as many matrices as there are ranks, the costliest first: the ranks of a round then have work alike."""
-        stepped = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
-        stepped.sort(key=lambda one: -one[0].numel() * min(one[0].shape))
-        ranks = _sharding_group([parameter for parameter, _ in stepped])
-        at_once = ranks.size() if ranks else 1
-        for start in range(0, len(stepped), at_once):
-            turn = stepped[start : start + at_once]
-            parameters = [parameter for parameter, _ in turn]
-            shards = [self._direction(parameter) for parameter in parameters]
-            updates = by_owners(parameters, shards, self._update, ranks)
-            for (parameter, group), update in zip(turn, updates, strict=True):
-                weight = _local(parameter)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update.to(weight.dtype), alpha=-group["lr"])
+        """Step in rounds of equal matrices, as many as each rank can take at once, the costliest first: the ranks of a round then
+        have work alike, and small matrices are computed together."""
+        equal: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    key = (tuple(parameter.shape), tuple(self.matrices[parameter]), number)
+                    equal.setdefault(key, []).append(parameter)
+        stepped = [parameter for some in equal.values() for parameter in some]
+        ranks = _sharding_group(stepped)
+        for (shape, parts, number), some in sorted(
+            equal.items(), key=lambda one: -math.prod(one[0][0]) * min(one[0][0])
+        ):
+            at_once = max(_ELEMENTS_AT_ONCE // math.prod(shape), 1) * (ranks.size() if ranks else 1)
+            for start in range(0, len(some), at_once):
+                self._step_round(some[start : start + at_once], parts, groups[number], ranks)
 
-    def _direction(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the momentum, taken up with the gradient: in bf16 on a GPU, as the iterations are."""
-        assert parameter.grad is not None
-        state, momentum = self.state[parameter], self.config.momentum
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
-        buffer.lerp_(gradient, 1 - momentum)
-        direction = gradient.lerp(buffer, momentum) if self.config.nesterov else buffer
-        return direction.to(
-            torch.bfloat16 if direction.is_cuda else torch.promote_types(direction.dtype, torch.float32)
-        )
+    def _step_round(
+        self,
+        parameters: list[nn.Parameter],
+        parts: tuple[int, ...],
+        group: dict[str, Any],
+        ranks: dist.ProcessGroup | None,
+    ) -> None:
+        shards = self._directions(parameters)
+        updates = by_owners(parameters[0].shape, shards, lambda directions: self._updates(directions, parts), ranks)
+        weights = [_local(parameter) for parameter in parameters]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, [update.to(weights[0].dtype) for update in updates], alpha=-group["lr"])
 
-    def _update(self, parameter: nn.Parameter, direction: Tensor) -> Tensor:
-        """Every part orthogonalised by itself. An orthogonal [m, n] has the root mean square 1 / sqrt(max(m, n))."""
-        parts = direction.split(list(self.matrices[parameter]))
-        scales = [self.config.rms * math.sqrt(max(part.shape)) for part in parts]
-        return torch.cat(
-            [newton_schulz(part, self.config.iterations) * scale for part, scale in zip(parts, scales, strict=True)]
-        )
+    def _directions(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the momentum, taken up with the gradients: in bf16 on a GPU, as the iterations are."""
+        momentum = self.config.momentum
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [_local(cast("Tensor", parameter.grad)) for parameter in parameters]
+        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        found = torch._foreach_lerp(gradients, buffers, momentum) if self.config.nesterov else buffers
+        return [
+            one.to(torch.bfloat16 if one.is_cuda else torch.promote_types(one.dtype, torch.float32)) for one in found
+        ]
+
+    def _updates(self, directions: Tensor, parts: tuple[int, ...]) -> Tensor:
+        """[n, rows, columns] with every part of every matrix orthogonalised by itself, equal ones together. An orthogonal [m, n]
+        has the root mean square 1 / sqrt(max(m, n))."""
+        pieces = list(directions.split(list(parts), dim=1))
+        for rows in set(parts):
+            places = [place for place, height in enumerate(parts) if height == rows]
+            scale = self.config.rms * math.sqrt(max(rows, directions.shape[2]))
+            together = torch.cat([pieces[place] for place in places])
+            found = newton_schulz(together, self.config.iterations) * scale
+            for place, piece in zip(places, found.chunk(len(places)), strict=True):
+                pieces[place] = piece
+        return torch.cat(pieces, dim=1)
 
 
 def by_owners(
-    parameters: Sequence[nn.Parameter],
+    shape: Sequence[int],
     shards: Sequence[Tensor],
-    compute: Callable[[nn.Parameter, Tensor], Tensor],
+    compute: Callable[[Tensor], Tensor],
     ranks: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """compute(parameter, matrix), each by one rank, as shards again. ranks: those that hold the matrices between them, at least
-    as many as there are matrices: the i-th rank owns the i-th. None: this process holds all.
+    """compute of matrices of one shape, [n, rows, columns] -> the same, each matrix by one rank, as shards again.
 
-    shards: this rank's rows of a matrix of each parameter's shape.
+    shards: this rank's rows of each. ranks: those that hold the matrices between them; the i-th matrix is for rank i modulo their
+    number. None: this process holds all.
     """
     if ranks is None:
-        return [compute(parameter, shard) for parameter, shard in zip(parameters, shards, strict=True)]
-    rank, size = ranks.rank(), ranks.size()
-    held = [_elements(parameter, size) for parameter in parameters]
-    mine = [elements[rank] for elements in held] + [0] * (size - len(held))
-    owned = held[rank] if rank < len(held) else [0] * size
-    sent = torch.cat([shard.reshape(-1) for shard in shards])
-    whole = sent.new_empty(sum(owned))
-    dist.all_to_all_single(whole, sent, owned, mine, group=ranks)
-    if rank < len(parameters):
-        whole = compute(parameters[rank], whole.view(parameters[rank].shape)).reshape(-1).contiguous()
-    dist.all_to_all_single(sent, whole, mine, owned, group=ranks)
-    return [part.view(shard.shape) for part, shard in zip(sent.split(mine[: len(shards)]), shards, strict=True)]
+        return list(compute(torch.stack(list(shards))).unbind())
+    rank, size, columns = ranks.rank(), ranks.size(), shape[1]
+    rows = _rows(shape[0], size)
+    counts = [len(shards[owner::size]) for owner in range(size)]
+    mine, owned = [rows[rank] * columns * count for count in counts], [n * columns * counts[rank] for n in rows]
+    sent = torch.cat([shard.reshape(-1) for owner in range(size) for shard in shards[owner::size]])
+    received = sent.new_empty(sum(owned))
+    dist.all_to_all_single(received, sent, owned, mine, group=ranks)
+    if counts[rank]:
+        pieces = received.split(owned)
+        whole = torch.cat([one.view(counts[rank], n, columns) for one, n in zip(pieces, rows, strict=True)], dim=1)
+        received = torch.cat([one.reshape(-1) for one in compute(whole).split(rows, dim=1)])
+    dist.all_to_all_single(sent, received, mine, owned, group=ranks)
+    results = [list(one.view(count, rows[rank], columns)) for one, count in zip(sent.split(mine), counts, strict=True)]
+    return [results[place % size][place // size] for place in range(len(shards))]
 
 
-def _elements(parameter: nn.Parameter, ranks: int) -> list[int]:
-    """Elements that each rank holds. FSDP2 gives all the same number of rows, except the last ones."""
-    rows, columns = parameter.shape
+def _rows(rows: int, ranks: int) -> list[int]:
+    """Rows that each rank holds. FSDP2 gives all the same number, except the last ones."""
     each = -(-rows // ranks)
-    return [columns * max(min(each, rows - rank * each), 0) for rank in range(ranks)]
+    return [max(min(each, rows - rank * each), 0) for rank in range(ranks)]
 
 
-def newton_schulz(matrix: Tensor, iterations: int) -> Tensor:
-    """[m, n] -> about U V^T of its singular value decomposition U S V^T, with singular values of about 0.7 to 1.2."""
-    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+def newton_schulz(matrices: Tensor, iterations: int) -> Tensor:
+    """[..., m, n] -> about U V^T of their singular value decompositions U S V^T, with singular values of about 0.7 to 1.2."""
+    stands = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if stands else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(iterations):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return (x.mT if stands else x).reshape(matrices.shape)
 
 
 def _sharding_group(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
