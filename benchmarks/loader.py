@@ -153,6 +153,8 @@ def wait(args: argparse.Namespace) -> dict[str, object]:
         "tokens_per_second": args.batch * args.seq_len / median,
         "data_wait_share": sum(found for _, found in steps) / sum(step for step, _ in steps),
         "longest_waits": sorted((found for _, found in steps), reverse=True)[:5],
+        "each_step": [round(step, 4) for step, _ in steps],
+        "each_wait": [round(found, 5) for _, found in steps],
         "shards_fetched": fetched,
         "wall_seconds": whole,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

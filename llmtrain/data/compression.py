@@ -20,6 +20,8 @@ _MAGIC: dict[bytes, Compression] = {
     b"BZh": "bz2",
     b"\xfd7zXZ\x00": "xz",
 }
+_SKIPPABLE = b"\x2a\x4d\x18"
+"""Behind a byte 0x50 to 0x5f: a frame without content, with which pzstd and others begin a .zst file (RFC 8878)."""
 DAMAGES = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)
 """Errors of reading a damaged file."""
 _READ_BYTES = 1 << 17
@@ -28,6 +30,8 @@ _BUFFER_BYTES = 1 << 20
 
 def compression_of(head: bytes) -> Compression | None:
     """The compression of a file that begins with `head`; None for none that is known."""
+    if head[1:4] == _SKIPPABLE and head[0] & 0xF0 == 0x50:
+        return "zst"
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 

@@ -43,7 +43,7 @@ from llmtrain.data.prepared_folder import (
     refuse_other,
 )
 from llmtrain.data.ray_engine import make_partitions_on_ray
-from llmtrain.data.source_files import PassedOver, PrepareError, list_files
+from llmtrain.data.source_files import PassedOver, PrepareError, list_files, named_twice
 from llmtrain.data.source_sample import proof_texts, stops_at_bad, training_texts
 from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
@@ -128,6 +128,10 @@ class _Work:
         self.passed_over = PassedOver()
         self.files = list_files(config.sources, self.passed_over)
         self.total = sum(file.size for file in self.files)
+        if again := named_twice(self.files):
+            log.warning(
+                f"files that several sources hold are read as often: {len(again):,}, the first of them {again[0]}"
+            )
         refuse_own_folder(out, self.files)
         if config.vocab_size:
             refuse_token_files(self.files)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,12 +103,20 @@ def list_files(sources: list[str], passed_over: PassedOver | None = None) -> lis
         if found:
             files += [replace(file, source=number) for file in _without_side_files(found, left_out)]
         else:
-            errors.append(
-                f"{source}: holds no text (known extensions: .txt, .md, .py, .jsonl, .parquet, ... and .gz of them)"
+            known = "known extensions: .txt, .md, .py, .jsonl, .parquet, ... and .gz of them"
+            verb = (
+                "matches no file" if has_pattern(source) and not Path(source).exists() else f"holds no text ({known})"
             )
+            errors.append(f"{source}: {verb}")
     if errors:
         raise PrepareError("cannot read every source:\n  " + "\n  ".join(errors))
     return files
+
+
+def named_twice(files: list[SourceFile]) -> list[str]:
+    """Paths of the files that several sources hold, or one that is given several times."""
+    counts = Counter(file.path if is_remote(file.path) else os.path.abspath(file.path) for file in files)
+    return [path for path, count in counts.items() if count > 1] if len(counts) < len(files) else []
 
 
 def _without_side_files(files: list[SourceFile], passed_over: PassedOver) -> Iterator[SourceFile]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from llmtrain.data.packing import is_held_out
 from llmtrain.data.partition_maker import unreadable
 from llmtrain.data.partitions import splits
-from llmtrain.data.records import DocumentPiece, SetAside, Slice, read_slice, whole
+from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
 from llmtrain.data.source_files import SourceFile
 from llmtrain.data.token_kinds import token_kind
 from llmtrain.schema.data import PrepareConfig
@@ -27,15 +27,19 @@ def stops_at_bad(config: PrepareConfig) -> bool:
 
 
 def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
-    """Texts of the training split to train a tokenizer on. Bad records are skipped here and reported when the shards are made.
+    """Texts of the training split to train a tokenizer on. Bad records that may be skipped are, and reported when the shards are
+    made.
 
-    Raises PrepareError for a file that cannot be read.
+    Raises PrepareError for what cannot be read and may not be skipped.
     """
     for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, config.text_key):
         read = 0
         try:
             for piece in read_slice(part, config.text_key):
-                if isinstance(piece, DocumentPiece):
+                if isinstance(piece, BadRecord):
+                    if piece.fatal and stops_at_bad(config):
+                        raise unreadable(piece)
+                else:
                     read += len(piece.text)
                     if not is_held_out(piece.name, config.seed, config.validation_fraction):
                         yield piece.text

@@ -18,6 +18,7 @@ from llmtrain.data.shard_index import Index, ShardError, hash_of, verify_shard
 from llmtrain.data.source_files import PrepareError
 from llmtrain.data.storage import list_remote
 from llmtrain.data.stored_stream import StoredStream, read_file, unpack
+from llmtrain.errors import UserError
 
 Progress = Callable[[int], None]
 
@@ -91,7 +92,11 @@ def _shard_files(place: str) -> set[str]:
 
 def folder_faults(folder: Path, samples: dict[str, int]) -> Iterator[str]:
     """Faults of a folder of `prepare` besides its shards. samples: of the index of each split that has one."""
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        yield str(error)
+        return
     if manifest is None:
         return
     for split, counts in manifest["splits"].items():

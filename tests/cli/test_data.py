@@ -240,6 +240,9 @@ def test_the_folder_of_several_streams_is_looked_into_as_one(command, made, tmp_
     wrong = [line for line in text.splitlines() if line.startswith("WRONG: ")]
     assert status == 1 and len(wrong) == 2
     assert f"{streams}/web/validation/" in wrong[0] and f"{streams}/code/validation/index.json: missing" in wrong[1]
+    (streams / "web/manifest.json").write_text("{")
+    status, text, _ = command("verify", streams)
+    assert status == 1 and f"WRONG: {streams}/web/manifest.json: " in text and f"{streams}/code/validation" in text
     status, _, said = command("verify", tmp_path)
     assert status == 2 and "of one stream or of several" in said
 

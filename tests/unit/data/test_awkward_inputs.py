@@ -89,6 +89,14 @@ EXACT: dict[str, tuple[str, bytes, list[str]]] = {
         zstandard.compress(lines(TEXTS[:3])) + zstandard.compress(lines(TEXTS[3:])),
         TEXTS,
     ),
+    "zstandard with frames without content": (
+        "a.zst",
+        b"P*M\x18\x02\0\0\0ab"
+        + zstandard.compress(lines(TEXTS[:3]))
+        + b"_*M\x18\0\0\0\0"
+        + zstandard.compress(lines(TEXTS[3:])),
+        TEXTS,
+    ),
     "gzip under a wrong name": ("a.jsonl", gzip.compress(lines()), TEXTS),
     "Windows' line ends": ("a.jsonl", lines(end="\r\n"), TEXTS),
     "blank lines and no line end": ("a.jsonl", (b"\n\n" + lines().replace(b"\n", b"\n \n")).rstrip(), TEXTS),

@@ -160,6 +160,11 @@ def test_a_bad_record_is_named_with_file_and_line(records, settings, monkeypatch
     assert not Path(settings(records).out).exists()
 
 
+def test_a_wrong_key_is_said_before_a_tokenizer_is_trained_on_nothing(records, settings):
+    with pytest.raises(PrepareError, match=r"records\.jsonl:1: has no key 'body'"):
+        prepare(settings(records, text_key="body", vocab_size=400), progress=False)
+
+
 def test_bad_records_can_be_skipped_and_are_named(records, settings):
     lines = records.read_bytes().splitlines()
     lines[4] = lines[150] = b"oops"

@@ -10,7 +10,7 @@ import pytest
 from llmtrain.data import records as records_module
 from llmtrain.data import source_sample
 from llmtrain.data.records import BadRecord, SetAside, Slice, read_slice, whole
-from llmtrain.data.source_files import PassedOver, PrepareError, list_files
+from llmtrain.data.source_files import PassedOver, PrepareError, list_files, named_twice
 from llmtrain.data.source_sample import sample_slices
 
 
@@ -52,8 +52,19 @@ def test_a_folder_gives_its_text_by_name_without_hidden_and_cached_files(tmp_pat
 def test_every_missing_source_is_named_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(PrepareError) as error:
-        list_files([str(tmp_path / "no1"), str(tmp_path / "empty"), "stdlib", str(tmp_path / "no2")])
-    assert all(name in str(error.value) for name in ("no1: No such file", "empty: holds no text", "no2: No such file"))
+        list_files([str(tmp_path / name) for name in ("no1", "empty", "*.gz", "no2")] + ["stdlib"])
+    said = ("no1: No such file", "empty: holds no text", "*.gz: matches no file", "no2: No such file")
+    assert all(name in str(error.value) for name in said)
+
+
+def test_files_of_several_sources_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / "texts" / name).write_text("x")
+    files = list_files(["texts", str(tmp_path / "texts/b.txt"), "texts/../texts/*.txt"])
+    assert [Path(path).name for path in named_twice(files)] == ["a.txt", "b.txt", "c.txt"]
+    assert [Path(path).name for path in named_twice(files[:4])] == ["b.txt"] and named_twice(files[:3]) == []
 
 
 def test_stdlib_is_python_sources_without_tests():
