@@ -167,17 +167,18 @@ def plot(file: Path, found: list[Times]) -> None:
         for name, colour, label in SERIES:
             if ratios := _ratios(found, operation, name):
                 at = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
-                axis.plot(at, ratios, "o", ms=3.5, color=colour, label=f"{label} ({len(ratios)} cells)")
+                axis.plot(at, ratios, "o", ms=3.5, color=colour, label=label)
         axis.axhline(1.0, color="black", lw=0.8)
-        axis.set_title(operation, fontsize=10)
+        axis.set_title(f"{operation} ({len(_ratios(found, operation, 'ours'))} cells)", fontsize=9)
         axis.set_xticks([])
         axis.set_yscale("log")
         axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
         axis.minorticks_off()
         axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize=7, loc="upper left")
     axes[0][0].set_ylabel("best public time / time, forward + backward\n(above 1: faster)", fontsize=8)
     figure.supxlabel("cells, in the order of the ratio", fontsize=8)
+    # Below all panels, where it covers no points. Attention, the first, has every series.
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="lower right", ncols=len(SERIES), frameon=False)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
 
