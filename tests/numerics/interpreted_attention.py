@@ -109,6 +109,9 @@ FORMS = {
     "both": {"dv_first": True, "single_loop": True},
     "split": {"split": True},
     "split, single_loop": {"split": True, "single_loop": True},
+    "one loop": {"one_loop": True},
+    "one loop, dv first": {"one_loop": True, "dv_first": True},
+    "one loop, split": {"one_loop": True, "split": True},
     "padded": {"part": 64},
 }
 
@@ -121,9 +124,9 @@ def test_every_form_of_a_kernel(form, name, monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("single_loop", [False, True])
-def test_a_program_takes_any_number_of_the_heads_that_share_keys(heads, single_loop, monkeypatch):
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, single_loop=single_loop))
+@pytest.mark.parametrize("form", [{}, {"single_loop": True}, {"one_loop": True}], ids=str)
+def test_a_program_takes_any_number_of_the_heads_that_share_keys(heads, form, monkeypatch):
+    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **form))
     monkeypatch.setattr(kernels.Call, "_heads_of_a_program", lambda *_: heads)
     assert_agree(Case(16, 8, 2, window=20, alibi=True, packed=(20, 30, -5)), 2, 61)
 

@@ -123,12 +123,14 @@ class Case:
 
 def _forms(part: str, launch: Launch, head_dim: int) -> list[dict[str, Any]]:
     """Forms of a kernel beside the plain one; see triton_launch.Launch."""
+    one = {"one_loop": True}
     if part != "dkdv":
-        return []
+        return [one]
     if head_dim <= 128:
-        return [{"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True))]
+        return [one, *({"single_loop": m, "dv_first": d} for m, d in ((False, True), (True, False), (True, True)))]
     split = {"split": True, "single_loop": True}
-    return [{"single_loop": True, "dv_first": True}, split, *[{**split, "dv_block_m": 64}] * (launch.block_m < 64)]
+    found = [one, {"single_loop": True, "dv_first": True}, split, {"split": True, **one}]
+    return [*found, *[{**split, "dv_block_m": 64}] * (launch.block_m < 64)]
 
 
 def _parts(head_dim: int) -> list[int | None]:

@@ -280,7 +280,7 @@ class Call:
             attention_dkdv[grid](
                 q_rows, k, v, dout_rows, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
                 *self._strides(), *do_strides, *sizes, self.scale, **fixed,
-                HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop, **results,
+                HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop or one.one_loop, **results,
             )  # fmt: skip
         return (dk, dv) if heads == self.group else (self._sum_groups(dk), self._sum_groups(dv))
 
@@ -319,6 +319,7 @@ class Call:
             "BLOCK_N": launch.block_n,
             "NUM_STAGES": launch.num_stages,
             "USE_TMA": use_tma,
+            "ONE_LOOP": launch.one_loop,
             # Both have the accuracy of fp32.
             "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
         }

@@ -35,7 +35,7 @@ def attention_dq(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """dq and delta = rowsum(dout * out) - dlse. Program: tile of queries x (sequence, head), as in the forward kernel.
 
@@ -78,26 +78,34 @@ def attention_dq(
     first, last = visible_range(i, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, LOOK_BACK, LOOK_AHEAD)
     acc = zeros(BLOCK_M, PARTS)
-    if LOWER:
-        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
+    if ONE_LOOP:
+        for start in tl.range(a, end, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
                 acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c),
             )  # fmt: skip
-    for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
-        acc = _add_dq(
-            acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
-            i, begin, first, last, scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-        )  # fmt: skip
-    if UPPER:
-        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+    else:
+        if LOWER:
+            for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
+                acc = _add_dq(
+                    acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+                    i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                )  # fmt: skip
+        for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
                 acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
-                i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                i, begin, first, last, scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
+        if UPPER:
+            for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+                acc = _add_dq(
+                    acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+                    i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                )  # fmt: skip
     store_rows(dq, acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
 
 
@@ -107,6 +115,7 @@ def _add_dq(
     i, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    edge=None,
 ):  # fmt: skip
     """Add one tile of keys and values to acc = dS K."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
@@ -119,7 +128,7 @@ def _add_dq(
     visible = in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER)
     weight, d_softcap = _weights(
         score, lse_log2[:, None], (j - begin)[None, :], i[:, None] - j[None, :], visible,
-        scale, softcap, slopes, slope, MASKED, CAUSAL,
+        scale, softcap, slopes, slope, MASKED, CAUSAL, edge,
     )  # fmt: skip
     dscore = weight * (dweight - sums[:, None])
     if softcap is not None:
@@ -136,7 +145,7 @@ def attention_dkdv(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over HEADS query heads that share keys. Program: tile of BLOCK_N keys x (sequence, HEADS query heads).
 
@@ -145,7 +154,7 @@ def attention_dkdv(
     gradients are then left operands, from registers. The early keys, which the most queries see, start first.
 
     DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
-    in one loop, which takes fewer registers than one loop with masks and one without.
+    in one loop, which takes fewer registers than one loop with masks and one without; with ONE_LOOP those alone that need it.
     """
     # The queries that see a key: the other direction in time.
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
@@ -189,7 +198,7 @@ def attention_dkdv(
         dk_acc, dv_acc, a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, k_tile, v_tile, q, dout, lse, delta,
         q_token, q_head, do_token, do_head,
         batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
-        BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+        BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV, b if ONE_LOOP else None, c,
     )  # fmt: skip
     if UPPER and not SINGLE_LOOP:
         dk_acc, dv_acc = _add_queries(
@@ -210,9 +219,10 @@ def _add_queries(
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, NUM_STAGES: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, b=None, c=None,
 ):  # fmt: skip
-    """Add the tiles of queries from `start` to `end` of the heads from `head` on to dk_acc and dv_acc.
+    """Add the tiles of queries from `start` to `end` of the heads from `head` on to dk_acc and dv_acc. b, c: with MASKED, the mask
+    is needed before b and from c on; None: everywhere.
 
     One loop over heads and tiles: Triton does not pipeline a loop across the iterations of another.
     """
@@ -222,6 +232,7 @@ def _add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
                 batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
                 MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
+                None if b is None else (at < b) | (at >= c),
             )  # fmt: skip
     else:
         at = start
@@ -230,6 +241,7 @@ def _add_queries(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
                 batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
                 MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
+                None if b is None else (at < b) | (at >= c),
             )  # fmt: skip
             at += BLOCK_M
             head += tl.where(at < end, 0, 1)
@@ -243,7 +255,7 @@ def _add_dkdv(
     j, begin, first, last, scale, softcap, slopes, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DV_FIRST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DV_FIRST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, edge=None,
 ):  # fmt: skip
     """Add one tile of queries to dk_acc = dS^T Q and dv_acc = P^T dO."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
@@ -266,7 +278,7 @@ def _add_dkdv(
     visible = in_range(i[None, :], first[:, None], last[:, None], LOWER, UPPER)
     weight, d_softcap = _weights(
         score, lse_log2[None, :], (j - begin)[:, None], i[None, :] - j[:, None], visible,
-        scale, softcap, slopes, slope, MASKED, CAUSAL,
+        scale, softcap, slopes, slope, MASKED, CAUSAL, edge,
     )  # fmt: skip
     if DV_FIRST or not DK:
         dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
@@ -297,6 +309,7 @@ def _weights(
     slope,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    edge=None,
 ):
     """exp(score - lse) from q k^T, and the softcap's derivative; for scores with queries or with keys as rows.
 
@@ -313,7 +326,10 @@ def _weights(
     elif slopes is not None:
         score = score - slope * tl.abs(distance)
     weight = tl.exp2(score - lse_log2)
-    if MASKED:
+    if edge is not None:
+        if edge:
+            weight = tl.where(visible, weight, 0.0)
+    elif MASKED:
         # After the exponential, which is infinite for a query that sees nothing (lse = -inf).
         weight = tl.where(visible, weight, 0.0)
     return weight, d_softcap

@@ -35,13 +35,14 @@ def attention_forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Attention forward: out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
     lse: [batch, n_heads, T] in fp32. USE_TMA: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
-    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N.
+    scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N. ONE_LOOP: all tiles in one loop, in which a branch masks
+    those that need it, instead of a loop for those and one for the others: Triton fills the pipeline once.
     """
     LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
     LOOK_AHEAD: tl.constexpr = 0 if CAUSAL else LOOK_BACK
@@ -71,26 +72,34 @@ def attention_forward(
     acc = zeros(BLOCK_M, PARTS)
     row_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if LOWER:
-        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
+    if ONE_LOOP:
+        for start in tl.range(a, end, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c),
             )  # fmt: skip
-    for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
-        acc, row_max, row_sum = attend_tile(
-            acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-            scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-        )  # fmt: skip
-    if UPPER:
-        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+    else:
+        if LOWER:
+            for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
+                acc, row_max, row_sum = attend_tile(
+                    acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+                    scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                )  # fmt: skip
+        for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-                scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
+        if UPPER:
+            for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+                acc, row_max, row_sum = attend_tile(
+                    acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+                    scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                )  # fmt: skip
 
     # A query that sees no key gets zeros, and -inf.
     out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
@@ -107,8 +116,11 @@ def attend_tile(
     scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    edge=None,
 ):  # fmt: skip
-    """Add one tile of keys and values, from row `start` on, to (acc, row_max, row_sum)."""
+    """Add one tile of keys and values, from row `start` on, to (acc, row_max, row_sum). edge: with MASKED, True if this tile
+    needs the mask; None: it does.
+    """
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
     start = tl.multiple_of(start, BLOCK_N)
     j = start + tl.arange(0, BLOCK_N)
@@ -125,7 +137,10 @@ def attend_tile(
         score += (slope * (j - begin))[None, :]
     elif slopes is not None:
         score -= slope * tl.abs(i[:, None] - j[None, :])
-    if MASKED:
+    if edge is not None:
+        if edge:
+            score = tl.where(in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER), score, float("-inf"))
+    elif MASKED:
         score = tl.where(in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER), score, float("-inf"))
     if softcap is None and slopes is None:
         # Scaled after the maximum, so that scaling and subtraction are one instruction.
