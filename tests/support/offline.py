@@ -4,24 +4,21 @@ the kernels of cached decoding and of evaluation, whose launches are in their co
     python -m tests.support.offline --update [--arch sm90 ...] [--all] [--workers N]
 
 tests/data/compiled.json says for each row and what it is asked to do: registers, shared memory, spills, occupancy, on
-Hopper whether the compiler serialized its products, and a hash of all that the answer depends on. --update compiles what
-is new or whose hash has changed (--all: everything), prints what does not fit, and writes the file and each row's
-`shared`. AMD rows are compiled with buffer operations on and, at their own shape, off. Nothing here launches a kernel:
+Hopper whether the compiler serialized its products, and a hash of what Triton was asked to compile (compile_requests.py).
+--update compiles what is new or whose hash has changed (--all: everything), prints what does not fit, and writes the file
+and each row's `shared`. AMD rows are compiled with buffer operations on and, at their own shape, off. Nothing here launches a kernel:
 AMD's rows have not been run.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
-import hashlib
 import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import shared_limit
 from llmtrain.kernels.tuning_table import Row
 from tests.support import offline_steps
+from tests.support.compile_requests import hashes
 
 ROOT = Path(__file__).parents[2]
 REVIEWED = ROOT / "tests/data/compiled.json"
@@ -53,20 +51,6 @@ WITHOUT_PRODUCTS = (
     "_scale_to_fp16",
     "_prefix_tree_cumsum",
 )
-ALONE = {
-    "attention_step": ("attention/step_triton.py",),
-    "attention_prefix_tree": (
-        "attention/prefix_tree_triton.py",
-        "attention/triton_forward.py",
-        "attention/triton_tiles.py",
-        "sigmoid.py",
-    ),
-    "ssd_step": ("ssd/step_triton.py", "ssd/chunk_cumsum.py"),
-    "ssd_prefix_tree": ("ssd/prefix_tree_triton.py", "ssd/triton_forward.py", "ssd/chunk_cumsum.py"),
-    "conv1d_step": ("conv1d/step_triton.py",),
-    "conv1d_prefix_tree": ("conv1d/prefix_tree_triton.py", "sigmoid.py"),
-}
-"""Files of the kernels whose launches are in their code: of cached decoding, and of packed requests that share prefixes."""
 MEMORY_BOUND = (
     "conv1d",
     "gated_norm",
@@ -93,11 +77,6 @@ class Check:
     @property
     def operation(self) -> str:
         return self.row.kernel.partition(".")[0] if self.row else self.task.case["operation"]
-
-    @functools.cached_property
-    def hash(self) -> str:
-        task = asdict(self.task)
-        return _sha([source(self.operation), json.dumps(task, sort_keys=True)])
 
 
 def checks(arches: Iterable[str] = ARCHES) -> list[Check]:
@@ -239,42 +218,6 @@ def _rival(other: Row, row: Row) -> bool:
     return (other.kernel, other.dtype, other.variant) == (row.kernel, row.dtype, row.variant)
 
 
-@functools.cache
-def source(operation: str) -> str:
-    """A hash of the kernels' code and of what calls them, without comments and docstrings; and of Triton's version."""
-    import triton
-
-    kernels = ROOT / "llmtrain/kernels"
-    files = [kernels / name for name in ALONE[operation]] if operation in ALONE else []
-    files += [] if files else [f for f in sorted((kernels / operation).glob("*.py")) if _of_training(f)]
-    if operation in ("conv1d", "gated_norm", "norm", "ssd"):
-        files.append(kernels / "reduce_partials.py")
-    if operation in ("gated_norm", "norm"):
-        files += [kernels / "row_kernels.py", kernels / "row_tiles.py"]
-    if operation in ("attention", "conv1d", "gated_norm"):
-        files.append(kernels / "sigmoid.py")
-    assert files
-    return _sha([triton.__version__, *(_code(file) for file in files)])
-
-
-def _of_training(file: Path) -> bool:
-    """True for a file of Triton kernels, or of their launches, that is neither of decoding nor of prefix trees."""
-    ours = "import triton" in file.read_text(encoding="utf-8") or file.name.startswith("triton")
-    return ours and file.name not in ("step_triton.py", "prefix_tree_triton.py")
-
-
-def _code(file: Path) -> str:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _sha(texts: list[str]) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
 def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
     """A line of the reviewed table. A kernel compiled more than once, for several arguments: the worst of each."""
     kernels: dict[str, dict[str, int]] = {}
@@ -287,7 +230,7 @@ def entry(check: Check, compiled: Compiled) -> dict[str, Any]:
         known.update({flag: 1 for flag in ("serialized", "narrow") if kernel.get(flag)})
         if taken := max(known.get("tensor_memory", 0), kernel.get("tensor_memory", 0)):
             known["tensor_memory"] = taken
-    return {"hash": check.hash, "failed": compiled.failed, "kernels": kernels}
+    return {"hash": hashed([check])[0], "failed": compiled.failed, "kernels": kernels}
 
 
 def faults(check: Check, found: dict[str, Any]) -> list[str]:
@@ -355,13 +298,24 @@ def reviewed() -> dict[str, Any]:
     return json.loads(REVIEWED.read_text(encoding="utf-8")) if REVIEWED.exists() else {}
 
 
-def stale(wanted: Iterable[Check]) -> list[Check]:
+def stale(wanted: Sequence[Check]) -> list[Check]:
     """Entries that differ from the reviewed table, or that did not compile."""
     known = {key: found["hash"] for key, found in reviewed().items() if not found["failed"]}
-    return [check for check in wanted if known.get(check.key) != check.hash]
+    return [check for check, found in zip(wanted, hashed(wanted), strict=True) if known.get(check.key) != found]
+
+
+_HASHES: dict[str, str] = {}
+
+
+def hashed(wanted: Sequence[Check]) -> list[str]:
+    """Hashes of what each asks to be compiled; kept, as a process of its own makes them."""
+    if new := [check for check in wanted if check.key not in _HASHES]:
+        _HASHES.update(zip((check.key for check in new), hashes([check.task for check in new]), strict=True))
+    return [_HASHES[check.key] for check in wanted]
 
 
 def compile_all(wanted: list[Check], compilers: Compilers) -> Iterator[tuple[Check, dict[str, Any]]]:
+    hashed(wanted)  # all at once
     for i, compiled in compilers.results([check.task for check in wanted]):
         yield wanted[i], entry(wanted[i], compiled)
 
