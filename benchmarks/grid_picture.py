@@ -178,7 +178,9 @@ def plot(file: Path, found: list[Times]) -> None:
     axes[0][0].set_ylabel("best public time / time, forward + backward\n(above 1: faster)", fontsize=8)
     figure.supxlabel("cells, in the order of the ratio", fontsize=8)
     # Below all panels, where it covers no points. Attention, the first, has every series.
-    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="lower right", ncols=len(SERIES), frameon=False)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), fontsize=8, loc="lower right", ncols=len(SERIES), frameon=False
+    )
     figure.tight_layout()
     figure.savefig(file, dpi=130)
 

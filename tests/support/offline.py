@@ -6,8 +6,8 @@ the kernels of cached decoding and of evaluation, whose launches are in their co
 tests/data/compiled.json says for each row and what it is asked to do: registers, shared memory, spills, occupancy, on
 Hopper whether the compiler serialized its products, and a hash of what Triton was asked to compile (compile_requests.py).
 --update compiles what is new or whose hash has changed (--all: everything), prints what does not fit, and writes the file
-and each row's `shared`. AMD rows are compiled with buffer operations on and, at their own shape, off. Nothing here launches a kernel:
-AMD's rows have not been run.
+and each row's `shared`. AMD rows are compiled with buffer operations on and, at their own shape, off. Nothing here launches a
+kernel: AMD's rows have not been run.
 """
 
 from __future__ import annotations

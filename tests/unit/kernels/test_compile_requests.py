@@ -5,14 +5,13 @@ from dataclasses import replace
 from llmtrain.bench.tune.compiling import Task
 from tests.support.compile_requests import hashes
 
-ROTARY = Task(
-    "rotary", {"head_dim": 64, "dtype": "bfloat16"}, "every", {"block_tokens": 32, "block_heads": 8, "num_warps": 4}
-)
+LAUNCH = {"block_tokens": 32, "block_heads": 8, "num_warps": 4}
+ROTARY = Task("rotary", {"head_dim": 64, "dtype": "bfloat16"}, "every", LAUNCH)
 
 
 def test_it_depends_on_the_launch_the_case_and_the_architecture_alone():
     others = [
-        replace(ROTARY, launch={**ROTARY.launch, "num_warps": 8}),
+        replace(ROTARY, launch={**LAUNCH, "num_warps": 8}),
         replace(ROTARY, case={**ROTARY.case, "dtype": "float16"}),
         replace(ROTARY, arch="sm80"),
         replace(ROTARY, environment={"AMDGCN_USE_BUFFER_OPS": "0"}),
