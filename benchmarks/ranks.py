@@ -16,16 +16,23 @@ from llmtrain.distributed.world import free_port, initialize, rank_environment, 
 from llmtrain.schema.config import Config
 
 
-def on_ranks(nproc: int, module: str, *arguments: str) -> dict[str, Any]:
+def on_ranks(nproc: int, module: str, *arguments: str, log: Path | None = None) -> dict[str, Any]:
     """JSON object, of at most some kB, that rank 0 of `python -m MODULE --rank ARGUMENTS` prints last; `failed` with the last line
-    of an error where a rank fails."""
+    of an error where a rank fails.
+
+    log: file for what rank 0 says meanwhile.
+    """
     command, port = [sys.executable, "-m", module, "--rank", *arguments], free_port()
+    threads = str(max((os.cpu_count() or 1) // nproc, 1))
     with tempfile.TemporaryDirectory() as folder:
         errors = [Path(folder) / f"{rank}.txt" for rank in range(nproc)]
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            errors[0] = log
         ranks = [
             subprocess.Popen(
                 command,
-                env={**os.environ, **rank_environment(rank, nproc, port)},
+                env={"OMP_NUM_THREADS": threads, **os.environ, **rank_environment(rank, nproc, port)},
                 stdout=subprocess.PIPE,
                 stderr=error.open("w"),
                 text=True,
@@ -53,7 +60,6 @@ class Training:
 
         from llmtrain.models.causal_lm import CausalLM
         from llmtrain.models.hybrid import HybridLM
-        from llmtrain.train.callbacks.throughput import token_cost
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import compute_dtype, parallelize
         from llmtrain.train.tensor_gradients import TensorGradients
@@ -63,7 +69,6 @@ class Training:
         with torch.device("meta"):
             self.model = HybridLM(config.model, dtype=compute_dtype(train.precision))
         self.causal_lm = CausalLM(self.model, train.loss)
-        self.cost = token_cost(self.model, train, config.data.seq_len, self.device)
         self.segments = parallelize(self.causal_lm, train, self.world, self.device)
         self.model.init_weights(config.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer)

@@ -1,12 +1,13 @@
 """Associative recall over long sequences by a small hybrid, trained by ranks that share sequences and by one: the same curve?
 
-    python -m benchmarks.recall --context 2 [--lengths 64 512 4096 32768] [--steps 500 200 100 100] --out FILE.json
+    python -m benchmarks.recall --context 2 [--lengths 64 512 4096 32768] [--steps 500 200 100 100] [--seeds 1 2] --out FILE.json
     python -m benchmarks.recall --picture FILE.png FILE.json FILE.json …
 
 A sequence is random filler in which PAIRS keys lie anywhere, each with its value behind it; at its end all keys come again, in
 another order, and the value of each is asked for (Arora et al., arXiv:2312.04927). Labels are those values alone. Trained on each
 length in turn, the shortest first, by as many steps of --tokens tokens as --steps says. Data and weights follow from the seed
-alone. FILE.json has the loss of every step, and is written as it goes; context is also the number of ranks.
+alone; seeds run one after the other. FILE.json has the loss of every step, and is written as it goes; context is also the number
+of ranks. The picture has the mean of each context's seeds, in all its files, and the band from the least to the largest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 4096, 32_768])
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 200, 100, 100])
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="of the config")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--picture", nargs="+", type=Path, metavar="FILE")
@@ -58,52 +61,57 @@ def main() -> int:
     if args.rank:
         train(args)
         return 0
-    words = ["--context", str(args.context), "--out", str(args.out), "--lengths", *map(str, args.lengths)]
-    words += [
-        "--tokens",
-        str(args.tokens),
-        "--steps",
-        *map(str, args.steps),
-        *(["--set", *args.set] if args.set else []),
-    ]
-    found = on_ranks(args.context, "benchmarks.recall", *words)
+    words = ["--context", str(args.context), "--out", str(args.out), "--tokens", str(args.tokens)]
+    for name in ("lengths", "steps", "seeds", "set"):
+        if values := getattr(args, name):
+            words += [f"--{name}", *map(str, values)]
+    found = on_ranks(args.context, "benchmarks.recall", *words, log=args.out.with_suffix(".txt"))
     print(json.dumps(found), flush=True)
     return int("failed" in found)
 
 
 def train(args: argparse.Namespace) -> None:
+    """Every seed's run, by every rank. Rank 0 writes all of them after every 50 steps."""
+    runs: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        runs.append({"seed": seed, "steps": []})
+        for device, main in train_seed(args, seed, runs[-1]):
+            if main:
+                args.out.write_text(json.dumps({"context": args.context, "device": device, "runs": runs}))
+    print(json.dumps({str(run["seed"]): [run["steps"][-1]["loss"], run["seconds"]] for run in runs}))
+
+
+def train_seed(args: argparse.Namespace, seed: int, run: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Fills run; yields the device, and whether this is rank 0, after every 50 steps."""
     import torch.distributed as dist
 
     file, overrides = CONFIG
     longest = max(args.lengths)
-    overrides = [*overrides, f"data.seq_len={longest}", f"model.max_seq_len={longest}", *args.set]
+    overrides = [*overrides, f"data.seq_len={longest}", f"model.max_seq_len={longest}", f"seed={seed}", *args.set]
     made = Training(load_config(file, [*overrides, f"train.parallel.context={args.context}"]))
-    lr, rows, began = made.optimizer.param_groups[0]["lr"], [], time.perf_counter()
+    lr, rows, began = made.optimizer.param_groups[0]["lr"], run["steps"], time.perf_counter()
     for length, count in zip(args.lengths, args.steps, strict=True):
         for _ in range(count):
-            ids, labels = batch(len(rows), args.tokens // length, length)
+            ids, labels = batch(len(rows), args.tokens // length, length, seed)
             part = made.own(ids, labels)
             for group in made.optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (len(rows) + 1) / WARMUP)
             # As the trainer weighs losses: FSDP2 averages the ranks' gradients, and the labels are where the questions are.
-            own = int((part["labels"] != -100).sum())
-            share = own / (len(ids) * PAIRS)
+            share = (part["labels"] != -100).sum() / (len(ids) * PAIRS)
             loss = made.step(part, share * made.world.size) * share
             dist.all_reduce(loss)
             rows.append({"length": length, "loss": loss})
-            if made.world.is_main and (len(rows) % 50 == 0 or len(rows) == sum(args.steps)):
-                rows = [row | {"loss": float(row["loss"])} for row in rows]
-                record = {"context": args.context, "device": str(made.device), "steps": rows}
-                args.out.write_text(json.dumps(record | {"seconds": time.perf_counter() - began}))
-    if made.world.is_main:
-        print(json.dumps({"loss": rows[-1]["loss"], "seconds": time.perf_counter() - began}))
+            if len(rows) % 50 == 0 or len(rows) == sum(args.steps):
+                rows[:] = [row | {"loss": float(row["loss"])} for row in rows]
+                run["seconds"] = time.perf_counter() - began
+                yield str(made.device), made.world.is_main
 
 
-def batch(step: int, size: int, length: int) -> Any:
+def batch(step: int, size: int, length: int, seed: int = 1) -> Any:
     """[size, length] tokens and labels of a step: the same on every rank."""
     import torch
 
-    g = torch.Generator().manual_seed(step)
+    g = torch.Generator().manual_seed(seed * 1_000_003 + step)
     body = length - 2 * PAIRS
     ids = torch.randint(KEYS + VALUES, KEYS + VALUES + FILLER, (size, length), generator=g)
     keys = torch.rand(size, KEYS, generator=g).argsort(1)[:, :PAIRS]
@@ -117,19 +125,28 @@ def batch(step: int, size: int, length: int) -> Any:
     return ids, labels
 
 
-def draw(file: Path, runs: list[dict[str, Any]]) -> None:
-    """Losses over steps, averaged over 10."""
+def draw(file: Path, records: list[dict[str, Any]]) -> None:
+    """Losses over steps, averaged over 10: the mean of each context's seeds, and the band from the least to the largest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
-    for run, style in zip(runs, ("-", "--", ":"), strict=False):
-        losses = [row["loss"] for row in run["steps"]]
-        mean = [sum(losses[at : at + 10]) / len(losses[at : at + 10]) for at in range(0, len(losses), 10)]
-        axes.plot(range(5, len(losses) + 5, 10)[: len(mean)], mean, style, label=f"context {run['context']}")
-    steps, top = runs[0]["steps"], math.log(VALUES)
+    for context, style in zip(sorted({record["context"] for record in records}), ("-", "--", ":"), strict=False):
+        runs = [run["steps"] for record in records if record["context"] == context for run in record["runs"]]
+        shortest = min(map(len, runs))
+        places = range(0, shortest, 10)
+        means = [
+            [sum(row["loss"] for row in run[at : at + 10]) / len(run[at : at + 10]) for at in places] for run in runs
+        ]
+        by_place, x = list(zip(*means, strict=True)), [at + 5 for at in places]
+        label = f"context {context}" + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+        (line,) = axes.plot(x, [sum(one) / len(one) for one in by_place], style, label=label)
+        axes.fill_between(
+            x, [min(one) for one in by_place], [max(one) for one in by_place], alpha=0.2, color=line.get_color()
+        )
+    steps, top = records[0]["runs"][0]["steps"], math.log(VALUES)
     for at, row in enumerate(steps):
         if at == 0 or row["length"] != steps[at - 1]["length"]:
             axes.axvline(at, color="0.8", zorder=0)

@@ -86,7 +86,7 @@ class TensorRanks:
 
     def enter(self, own: Tensor) -> Tensor:
         """All tokens from each rank's own, [batch, T / size, ...] -> [batch, T, ...]; gradients are summed on the way back."""
-        return all_gather_tensor_autograd(own.contiguous(), 1, self.group) if self.split_tokens else own
+        return _Gathered.apply(own, self.size, self.group) if self.split_tokens else own
 
     def leave(self, summand: Tensor) -> Tensor:
         """Sums over the ranks, of each rank's own tokens: [batch, T, ...] -> [batch, T / size, ...]."""
@@ -118,8 +118,22 @@ class TensorRanks:
         return everyone.movedim(0, -2).flatten(-2)
 
 
+class _Gathered(torch.autograd.Function):
+    """Gathering of tokens, and scattering on the way back, in the forms that the compiler fuses with the products before and
+    after them (train/async_tensor.py). The functional collectives' own derivatives have others."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, size: int, group: GroupName) -> Tensor:
+        ctx.group = group
+        return _all_tokens(own, size, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_tensor(gradient.contiguous(), "sum", 1, ctx.group), None, None
+
+
 class _Scattered(torch.autograd.Function):
-    """reduce_scatter_tensor_autograd takes no gradient that is a part of a larger tensor, as torch.cat's is."""
+    """The transpose of _Gathered."""
 
     @staticmethod
     def forward(ctx, summand: Tensor, size: int, group: GroupName) -> Tensor:
@@ -128,8 +142,13 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        everyone = all_gather_tensor(gradient.contiguous(), 0, ctx.group)  # gathering along dim 1 does not trace
-        return torch.cat(everyone.chunk(ctx.size), dim=1), None, None
+        return _all_tokens(gradient, ctx.size, ctx.group), None, None
+
+
+def _all_tokens(own: Tensor, size: int, group: GroupName) -> Tensor:
+    """[batch, T / size, ...] -> [batch, T, ...]."""
+    everyone = all_gather_tensor(own.contiguous(), 0, group)  # gathering along dim 1 does not trace
+    return torch.cat(everyone.chunk(size), dim=1)
 
 
 class _Total(torch.autograd.Function):

@@ -100,6 +100,14 @@ class Parallel(Section):
     tensor: PositiveInt = free(1)
     """Tensor parallelism: so many consecutive ranks, best of one node, share every layer: each has some of its heads and channels,
     and between layers some of the tokens. They read the same samples; results are those of one rank."""
+    async_tensor: Literal["auto", "on", "off"] = free("auto")
+    """Compute the exchanges of tensor-parallel ranks piecewise beside the matrix products that they feed or follow, through
+    PyTorch's symmetric memory. auto: where layers are compiled, on NVIDIA GPUs of one node that read each other's memory; a line
+    of the run says so. on: end the run where it cannot be."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.async_tensor == "on" and self.tensor == 1:
+            yield Problem("async_tensor", "on", "has no effect with tensor: 1; use auto")
 
     @property
     def ranks(self) -> int:
@@ -210,6 +218,8 @@ class TrainConfig(Section):
             yield Problem(
                 "activation_checkpointing.type", "budget", "is the compiler's; it needs train.compile: auto or on"
             )
+        if self.parallel.async_tensor == "on" and self.compile == "off":
+            yield Problem("parallel.async_tensor", "on", "is the compiler's; it needs train.compile: auto or on")
         if self.duration.unit == "fraction" or self.duration.value <= 0:
             yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
         if self.microbatch_size != "auto" and self.global_batch_size % self.microbatch_size:

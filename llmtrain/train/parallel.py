@@ -30,6 +30,7 @@ from llmtrain.models.segments import Segments
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
+from llmtrain.train.async_tensor import overlap_products
 from llmtrain.train.host_inputs import HostInputs
 
 
@@ -48,6 +49,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if ranks is not None:
         model.hybrid.split(ranks)
+        overlap_products(ranks, config, world, model.hybrid.platform)
     if config.float8 is not None:
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     if segments is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,7 @@ def uneven(samples: list[dict[str, Any]]) -> batches.Batch:
     return batch
 
 
-def one_step(config: Config, compiled_by: str | None = None, labels: str = "all") -> Step:
+def one_step(config: Config, compiled_by: str | Callable[..., Any] | None = None, labels: str = "all") -> Step:
     """A job: the first step of a run. labels: `all` or `uneven`."""
     observer = Observer(look_inside=config.train.precision != "fp32")
     with ExitStack() as stack:

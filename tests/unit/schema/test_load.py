@@ -257,6 +257,14 @@ ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: at
         ),
         (GOOD, ["train.parallel.tensor=2"], 3, "train.parallel.tensor", "must divide the number of ranks (3)"),
         (GOOD, ["train.parallel={tensor: 2, context: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
+        (GOOD, ["train.parallel.async_tensor=on"], 2, "train.parallel.async_tensor", "no effect with tensor: 1"),
+        (
+            GOOD,
+            ["train.parallel={tensor: 2, async_tensor: on}", "train.compile=off"],
+            2,
+            "train.parallel.async_tensor",
+            "needs train.compile: auto or on",
+        ),
         (GOOD, ["train.parallel.tensor=7"], 7, "train.parallel.tensor", "cannot divide vocab_size = "),
         (GOOD, ["train.parallel.tensor=2", "optimizer={type: muon, lr: 1e-3}"], 2, "optimizer.type", "whole matrices"),
         (
