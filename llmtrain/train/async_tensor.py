@@ -46,12 +46,13 @@ def overlap_products(ranks: TensorRanks, config: TrainConfig, world: World, plat
     Every rank calls this, before it compiles. Raises UserError where it is asked for and cannot be.
     """
     setting = config.parallel.async_tensor
-    torch._inductor.config._micro_pipeline_tp = False
     if setting == "off":
         return False
     reason = refusal(config, world, platform) or _reason_of_group(ranks)
     if reason is None:
-        torch._inductor.config._micro_pipeline_tp = True
+        from torch._inductor import config as inductor
+
+        inductor._micro_pipeline_tp = True  # of groups with symmetric memory: a later run without is not concerned
         # Of collectives without a product beside them, as the sums of a norm that several ranks share.
         logging.getLogger(_COMPILER).setLevel(logging.ERROR)
         run_log.info("tensor parallelism: collectives of compiled layers run beside their products (async_tensor)")

@@ -7,11 +7,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch._inductor import config as inductor
 from torch.distributed import _symmetric_memory
 
 from llmtrain.schema.config import Config
@@ -40,7 +42,7 @@ def one_fused_step(config: Config) -> tuple[Step, list[Counter[str]]]:
         graphs.append(Counter(str(node.target) for node in graph.graph.nodes))
         return make_boxed_func(graph)
 
-    backend = functools.partial(compile_fx, inner_compile=inner)
+    backend = functools.partial(compile_fx, inner_compile=cast("Any", inner))
     with operators_on_cpus(), patch("llmtrain.train.parallel.overlap_products", overlapped):
         step = one_step(config, backend)
     return step, graphs
@@ -48,7 +50,7 @@ def one_fused_step(config: Config) -> tuple[Step, list[Counter[str]]]:
 
 def overlapped(*_: object) -> None:
     """The compiler told, as on GPUs; one_step's ranks compile nothing else."""
-    torch._inductor.config._micro_pipeline_tp = True
+    inductor._micro_pipeline_tp = True
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def operators_on_cpus() -> Iterator[None]:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     library.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
-    with _symmetric_memory._test_mode(), torch._inductor.config.patch(_micro_pipeline_tp=False):
+    with _symmetric_memory._test_mode(), inductor.patch(_micro_pipeline_tp=False):
         yield
     library._destroy()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
@@ -63,7 +64,7 @@ def test_only_gpus_of_the_own_group_must_reach_each_other(reachable):
 def said(caplog) -> Iterator[pytest.LogCaptureFixture]:
     """What the run says. The compiler's setting is put back after the test."""
     caplog.set_level("INFO", "llmtrain.run")
-    with torch._inductor.config.patch(_micro_pipeline_tp=False):
+    with inductor.patch(_micro_pipeline_tp=False):
         yield caplog
 
 
@@ -77,13 +78,13 @@ def test_auto_goes_on_without_and_on_does_not(said):
     ]
     with pytest.raises(UserError, match=r"train\.parallel\.async_tensor = on: .* no GPUs .*; use auto or off"):
         overlap_products(ranks, train("on"), PAIR, CPU)
-    assert not torch._inductor.config._micro_pipeline_tp
+    assert not inductor._micro_pipeline_tp
 
 
 @pytest.mark.parametrize("reason", [None, "no symmetric memory"])
 def test_the_group_is_tried_before_the_compiler_is_told(said, reachable, monkeypatch, reason: str | None):
     monkeypatch.setattr(async_tensor, "_reason_of_group", lambda ranks: reason)
     overlaps = overlap_products(TensorRanks(1, 2), train(), PAIR, NVIDIA)
-    assert overlaps == torch._inductor.config._micro_pipeline_tp == (reason is None)
+    assert overlaps == inductor._micro_pipeline_tp == (reason is None)
     (message,) = said.messages
     assert (reason or "run beside their products") in message
