@@ -32,7 +32,7 @@ from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
-from llmtrain.models.float8_products import Float8Product, float8_products
+from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.attention import Attention
@@ -273,6 +273,9 @@ def _products_with_uses(model: HybridLM, config: Float8Config) -> Iterator[tuple
 
 
 def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
+    """Raises UserError for a pattern of train.float8.exclude that matches nothing."""
+    if problems := list(exclude_problems(config, float8_products(model, config))):
+        raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
     work, left_out = {True: 0, False: 0}, {}
     for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used

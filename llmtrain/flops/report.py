@@ -34,7 +34,10 @@ def print_description(description: Description, config: Config, console: Console
         console.print(_groups(d))
         _note(console, "Where several entries match, each setting is that of the last entry which gives it.")
     if d.float8 is not None:
-        console.print(_float8(d.float8))
+        products = f"{share(d.float8.share)} of the linear layers' products"
+        console.print(f"[bold]float8 ({d.float8.recipe}): {products}[/]", soft_wrap=True)
+        if d.float8.left_out:
+            console.print(_float8(d.float8))
         _note(console, "MFU stays a share of the bf16 peak, so it compares with that of a run in bf16.")
     console.print(_flops(d))
     _note(
@@ -123,9 +126,7 @@ def _groups(d: Description) -> Table:
 
 
 def _float8(float8: Float8Description) -> Table:
-    table = _table(
-        f"float8 ({float8.recipe}): {share(float8.share)} of the linear layers' products", "left in bf16", ""
-    )
+    table = _table("left in bf16", "", "")
     for layers, reason in float8.left_out:
         table.add_row(escape(layers), reason)
     return table
@@ -154,7 +155,7 @@ def _memory(d: Description, config: Config) -> Table:
     rows = {
         f"weights ({train.precision}, {d.sharding} sharding over {d.shard_ranks}{divided})": d.memory.weights,
         "gradients": d.memory.gradients,
-        f"optimizer ({config.optimizer.title})": d.memory.optimizer,
+        f"optimizer ({config.optimizer.title}{', in host memory' if d.host_state else ''})": d.memory.optimizer,
         **({"moving average of the weights": d.memory.average} if train.ema else {}),
         f"activations, estimated (microbatch {d.microbatch_size} x {config.data.seq_len}{shared}, "
         f"checkpointing {d.checkpointing})": d.memory.activations,

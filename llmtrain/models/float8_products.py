@@ -35,7 +35,7 @@ def float8_products(model: nn.Module, config: Float8Config) -> dict[str, Float8P
 
 
 def exclude_problems(config: Float8Config, products: Mapping[str, object]) -> Iterator[Problem]:
-    """Patterns that match no linear layer, and a config that leaves nothing in float8. products: of `float8_products`."""
+    """Patterns that match no linear layer. products: of `float8_products`."""
     for i, pattern in enumerate(config.exclude):
         if not any(fnmatchcase(name, pattern) for name in products):
             examples = ", ".join(list(products)[:3])

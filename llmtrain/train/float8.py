@@ -9,6 +9,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform, float8_refusal
+from llmtrain.logs import run_log
 from llmtrain.models.float8_products import exclude_problems, float8_products
 from llmtrain.models.sections.float8 import Float8Config
 
@@ -42,6 +43,11 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
         kind = CastOnceProjection
 
     chosen = {name for name, product in products.items() if product.left_out is None}
+    if not chosen:
+        why = ", ".join(sorted({product.left_out or "" for product in products.values()}))
+        run_log.warning(
+            f"train.float8 has no effect: every product stays in bf16 ({why}; `llmtrain describe` names them)"
+        )
     evenly = {name for name in chosen if products[name].d_out % shards == 0} if config.gathers else set()
     for names, all_gather in ((chosen - evenly, False), (evenly, True)):
         if names:

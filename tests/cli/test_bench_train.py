@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,15 +16,33 @@ from llmtrain.cli import main
 from tests.support.tiny import tiny_settings
 
 
+def test_sigterm_ends_the_run_that_is_measured(tmp_path, monkeypatch):
+    """It is a session of its own, which the signal does not reach."""
+    write_sweep(tmp_path, {"precisions": ["fp32"]})
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -TERM {os.getpid()}\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "train", str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def write_sweep(folder: Path, sweep: dict[str, Any]) -> None:
+    """FOLDER/sweep.yaml, of one tiny model."""
+    (folder / "tiny.yaml").write_text(json.dumps(tiny_settings(folder / "none", folder / "run")), encoding="utf-8")
+    sweep = {"models": [str(folder / "tiny.yaml")]} | sweep
+    (folder / "sweep.yaml").write_text(json.dumps(sweep), encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_a_sweep_trains_measures_and_leaves_only_its_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "tiny.yaml").write_text(
-        json.dumps(tiny_settings(tmp_path / "none", tmp_path / "run")), encoding="utf-8"
-    )
-    sweep = {"models": [str(tmp_path / "tiny.yaml")], "precisions": ["fp32"], "steps": 3, "warmup": 2}
-    sweep |= {"gpus": [1, 2], "settings": ["train.microbatch_size=auto"]}
-    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep), encoding="utf-8")
+    settings = ["train.microbatch_size=auto"]
+    write_sweep(tmp_path, {"precisions": ["fp32"], "steps": 3, "warmup": 2, "gpus": [1, 2], "settings": settings})
     out = tmp_path / "out"
     assert main(["bench", "train", str(tmp_path / "sweep.yaml"), "--out", str(out)]) == 0, capsys.readouterr().out
     rows = list(csv.DictReader((out / "results.csv").open()))

@@ -215,6 +215,19 @@ def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):
     assert float8["share"] == pytest.approx(1 - 9 * (2560 + 20480) * 128 / weights)
 
 
+def test_a_pattern_of_layers_to_leave_out_that_matches_none_is_refused(capsys):
+    assert main(["describe", "pretrain/mpt-1b", "train.float8={exclude: [blocks.*.mixer.in_proj]}"]) == 2
+    assert "train.float8.exclude.0 = blocks.*.mixer.in_proj: matches no linear layer" in capsys.readouterr().err
+
+
+def test_optimizer_state_in_host_memory_is_told_apart_from_the_gpus(capsys):
+    offload = ["optimizer.offload=true", "train.microbatch_size=1", "train.activation_checkpointing.type=full"]
+    assert main(["describe", "pretrain/mpt-1b", *offload]) == 0
+    found = capsys.readouterr().out
+    assert "optimizer (AdamW, in host memory)" in found
+    assert "host memory of a rank" in found and "9.805 GiB" in found
+
+
 def test_a_model_that_does_not_fit_says_so(capsys):
     assert main(["describe", str(PRETRAIN / "mpt-70b.yaml"), "--gpu", "h200"]) == 0
     assert "more than the GPU has" in capsys.readouterr().out

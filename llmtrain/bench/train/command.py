@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.bench.machine import facts
-from llmtrain.bench.train.measure import measure
+from llmtrain.bench.train.measure import ending_on_sigterm, measure
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
 from llmtrain.flops.count import count_parameters
@@ -23,6 +23,11 @@ RESULTS, TABLE, SHEET, PICTURE = "results.jsonl", "results.md", "results.csv", "
 
 def run(args: argparse.Namespace, measure: Measure = measure) -> int:
     """Measures every case and writes the results after each. Returns 0, or 1 if a case has no figure."""
+    with ending_on_sigterm():
+        return _run(args, measure)
+
+
+def _run(args: argparse.Namespace, measure: Measure) -> int:
     out: Path = args.out
     sweep = load_sweep(args.file)
     wanted = cases(sweep, out)  # all are checked before the first is run

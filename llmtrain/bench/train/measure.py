@@ -10,7 +10,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,21 @@ from llmtrain.train.settled import FILE, read_settled
 
 _POLL_SECONDS = 0.5
 _STEP = "throughput/step_seconds"
+
+
+_TERMINATED = threading.Event()
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process by SystemExit, and before that the run that `measure` watches: it is a session of its own, which
+    the signal does not reach. The handler raises nothing itself, which might be while a run starts."""
+    before = signal.signal(signal.SIGTERM, lambda *_: _TERMINATED.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _TERMINATED.clear()
 
 
 def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
@@ -76,6 +93,8 @@ def _watch(process: subprocess.Popen, metrics: Path, steps: int, deadline: float
     """Metrics of the first `steps` steps that have a duration; fewer if the run ends or time is over."""
     rows: list[dict[str, float]] = []
     while len(rows) < steps and time.monotonic() < deadline:
+        if _TERMINATED.is_set():
+            sys.exit(143)
         ended = process.poll() is not None
         with contextlib.suppress(FileNotFoundError):
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
