@@ -291,7 +291,7 @@ def test_a_line_of_100_mb_is_read_exactly_in_little_memory(write, name):
     tracemalloc.stop()
     expected = f"before{line}behind" if name == "a.jsonl" else f"before\n{line}\nbehind"
     assert found.hexdigest() == hashlib.blake2b(expected.encode()).hexdigest()
-    assert memory < (20 * size if name == "a.jsonl" else size)
+    assert memory < (8 * size if name == "a.jsonl" else size)
 
 
 @pytest.mark.parametrize("case", BAD_RECORDS)
