@@ -15,6 +15,7 @@ from llmtrain.data.shard_index import ShardError, read_index
 from llmtrain.data.source_files import PassedOver, PrepareError, SourceFile
 from llmtrain.data.storage import open_file
 from llmtrain.data.token_kinds import mark_of_side_file
+from llmtrain.logs import log
 from llmtrain.schema.data import PrepareConfig
 
 FORMAT = 3
@@ -22,6 +23,8 @@ FORMAT = 3
 _EARLIER_FORMATS = {1, 2}
 """Versions whose folders are used as they are: 1 packed all sources as one partition, 2 compressed with level 3."""
 MANIFEST = "manifest.json"
+_TOLD_AFTER = 2.0
+"""Seconds of waiting for another process after which it is said."""
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""
 LATER_SETTINGS: dict[str, Any] = {
@@ -221,15 +224,20 @@ def _size(file: Path) -> int | None:
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Lock `out` against other processes that prepare it. Raises PrepareError if its parent cannot be written to."""
-    from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
+    """Lock `out` against other processes that prepare it, and say so where one does. Raises PrepareError if its parent cannot be
+    written to."""
+    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         path = out.parent / f".{out.name}.lock"
         path.touch()  # FileLock waits for ever where no file can be made
         lock = FileLock(path)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=_TOLD_AFTER)
+        except Timeout:
+            log.info(f"another process prepares {out}: waiting for it to end")
+            lock.acquire()
     except OSError as error:
         raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
     try:

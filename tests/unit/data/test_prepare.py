@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import threading
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import zstandard
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from llmtrain.data import partitions
+from llmtrain.data import partitions, prepared_folder
 from llmtrain.data import prepare as prepare_module
 from llmtrain.data.packing import is_held_out
 from llmtrain.data.prepare import PrepareError, prepare
@@ -366,3 +367,16 @@ def test_a_tokenizer_without_a_beginning_is_told(corpus, settings, tmp_path):
     made = settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True)
     with pytest.raises(TokenizerError, match="add_bos_token: the tokenizer has no bos_token"):
         prepare(made)
+
+
+def test_waiting_for_another_process_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(prepared_folder, "_TOLD_AFTER", 0.05)
+    caplog.set_level("INFO")
+    with lock_folder(tmp_path / "out"):
+        waiting = threading.Thread(target=lambda: lock_folder(tmp_path / "out").__enter__())
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert f"another process prepares {tmp_path / 'out'}: waiting" in caplog.text
