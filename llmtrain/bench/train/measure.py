@@ -28,8 +28,8 @@ _TERMINATED = threading.Event()
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM end this process by SystemExit, and before that the run that `measure` watches: it is a session of its own, which
-    the signal does not reach. The handler raises nothing itself, which might be while a run starts."""
+    """Have SIGTERM end this process by SystemExit, and before that the run that `measure` watches, a session of its own, which the
+    signal does not reach. The handler raises nothing itself, which might be while a run starts."""
     before = signal.signal(signal.SIGTERM, lambda *_: _TERMINATED.set())
     try:
         yield
