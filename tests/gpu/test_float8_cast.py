@@ -20,11 +20,10 @@ def bits(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (37, 50), (1000, 4100), (8192, 12288)])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_both_orders_are_those_of_the_reference(shape, source, dtype):
+def test_both_orders_are_those_of_the_reference(shape, dtype):
     x = torch.randn(shape, device="cuda") * torch.rand(shape[1], device="cuda")
-    x = x.to(source)
+    x = x.to(torch.bfloat16)
     scale = torch.finfo(dtype).max / x.abs().max().float()
     found, expected = float8_cast(x, scale, dtype), reference.float8_cast(x, scale, dtype)
     for a, b in zip(bits(*found), bits(*expected), strict=True):
@@ -34,8 +33,13 @@ def test_both_orders_are_those_of_the_reference(shape, source, dtype):
 
 def test_a_nan_makes_the_scale_one():
     """So that a product is NaN, whatever the kernel makes of the number itself."""
-    x = torch.ones(64, 64, device="cuda")
+    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
     x[3, 5] = torch.nan
-    scale = torch.finfo(torch.float8_e4m3fn).max / x.abs().max()
+    scale = torch.finfo(torch.float8_e4m3fn).max / x.abs().max().float()
     rows, _ = float8_cast(x, scale, torch.float8_e4m3fn)
     assert scale.isnan() and (rows.float() / scale).isnan().all()
+
+
+def test_fp32_is_refused():
+    with pytest.raises(AssertionError, match="fp32"):
+        float8_cast(torch.ones(64, 64, device="cuda"), torch.ones((), device="cuda"), torch.float8_e4m3fn)
