@@ -18,8 +18,8 @@ BLOCK_ROWS, BLOCK_COLUMNS, NUM_WARPS = 128, 128, 8
 
 
 def launch_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The reference's results, by one kernel. Products have inputs in bf16: on a GPU fp32 is refused, of whose tiles Triton 3.6 writes
-    a wrong transpose where both sizes are multiples of 16 (seen on an H100)."""
+    """The reference's results, by one kernel. Products have inputs in bf16: on a GPU fp32 is refused, of whose tiles Triton 3.6
+    writes a wrong transpose where both sizes are multiples of 16 (seen on an H100)."""
     assert x.dtype != torch.float32 or not x.is_cuda, "a cast from fp32 is not right on GPUs"
     x = x.contiguous()
     rows, columns = x.shape
