@@ -6,7 +6,7 @@
 MODEL: a folder that `llmtrain export` wrote, or a run's YAML, whose model is exported with weights as at the start of training.
 PYTHON: an interpreter that has vLLM, whose requirements are not llmtrain's; without it ours alone is measured. Random prompts,
 greedy, no early end. All load, compile and answer once beside each other, each in a process of its own, and must fit in the GPU's
-memory together; then one after the other is measured while the others wait. OUT gets serving.json, rewritten after each model,
+memory together (--vllm-options '{"kv_cache_memory_bytes": …}' bounds vLLM's); then one after the other is measured while the others wait. OUT gets serving.json, rewritten after each model,
 serving.png, and each program's output. `same`: the share of rows in which the first eight tokens (--same) are equal.
 """
 
@@ -58,8 +58,10 @@ _VLLM = """
 import json, os, statistics, sys, time
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy decoding draws nothing, and flashinfer is large
+from benchmarks.peers.triton_autotuning import compile_in_threads
 from vllm import LLM, SamplingParams
 
+compile_in_threads()
 job = json.load(open(sys.argv[1]))
 options = {"max_model_len": job["prompt"] + job["new"] + 8, "max_num_seqs": max(job["batch"]), "enable_prefix_caching": False}
 options |= {"skip_tokenizer_init": True} | job["vllm"]
@@ -104,12 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=128, help="new tokens of each row, at least two")
     # Later ones differ where bf16 rounds two likely tokens to the same score.
     parser.add_argument("--same", type=int, default=8, help="tokens of a row that are compared")
+    parser.add_argument(
+        "--start", type=float, default=600, metavar="S", help="seconds until a program must be ready (default 600)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     programs = {"llmtrain": (sys.executable, _OURS)} | ({"vllm": (args.vllm, _VLLM)} if args.vllm else {})
     found, failed = [], False
     started: dict[Path, dict[str, Program]] = {model: {} for model in args.models}
+    limit = time.monotonic() + args.start
     try:
         for model in args.models:
             job = make_job(folder_of(model, args), args)
@@ -117,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 started[model][name] = Program(python, program + _MEASURE, job, args.out / f"{model.stem}-{name}")
         for running in started.values():
             for program in running.values():
-                program.await_line("READY")
+                program.await_ready(limit)
         for model, running in started.items():
             rows: dict[str, list[dict[str, Any]]] = {}
             for name, program in running.items():
@@ -180,7 +186,14 @@ class Program:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [line.removeprefix(beginning) for line in lines if line.startswith(beginning) and line.endswith("\n")]
 
-    def await_line(self, beginning: str, count: int = 1) -> None:
+    def await_ready(self, limit: float) -> None:
+        """Wait until it is ready, or has ended. One that is neither at `limit`, of time.monotonic(), is ended."""
+        while not self.lines("READY") and self.process.poll() is None:
+            if time.monotonic() > limit:
+                self.kill()
+            time.sleep(0.1)
+
+    def await_line(self, beginning: str, count: int) -> None:
         """Wait for so many such lines, or for its end."""
         while len(self.lines(beginning)) < count and self.process.poll() is None:
             time.sleep(0.1)
@@ -238,12 +251,14 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, ScalarFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
     labels = {"tokens_per_second": "tokens/s of whole requests", "further_ms": "ms for a further token"}
     for color, one in enumerate(found):
         for name, style in (("llmtrain", "o-"), ("vllm", "s--")):
-            rows = one.get(name, [])
+            if not (rows := one.get(name)):
+                continue
             for axis, key in zip(axes, labels, strict=True):
                 values = [row[key] for row in rows]
                 axis.plot(
@@ -251,6 +266,12 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
                 )
     for axis, label in zip(axes, labels.values(), strict=True):
         axis.set(xlabel="batch", ylabel=label, xscale="log", yscale="log")
+        batches = sorted({row["batch"] for one in found for row in one.get("llmtrain", [])})
+        axis.xaxis.set_major_locator(FixedLocator(batches))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_minor_locator(NullLocator())
+            one.set_major_formatter(ScalarFormatter())
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     figure.savefig(file, dpi=110)
