@@ -6,8 +6,9 @@
 MODEL: a folder that `llmtrain export` wrote, or a run's YAML, whose model is exported with weights as at the start of training.
 PYTHON: an interpreter that has vLLM, whose requirements are not llmtrain's; without it ours alone is measured. Random prompts,
 greedy, no early end. All load, compile and answer once beside each other, each in a process of its own, and must fit in the GPU's
-memory together (--vllm-options '{"kv_cache_memory_bytes": …}' bounds vLLM's); then one after the other is measured while the others wait. OUT gets serving.json, rewritten after each model,
-serving.png, and each program's output. `same`: the share of rows in which the first eight tokens (--same) are equal.
+memory together (--vllm-options '{"kv_cache_memory_bytes": …}' bounds vLLM's); then one after the other is measured while the
+others wait. OUT gets serving.json, rewritten after each model, serving.png, and each program's output. `same`: the share
+of rows in which the first eight tokens (--same) are equal.
 """
 
 from __future__ import annotations
