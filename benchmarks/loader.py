@@ -165,7 +165,7 @@ _WAIT = "throughput/data_wait_seconds"
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of these words, or of the command line. Settings may stand between options, which argparse itself refuses of a list."""
+    """Arguments of these words, or of the command line. Settings may stand between options, which argparse refuses of a list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     fast = actions.add_parser("speed")

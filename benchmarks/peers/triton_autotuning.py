@@ -13,7 +13,7 @@ from typing import Any
 
 
 def compile_in_threads(threads: int | None = None) -> None:
-    """From here on, in this process. threads: default, one per CPU, at most 16."""
+    """Make every autotuner of this process do so from here on. threads: default, one per CPU, at most 16."""
     from triton.runtime.autotuner import Autotuner
 
     workers = threads or min(16, os.cpu_count() or 1)

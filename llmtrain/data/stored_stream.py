@@ -85,7 +85,7 @@ class StoredStream:
         return Path(place).parent if not is_remote(place) and Path(place).parent.joinpath(MANIFEST).is_file() else None
 
     def is_in(self, folder: Path) -> bool:
-        """Whether it is a split of a prepared folder."""
+        """True if it is a split of that prepared folder."""
         return Path(self.places[0]).parent == folder
 
     @property

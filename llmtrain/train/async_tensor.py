@@ -65,7 +65,7 @@ def overlap_products(ranks: TensorRanks, config: TrainConfig, world: World, plat
 
 
 def _reason_of_group(ranks: TensorRanks) -> str | None:
-    """Why the ranks of the group cannot share memory, or None; the same on each."""
+    """Reason why the ranks of the group cannot share memory, or None; the same on each."""
     from torch.distributed import _symmetric_memory
 
     reason = None

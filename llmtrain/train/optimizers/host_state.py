@@ -173,7 +173,7 @@ class _Copies:
             self.up.wait_stream(self.down)
 
     def follow(self) -> None:
-        """What is brought next is put into memory that the step so far may have used."""
+        """Let what is brought next wait for the step so far, which may have used its memory."""
         if self.up is not None:
             self.up.wait_stream(torch.cuda.current_stream())
 
@@ -186,7 +186,7 @@ class _Copies:
             return found.copy_(host, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event | torch.Event | None:
-        """For what was brought so far: its `wait` has the current stream wait."""
+        """Record an event after what was brought so far, for the current stream to wait for."""
         return self.up.record_event() if self.up is not None else None
 
     def stepped(self) -> None:
