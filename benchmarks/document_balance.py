@@ -1,4 +1,4 @@
-"""How unequal attention's work is among ranks that share packed sequences (train.parallel.context, data.mask_documents): computed.
+"""Attention's work of the slowest of ranks that share packed sequences (train.parallel.context, data.mask_documents), computed.
 
     python -m benchmarks.document_balance [FOLDER] [--tokens 32768 131072] [--context 2 4 8] [--draws 200]
 
