@@ -18,9 +18,9 @@ computation's format (2 in bf16, 4 in fp32):
                  among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
     activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
-                 sequences (train.parallel.context) keep those of their tokens, and of the others what a block gathers
-                 (gathered_bytes); ranks that share layers (train.parallel.tensor), their part, and the whole inputs of mixer
-                 and MLP
+                 sequences (train.parallel.context) keep those of their tokens, what a block computes beside them
+                 (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share layers
+                 (train.parallel.tensor), their part, and the whole inputs of mixer and MLP
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights
 
@@ -164,6 +164,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         saved = block.saved_by_layer(model.d_model, width, model.norm)
         if context > 1:
             saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+            saved += block.kept_in_segments(model.d_model, width)
         if block.mlp is not None and at_once < local / tensor:
             inside = block.mlp.saved_bytes(model.d_model, width).everything - 2 * residual
             parts.append(inside * at_once)

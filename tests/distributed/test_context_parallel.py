@@ -15,6 +15,7 @@ from tests.support.tiny import tiny_config
 MLP = {"type": "swiglu", "d_ff": 24}
 ATTENTION = {"type": "attention", "n_heads": 4, "head_dim": 4, "mlp": MLP}
 MAMBA = {"type": "mamba2", "d_state": 4, "head_dim": 4, "chunk_size": 8}
+DELTA = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 4, "value_head_dim": 6, "negative_eigenvalues": True}
 SHARED = {"type": "shared_attention", "n_heads": 4, "adapter_rank": 2, "position": {"type": "rotary"}, "mlp": MLP}
 MODELS = {
     "mpt": {"blocks": {"a": ATTENTION | {"position": {"type": "alibi"}}}, "layers": "a*2"},
@@ -28,6 +29,12 @@ MODELS = {
             "v": ATTENTION | {"sliding_window": 11, "position": {"type": "rotary"}, "n_kv_heads": 1},
         },
         "layers": "m w v",
+    },
+    "gated deltanet": {"blocks": {"g": DELTA}, "layers": "g*2"},
+    "gated deltanet, shared keys": {"blocks": {"g": DELTA | {"n_key_heads": 2, "d_conv": 3}}, "layers": "g*2"},
+    "gated deltanet hybrid": {
+        "blocks": {"g": DELTA | {"n_key_heads": 1}, "a": ATTENTION, "m": MAMBA},
+        "layers": "g a g m",
     },
 }
 EXACT = 1e-9
@@ -61,8 +68,29 @@ def test_a_document_may_begin_anywhere_relative_to_the_cuts(ranks):
     assert_exact(ranks, 4, [Case(model, 24, samples=25, borders="everywhere", train=train)])
 
 
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=SLOW) for size in (2, 4))])
+def test_a_document_may_begin_anywhere_for_gated_deltanet_too(ranks, size):
+    """Key heads fewer than value heads; an odd length, and the shortest segments."""
+    model = {"blocks": {"g": DELTA | {"n_key_heads": 2}, "a": ATTENTION}, "layers": "g a g"}
+    train = {"parallel": {"context": size}}
+    cases = [Case(model, n, samples=n + 1, borders="everywhere", train=train) for n in (23, 24, 2 * size)]
+    assert_exact(ranks, size, cases)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=SLOW) for size in (3, 4))])
+def test_gated_deltanet_in_fp32_has_the_loss_and_gradients_of_fp64(ranks, size):
+    model = {"blocks": {"g": DELTA | {"n_key_heads": 2}}, "layers": "g*2"}
+    train = {"parallel": {"context": size}}
+    cases = [
+        Case(model, n, borders=borders, train=train, dtype="float32") for n in (97, 160) for borders in (None, 0.05)
+    ]
+    for case, (loss, gradient, parameter) in zip(cases, ranks(size).run(differences, cases)[0], strict=True):
+        assert loss < 1e-5 and gradient < 1e-5, (case, loss, gradient, parameter)
+
+
 def test_segments_may_be_shorter_than_the_convolution_and_the_window(ranks):
-    model = {"blocks": {"m": MAMBA | {"d_conv": 5}, "w": ATTENTION | {"sliding_window": 4}}, "layers": "m w m"}
+    blocks = {"m": MAMBA | {"d_conv": 5}, "w": ATTENTION | {"sliding_window": 4}, "g": DELTA | {"d_conv": 5}}
+    model = {"blocks": blocks, "layers": "m w g m"}
     train = {"parallel": {"context": 4}}
     assert_exact(ranks, 4, [Case(model, 8, train=train), Case(model, 11, borders=0.2, train=train)])
 
@@ -122,7 +150,7 @@ def test_a_run_of_ranks_that_share_sequences_is_that_of_one(ranks, shards, tmp_p
 @pytest.mark.parametrize("kind", ["none", "selective"])
 def test_compiled_blocks_hold_the_collectives(ranks, shards, tmp_path, kind):
     """aot_eager refuses graph breaks as inductor does."""
-    blocks = {"model.blocks.w": ATTENTION | {"sliding_window": 7}, "model.layers": "m s+m w"}
+    blocks = {"model.blocks.w": ATTENTION | {"sliding_window": 7}, "model.blocks.g": DELTA, "model.layers": "m s+m w g"}
     changes = {
         "train.parallel.context": 2,
         "train.compile": "on",

@@ -1,6 +1,7 @@
 """Cases of test_gated_delta_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton import TritonGatedDelta
 from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
 from llmtrain.kernels.platform import Platform
+from llmtrain.models import segments as gathering
+from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
+from llmtrain.models.segments import Segments
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
@@ -101,3 +105,26 @@ def test_strong_decay_gives_finite_gradients():
     assert all(
         torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcome(TritonGatedDelta(SMALL), tensors, None, None)
     )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_segments_are_the_whole_sequence(packed):
+    """Those of a group of one rank, whose values are as many wider as a key has channels."""
+    spec, seq_len = GatedDeltaSpec(4, 2, 20, 12, "float32"), 90
+    tensors, ids = inputs(spec, 2, seq_len, 2.0), documents(2, seq_len) if packed else None
+    rule = SegmentRule.of(Segments(0, 1), seq_len, torch.device("cpu"), ids, conv_width=4)
+    if packed:
+        assert rule.continues is not None and rule.continues[:, 1].any()
+
+    def kernel(q, k, v, decay, beta, initial, ids):
+        y = rule.apply_rule(TritonGatedDelta(SMALL), q, k, v, decay, beta)
+        return y, y.new_zeros(0)
+
+    def whole(*given):
+        y, _ = ReferenceGatedDelta(spec)(*given)
+        return y, y.new_zeros(0)
+
+    with patch.object(gathering, "all_gather_tensor_autograd", lambda own, dim, group: own):
+        found = outcome(kernel, tensors, None, ids)
+    for one, value in zip(found, outcome(whole, [t.double() for t in tensors], None, ids), strict=True):
+        assert (one.double() - value).norm() <= 3e-6 * value.norm()

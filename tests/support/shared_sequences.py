@@ -1,4 +1,4 @@
-"""Losses and gradients of a model whose sequences or layers ranks share, beside those of one rank, in fp64."""
+"""Losses and gradients of a model whose sequences or layers ranks share, beside those of one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ VOCAB = 48
 @dataclass(frozen=True)
 class Case:
     """One forward and backward pass. samples: per context-parallel group; borders: share of tokens that begin a document, or
-    `everywhere`: row i has a border before token i; None: one document per sequence."""
+    `everywhere`: row i has a border before token i; None: one document per sequence. dtype: that the ranks compute in; the one
+    rank computes in fp64."""
 
     model: dict[str, Any]
     seq_len: int
@@ -40,6 +41,7 @@ class Case:
     borders: float | str | None = None
     train: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    dtype: str = "float64"
 
     def model_config(self) -> ModelConfig:
         settings = {"vocab_size": VOCAB, "d_model": 16, "max_seq_len": self.seq_len, **self.model}
@@ -69,7 +71,6 @@ def batch_of(case: Case, groups: int) -> dict[str, torch.Tensor]:
 
 def differences(cases: list[Case]) -> list[tuple[float, float, str]]:
     """A job of every rank: per case the relative difference of the loss, the largest of a gradient, and its parameter."""
-    torch.set_default_dtype(torch.float64)
     try:
         with patch.object(parallel, "init_device_mesh", _mesh):
             return [_difference(case) for case in cases]
@@ -87,10 +88,13 @@ def _difference(case: Case) -> tuple[float, float, str]:
     train = case.train_config()
     world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
     documents = case.borders is not None
+    torch.set_default_dtype(torch.float64)  # in which every rank draws the same batch
     batch = batch_of(case, world.data_size)
 
+    dtype = getattr(torch, case.dtype)
+    torch.set_default_dtype(dtype)
     with torch.device("meta"):
-        shared = HybridLM(case.model_config(), dtype=torch.float64, documents=documents)
+        shared = HybridLM(case.model_config(), dtype=dtype, documents=documents)
     causal_lm = CausalLM(shared, train.loss)
     segments = parallel.parallelize(causal_lm, train, world, torch.device("cpu"))
     shared.init_weights(case.seed)
@@ -112,6 +116,7 @@ def _difference(case: Case) -> tuple[float, float, str]:
     if not world.is_main:
         return 0.0, 0.0, ""
 
+    torch.set_default_dtype(torch.float64)
     alone = HybridLM(case.model_config(), dtype=torch.float64, documents=documents)
     alone.init_weights(case.seed)
     expected = CausalLM(alone, train.loss).loss(batch["input_ids"], batch["labels"], batch.get("document_ids"))
@@ -144,7 +149,7 @@ def random_case(seed: int, world_size: int) -> Case:
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
     return Case(
-        model=_random_model(rng, context, tensor),
+        model=_random_model(rng, tensor),
         seq_len=rng.randint(2 * context, 6 * context + 20),
         samples=rng.randint(1, 3),
         borders=rng.choice([None, 0.05, 0.3]),
@@ -158,7 +163,7 @@ def random_case(seed: int, world_size: int) -> Case:
     )
 
 
-def _random_model(rng: random.Random, context: int, tensor: int) -> dict[str, Any]:
+def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
     positions = [{"type": "none"}, {"type": "alibi"}, {"type": "rotary"}, {"type": "rotary", "fraction": 0.5}]
     mlp = {"type": rng.choice(["gelu", "swiglu"]), "d_ff": 24, "bias": rng.choice([True, False])}
 
@@ -216,9 +221,11 @@ def _random_model(rng: random.Random, context: int, tensor: int) -> dict[str, An
             "n_key_heads": groups_of(n_heads),
             "key_head_dim": 4,
             "value_head_dim": 6,
+            "d_conv": rng.randint(1, 5),
+            "negative_eigenvalues": rng.choice([True, False]),
         },
     }
-    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p"] + (["g a", "g s+g"] if context == 1 else [])
+    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p", "g a", "g s+g", "m g w"]
     chosen = rng.choice(layers)
     return {
         "blocks": {name: block for name, block in blocks.items() if name in chosen},

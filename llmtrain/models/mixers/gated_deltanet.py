@@ -21,9 +21,11 @@ from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, Rule, inverse_softplus_of_log_uniform, log_of_uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
 from llmtrain.models.mixers.mamba2 import CausalConv1d
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
+from llmtrain.models.segments import Segments
 from llmtrain.models.slices import hold
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
@@ -87,6 +89,8 @@ class GatedDeltaNet(Mixer):
         self.platform, self.beta_scale = platform, 2 if block.negative_eigenvalues else 1
         self.block = block
         self._choose(block.spec(config.d_model, dtype_name))
+        self.segment_backend: registry.Backend | None = None
+        self.segment_kernel: Any = None
         keys, values = block.widths()
         self.conv_widths = [keys, keys, values]
         conv = Conv1dSpec(2 * keys + values, block.d_conv, dtype_name, documents)
@@ -133,12 +137,31 @@ class GatedDeltaNet(Mixer):
             registry.resolve("conv1d_step", "auto", conv, self.platform).build(conv, self.platform),
         )
 
-    def forward(self, x: Tensor, context: CachedGatedDeltaNet | Tensor | None = None) -> Tensor:
-        """context: a cache to read on from, or the document ids of a packed batch, [batch, T]."""
-        cached, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+    @property
+    def context_key(self) -> tuple[type, int]:
+        return type(self), self.conv.spec.width
+
+    def enable_segments(self) -> None:
+        """A second kernel: each segment is a sequence of its own, with values beside which its transition is computed."""
+        spec = with_transition(self.spec)
+        self.segment_backend = registry.resolve("gated_delta", self.block.backend, spec, self.platform)
+        self.segment_kernel = self.segment_backend.build(spec, self.platform)
+
+    def segment_context(
+        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> SegmentRule:
+        return SegmentRule.of(segments, seq_len, device, document_ids, self.conv.spec.width)
+
+    def forward(self, x: Tensor, context: CachedGatedDeltaNet | SegmentRule | Tensor | None = None) -> Tensor:
+        """context: a cache to read on from; segments of sequences that ranks share; or the document ids of a packed batch,
+        [batch, T]."""
+        other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
         x = x if self.ranks is None else self.ranks.enter(x)
         qkv, z, b, a = self.in_proj(x).split(self.widths, dim=-1)
-        qkv = self.conv(qkv, ids) if cached is None else cached.convolve(qkv)
+        if isinstance(other, SegmentRule):
+            qkv = other.convolve(self.conv, self.conv.spec.width, qkv)
+        else:
+            qkv = self.conv(qkv, ids) if other is None else other.convolve(qkv)
         q, k, v = qkv.split(self.conv_widths, dim=-1)
         q, k = (t.unflatten(-1, (-1, self.spec.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.spec.value_head_dim))
@@ -147,18 +170,22 @@ class GatedDeltaNet(Mixer):
         beta = self.beta_scale * b.to(wide).sigmoid()
         A_log, dt_bias = self.decay.A_log.to(wide), self.decay.dt_bias.to(wide)
         log_decay = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
-        if cached is None:
-            y = self.kernel(q, k, v, log_decay, beta, document_ids=ids)[0]
+        if isinstance(other, SegmentRule):
+            y = other.apply_rule(self.segment_kernel, q, k, v, log_decay, beta)
+        elif other is not None:
+            y = other.apply_rule(q, k, v, log_decay, beta)
         else:
-            y = cached.apply_rule(q, k, v, log_decay, beta)
+            y = self.kernel(q, k, v, log_decay, beta, document_ids=ids)[0]
         return self.out_proj(self.norm(y.flatten(-2), z))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """Of the rule alone: what segments compute beside it is the price of sharing sequences, and no work of the model's."""
         rule = Flops(scan=self.spec.flops(seq_len))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + rule + self.out_proj.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
-        return set(self.backend.saved_ops)
+        backend = self.backend if self.segment_backend is None else self.segment_backend
+        return set(backend.saved_ops)
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)

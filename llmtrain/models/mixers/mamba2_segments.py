@@ -17,57 +17,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.mixers.segment_convolution import SegmentConvolution
 from llmtrain.models.segments import Segments
 
 _RUNNING_SUM = 128  # numbers summed at a time
 
 
 @dataclass(frozen=True)
-class SegmentScan:
+class SegmentScan(SegmentConvolution):
     """A Mamba-2 layer's context for this rank's segments; the same for all layers with a convolution of this width.
 
     reads: bool [batch or 1, 2, count], True where an own segment sees what a segment adds to the state.
     between: bool [2, count, count], the segments (last) that lie between a segment (second) and an own one (first).
-    Of packed batches, else None: ids: [batch * 2, n], own tokens' documents; conv_ids: the same with those before a segment
-    that the convolution sees; begun_before: bool [batch * 2, n], tokens whose document began before their segment.
+    begun_before: bool [batch * 2, n], of packed batches: tokens whose document began before their segment.
     """
 
-    segments: Segments
     reads: Tensor
     between: Tensor
-    ids: Tensor | None = None
-    conv_ids: Tensor | None = None
     begun_before: Tensor | None = None
 
     @classmethod
     def of(
         cls, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None, conv_width: int
     ) -> SegmentScan:
-        """document_ids: [batch, seq_len] of whole sequences, integers that never fall; None: one document per sequence."""
+        """The arguments of SegmentConvolution.documents."""
         own = torch.tensor(segments.own, device=device)
         places = torch.arange(segments.count, device=device)
         earlier = places < own[:, None]
         between = (places[:, None] < places) & earlier[:, None, :]
-        if document_ids is None:
-            return cls(segments, earlier[None], between)
+        ids, conv_ids = cls.documents(segments, seq_len, document_ids, conv_width)
+        if document_ids is None or ids is None:
+            return cls(segments, ids, conv_ids, earlier[None], between)
         length = seq_len // segments.count
         last = document_ids[:, length - 1 :: length]  # documents at the segments' ends
         before = F.pad(last, (1, 0), value=-1)[:, own]  # and just before the own ones
         reads = earlier & (before[:, :, None] == last[:, None, :])
-        ids = segments.fold(segments.take(document_ids))
-        reach = conv_width - 1
-        # Before the sequence's start there are zeros, whose document does not matter.
-        seen = (own[:, None] * length + torch.arange(-reach, length, device=device)).clamp(min=0)
-        conv_ids = document_ids[:, seen].flatten(0, 1)
-        return cls(segments, reads, between, ids, conv_ids, ids == before.flatten()[:, None])
-
-    def convolve(self, conv: Callable[[Tensor, Tensor | None], Tensor], width: int, x: Tensor) -> Tensor:
-        """Causal convolution, which sees the width - 1 tokens before each segment. x: [batch, 2 * n, channels] -> like x."""
-        reach, length = width - 1, x.shape[1] // 2
-        rows = self.segments.with_before(x, reach)
-        padded = [F.pad(row, (0, 0, reach + length - row.shape[1], 0)) for row in rows]
-        y = conv(torch.stack(padded, dim=1).flatten(0, 1), self.conv_ids)
-        return self.segments.unfold(y[:, reach:])
+        return cls(segments, ids, conv_ids, reads, between, ids == before.flatten()[:, None])
 
     def scan(
         self, kernel: Callable[..., tuple[Tensor, Tensor]], spec: SSDSpec,

@@ -115,6 +115,10 @@ class BlockSection(Section):
         a forward pass; they are kept for the backward pass. width: bytes of an activation. Default: none."""
         return 0.0
 
+    def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:
+        """What training keeps per token beyond `saved_bytes` and `gathered_bytes` where ranks share sequences. Default: nothing."""
+        return SavedBytes(0, 0)
+
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         """The settings that say what the block computes, defaults resolved. norm: model.norm."""
         fields = self.model_dump(exclude={"norm", *self.without_function})

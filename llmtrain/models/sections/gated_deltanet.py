@@ -75,8 +75,27 @@ class GatedDeltaNetBlock(BlockSection):
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
         return Kernel("gated_delta", self.spec(d_model, dtype), self.backend)
 
+    def segments_refusal(self, d_model: int, documents: bool = False) -> None:
+        """No reason: each segment is a sequence of its own for the kernels, and no backend limits the values beside which its
+        transition is computed."""
+
     def divided(self, d_model: int) -> list[Divided]:
         return [Divided("n_heads", self.n_heads), Divided("n_key_heads", self.key_heads, repeats=True)]
+
+    def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
+        """Per segment of the others, of each head in fp32 what it adds to the state and what it makes of it, and the
+        convolution's inputs at its end."""
+        keys, values = self.widths()
+        ends = width * (self.d_conv - 1) * (2 * keys + values)
+        state = self.key_head_dim * (self.value_head_dim + self.key_head_dim)
+        return 2 * (context - 1) * (ends + 4 * self.n_heads * state)
+
+    def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:
+        """Values that are wider by a key's channels, what the rule returns for them, and what it keeps of so many more."""
+        block = self.model_copy(update={"value_head_dim": self.value_head_dim + self.key_head_dim})
+        wider, alone = block._rule_bytes(width), self._rule_bytes(width)
+        beside = [a - b for a, b in zip(wider, alone, strict=True)]
+        return SavedBytes(beside[0] + 2 * width * self.n_heads * block.value_head_dim, beside[1], beside[1])
 
     def describe(self, d_model: int) -> str:
         groups = "" if self.key_heads == self.n_heads else f" ({self.key_heads} key heads)"
@@ -92,17 +111,19 @@ class GatedDeltaNetBlock(BlockSection):
         tokens write and the states. Selective checkpointing keeps in_proj's output, not out_proj's, and what the forward of
         fla's or ours returns.
         """
-        keys, values = self.widths()
-        spec, heads, k, v = self.spec(d_model), self.n_heads, self.key_head_dim, self.value_head_dim
-        chunk = spec.chunk_size
+        (keys, values), heads = self.widths(), self.n_heads
         in_proj = 2 * keys + 2 * values + 2 * heads
         everything = width * (2 * d_model + in_proj + (2 * keys + values) + 2 * keys + 2 * values) + 4 * 3 * heads
+        kept, results = self._rule_bytes(width)
+        return SavedBytes(everything + kept, width * in_proj + results, results)
+
+    def _rule_bytes(self, width: int) -> tuple[float, float]:
+        """Bytes per token that the rule keeps beside its arguments and y, and that its forward returns as one operator."""
+        spec, heads, k, v = self.spec(1), self.n_heads, self.key_head_dim, self.value_head_dim
+        chunk = spec.chunk_size
         if self.backend == "fla":
-            rule = heads * (width * (v + chunk) + 4 * (1 + k * v / chunk))
-            return SavedBytes(everything + heads * (width * chunk + 4), width * in_proj + rule, rule)
+            return heads * (width * chunk + 4), heads * (width * (v + chunk) + 4 * (1 + k * v / chunk))
         if self.backend == "triton":
             kept = heads * width * (chunk + k + v + k * v / chunk)
-            results = kept + heads * (width * v + 4 * k * v / chunk)
-            return SavedBytes(everything + kept, width * in_proj + results, results)
-        rule = 4 * heads * (3 * chunk + 5 * k + 3 * v + (k + 2 * v) * k / chunk)
-        return SavedBytes(everything + rule, width * in_proj)
+            return kept, kept + heads * (width * v + 4 * k * v / chunk)
+        return 4 * heads * (3 * chunk + 5 * k + 3 * v + (k + 2 * v) * k / chunk), 0

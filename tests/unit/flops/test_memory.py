@@ -229,6 +229,20 @@ def test_a_mamba_layer_gathers_states_that_do_not_grow_with_the_sequence():
     )
 
 
+def test_a_gated_deltanet_layer_gathers_what_segments_make_of_states_and_keeps_wider_values():
+    """Of six segments: per head 128 x (256 + 128) numbers in fp32, and 3 inputs of the convolution in bf16. Of each token and
+    head in bf16: 384 values and what is read for them; by our kernels 128 errors more, and the states of chunks of 64."""
+    block = "{g: {type: gated_deltanet, n_heads: 8, n_key_heads: 4, value_head_dim: 256, backend: triton}}"
+    delta = [f"model.blocks={block}", "model.layers=g*2", "model.positions=none"]
+    state, ends = 4 * 8 * 128 * 384, 2 * 3 * (2 * 4 * 128 + 8 * 256)
+    assert gathered_bytes(config(*delta, "train.parallel.context=4")) == 2 * 16 * 6 * (state + ends)
+    whole, shared = (
+        estimate_memory(config(*delta, f"train.parallel.context={context}"), SIZES, 4).activations for context in (1, 4)
+    )
+    beside = 2 * 8 * (2 * 384 + 128 + 128 * 128 / 64)
+    assert shared == whole / 4 + 2 * 16 * 6 * (state + ends) + 2 * 16 * 512 * beside
+
+
 def test_a_window_shorter_than_a_segment_gathers_no_more_than_it_reaches():
     """64 tokens at the end of each of the other ranks' six segments."""
     whole, windows = (

@@ -15,6 +15,7 @@ from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.models.mixers.gated_deltanet_segments import with_transition
 
 CPU = platform.cpu()
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)
@@ -218,3 +219,16 @@ def test_choosing_needs_no_torch():
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("here", [CPU, H200, A100], ids=["cpu", "H200", "A100"])
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 512), (24, 20), (257, 64)])
+def test_segments_of_gated_deltanet_are_read_by_the_backend_that_reads_whole_sequences(here, sizes):
+    """`check`, `describe` and `doctor` name one backend for both: the width of values decides nothing."""
+    spec = GatedDeltaSpec(4, 2, *sizes)
+    for name in ("triton", "fla"):
+        assert registry.refusal("gated_delta", name, spec, here) == registry.refusal(
+            "gated_delta", name, with_transition(spec), here
+        )
+    chosen = (registry.resolve("gated_delta", "auto", one, here).name for one in (spec, with_transition(spec)))
+    assert len(set(chosen)) == 1

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import platform
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models import segments as module
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.mamba2_segments import running_sum
 from llmtrain.models.segments import Segments
 
@@ -64,3 +68,21 @@ def test_the_last_state_of_a_scan_has_a_gradient_in_the_reference():
     _, last = ReferenceSSD(spec)(x, dt, -torch.ones(2), B, C, torch.ones(2), torch.zeros(2))
     last.sum().backward()
     assert x.grad is not None and float(x.grad.abs().min()) > 0
+
+
+@torch.no_grad()
+def test_a_model_that_shares_sequences_still_reads_whole_ones_and_decodes():
+    """In-context evaluation and the sample at a run's end."""
+    block = {"type": "gated_deltanet", "n_heads": 4, "n_key_heads": 2, "key_head_dim": 6, "value_head_dim": 10}
+    settings = {"vocab_size": 50, "d_model": 16, "blocks": {"g": block}, "layers": "g*2"}
+    hybrid = HybridLM(ModelConfig.model_validate(settings), platform.cpu())
+    hybrid.init_weights(1)
+    model = CausalLM(hybrid).eval()
+    ids = torch.randint(50, (2, 23))
+    before = model.logits(ids)
+    hybrid.enable_segments()
+    assert torch.equal(model.logits(ids), before)
+    cache = model.empty_cache(2, 23)
+    model.fill(ids[:, :9], cache)
+    steps = [model.next_logits(ids[:, t : t + 1], cache) for t in range(9, 23)]
+    torch.testing.assert_close(torch.stack(steps, dim=1), before[:, 9:], atol=1e-5, rtol=1e-4)

@@ -294,6 +294,13 @@ def test_ranks_that_cannot_share_sequences_are_told_why(load, text, overrides, w
     assert message in problems(load, text, *overrides, world_size=world_size)[path]
 
 
+def test_ranks_may_share_the_sequences_of_every_type_of_block(load):
+    text = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: gated_deltanet, n_heads: 4}")
+    assert text != GOOD
+    for changed in (GOOD, ATTENTION, text):
+        assert load(changed, "train.parallel.context=2", world_size=8).train.parallel.context == 2
+
+
 def test_groups_of_ranks_that_share_sequences_share_the_batch(load):
     config = load(GOOD, "train.parallel.context=4", world_size=32)
     assert config.grad_accum(32) == 1 and config.grad_accum(4) == 8
