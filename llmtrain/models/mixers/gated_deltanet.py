@@ -179,7 +179,7 @@ class GatedDeltaNet(Mixer):
         return self.out_proj(self.norm(y.flatten(-2), z))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Of the rule alone: what segments compute beside it is the price of sharing sequences, and no work of the model's."""
+        """Count the rule alone: what segments compute beside it is the price of sharing sequences, and no work of the model's."""
         rule = Flops(scan=self.spec.flops(seq_len))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + rule + self.out_proj.flops(seq_len)
 

@@ -14,7 +14,7 @@ from llmtrain.models.segments import Segments
 
 @dataclass(frozen=True)
 class SegmentConvolution:
-    """What a convolution and a recurrence need to know of this rank's segments.
+    """A convolution's context for this rank's segments; the base of a recurrence's.
 
     Of packed batches, else None: ids: [batch * 2, n], own tokens' documents; conv_ids: the same with those before a segment
     that the convolution sees.

@@ -116,7 +116,7 @@ class BlockSection(Section):
         return 0.0
 
     def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:
-        """What training keeps per token beyond `saved_bytes` and `gathered_bytes` where ranks share sequences. Default: nothing."""
+        """Bytes per token that training keeps beyond `saved_bytes` and `gathered_bytes` where ranks share sequences. Default: 0."""
         return SavedBytes(0, 0)
 
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
