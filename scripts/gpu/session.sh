@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
-#   decoding | convergence | curves | compare
+#   decoding | serving | loader | automatic | kept-x2 | convergence | curves | compare
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
@@ -12,6 +12,7 @@
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
 # on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
+# serving wants PYTHON, an interpreter that has vLLM, in VLLM (benchmarks/peers/vllm.py says how); loader wants boto3 among the wheels.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
@@ -19,10 +20,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
-convergence | curves | compare) ;;
+serving | loader | automatic | kept-x2 | convergence | curves | compare) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
-        "decoding, convergence, curves, compare" >&2
+        "decoding, serving, loader, automatic, kept-x2, convergence, curves, compare" >&2
     exit 2
     ;;
 esac
@@ -195,6 +196,50 @@ decoding() {
     step decoding-mpt 200 "$python" -m benchmarks.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
 }
 
+serving() { # two models at a time: what shares the GPU's memory must fit
+    local options='{"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4294967296,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
+    local bench=("$python" -m benchmarks.serving --vllm "${VLLM:?}" --batch 1 8 64 --vllm-options "$options")
+    step serving-mamba2 150 "${bench[@]}" yamls/pretrain/mamba2-1.3b.yaml --out "$work/mamba2" "$@"
+    step serving-hybrids 220 "${bench[@]}" yamls/bench/nemotron-h-1b.yaml yamls/pretrain/zamba2-1.2b.yaml --out "$work/hybrids" "$@"
+}
+
+loader() { # the share of a step spent waiting for data, from a store on this machine that answers after 50 ms
+    step loader-wait 150 "$python" -m benchmarks.loader wait yamls/pretrain/mpt-125m.yaml --steps 36 --shard-mb 2 \
+        train.microbatch_size=64 train.cuda_graphs=on "$@"
+}
+
+automatic() { # microbatch_size: auto and activation_checkpointing: auto beside a sweep by hand
+    local common=(train.precision=amp_bf16 train.sharding.strategy=auto) seq_len name batch sweep
+    for seq_len in 2048 4096 8192; do
+        "$python" -m llmtrain prepare stdlib --out "runs/automatic/$seq_len" --vocab-size 4096 --seq-len $seq_len \
+            --validation-fraction 0 >>"$log" 2>&1
+    done
+    while read -r name batch seq_len sweep; do
+        # shellcheck disable=SC2086
+        step "automatic-$name" 110 "$python" -m benchmarks.automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
+            train.global_batch_size="$batch" data.seq_len="$seq_len" --sweep $sweep --seconds 55 --out "$work/$name.json" "$@"
+    done <<'MODELS'
+mpt-1b 16 2048 none:8,16 selective:16 full:16
+llama3-1b 8 8192 none:2,4 selective:4 full:8
+zamba2-1.2b 8 4096 none:2,4 selective:8 full:8
+mamba2-370m 32 2048 none:8,16 selective:32 full:32
+mpt-3b 8 2048 none:2,4 selective:8 full:8
+MODELS
+}
+
+kept_x2() { # tokens/s per GPU of Zamba2-2.7B on two GPUs and on one, default sharding
+    cat >"$work/sweep.yaml" <<'SWEEP'
+models: [yamls/pretrain/zamba2-2.7b.yaml]
+seq_lens: [4096]
+gpus: [2, 1]
+steps: 20
+warmup: 3
+settings: [train.microbatch_size=1, train.global_batch_size=16, 'train.activation_checkpointing={type: none}']
+SWEEP
+    step kept-zamba2 250 "$python" -m llmtrain bench train "$work/sweep.yaml" --out "$work/zamba2" "$@"
+}
+
 grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file
     public_packages
     local bench=("$python" -m benchmarks.grid --out "$work/grid.csv")
@@ -241,6 +286,7 @@ say "$part, $(git rev-parse --short HEAD 2>/dev/null || echo 'no git'), $(date -
 case $part in
 checkpoint-x2) checkpoint_x2 "$@" ;;
 parallel-x2) parallel_x2 "$@" ;;
+kept-x2) kept_x2 "$@" ;;
 three-columns) three_columns "$@" ;;
 eval)
     three_columns "$@"
