@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in args.models:
             job = make_job(folder_of(model, args), args)
             for name, (python, program) in programs.items():
-                started[model][name] = Program(python, program + _MEASURE, job, args.out / f"{model.stem}-{name}")
+                started[model][name] = Program(python, program + _MEASURE, job, args.out / f"{title(model)}-{name}")
         for running in started.values():
             for program in running.values():
                 program.await_ready(limit)
@@ -131,10 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 try:
                     rows[name] = program.measure()
                 except RunError as error:
-                    print(f"{model.stem}, {name}: {error}", file=sys.stderr, flush=True)
+                    print(f"{title(model)}, {name}: {error}", file=sys.stderr, flush=True)
                     failed = True
             sizes = {"prompt": args.prompt, "new": args.new, "dtype": args.dtype}
-            found.append({"model": model.stem} | sizes | figures(rows, args.new, args.same))
+            found.append({"model": title(model)} | sizes | figures(rows, args.new, args.same))
             (args.out / "serving.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
             if any(name in one for one in found for name in programs):
                 plot(found, args.out / "serving.png")
@@ -144,6 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for program in running.values():
                 program.kill()
     return 1 if failed else 0
+
+
+def title(model: Path) -> str:
+    """The name of an exported model's folder, in which a dot ends nothing, or of a YAML."""
+    return model.resolve().name if model.is_dir() else model.stem
 
 
 def folder_of(model: Path, args: argparse.Namespace) -> Path:

@@ -95,3 +95,10 @@ def test_a_model_that_no_program_serves_is_no_end(tmp_path, monkeypatch):
     assert serving.main([str(tmp_path / "exported"), "--out", str(tmp_path / "out")]) == 1
     (found,) = json.loads((tmp_path / "out" / "serving.json").read_text())
     assert "llmtrain" not in found and not (tmp_path / "out" / "serving.png").exists()
+
+
+def test_a_dot_in_a_folders_name_ends_nothing(tmp_path):
+    for name in ("x-1.2b", "x-1.3b"):
+        (tmp_path / name).mkdir()
+    assert [serving.title(tmp_path / name) for name in ("x-1.2b", "x-1.3b")] == ["x-1.2b", "x-1.3b"]
+    assert serving.title(Path("yamls/pretrain/zamba2-1.2b.yaml")) == "zamba2-1.2b"
