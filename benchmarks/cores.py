@@ -15,6 +15,8 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from llmtrain.errors import exit_with
+
 _BLOCK = bytes(1024)
 _SPIN = "import benchmarks.cores as cores, sys; cores.spin(int(sys.argv[1]), float(sys.argv[2]))"
 _SHARED = 0.85
@@ -104,5 +106,10 @@ def describe() -> str:
     return text
 
 
-if __name__ == "__main__":
+def main() -> int:
     print(describe())
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -13,6 +13,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from llmtrain.errors import UserError
+
 _ZIP = b"PK"
 
 
@@ -29,14 +31,14 @@ def pack_arrays(arrays: Mapping[str, NDArray]) -> bytes:
 
 
 def unpack_arrays(content: bytes) -> dict[str, NDArray]:
-    """The arrays of a file, or of an .npz of earlier versions; they cannot be written to. Raises ValueError for a damaged one."""
+    """The arrays of a file, or of an .npz of earlier versions; they cannot be written to. Raises UserError for a damaged one."""
     try:
         if content.startswith(_ZIP):
             with np.load(io.BytesIO(content)) as file:
                 return dict(file)
         plain = zstandard.ZstdDecompressor().decompress(content)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError) as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     at = 8 + int.from_bytes(plain[:8], "little")
     arrays = {}
     for name, dtype, shape in json.loads(plain[8:at]):

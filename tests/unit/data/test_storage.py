@@ -164,5 +164,6 @@ def test_shards_in_a_store_are_shown_and_verified(server, corpus, settings, monk
     put(server, "prepared/train/stray.00000.mds.zstd", b"x")
     assert main(["data", "verify", address]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
-    assert len(wrong) == 3 and first.name in wrong[0] and f"{second.name}: missing" in wrong[1] and "stray" in wrong[2]
+    assert len(wrong) == 3 and any(first.name in line for line in wrong) and "stray" in wrong[2]
+    assert any(f"{second.name}: missing" in line for line in wrong)
     assert main(["data", "verify", f"s3://{BUCKET}/nothing"]) == 2
