@@ -78,34 +78,27 @@ def attention_dq(
     first, last = visible_range(i, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, LOOK_BACK, LOOK_AHEAD)
     acc = zeros(BLOCK_M, PARTS)
-    if ONE_LOOP:
-        for start in tl.range(a, end, BLOCK_N, num_stages=NUM_STAGES):
+    if LOWER and not ONE_LOOP:
+        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
                 acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c),
-            )  # fmt: skip
-    else:
-        if LOWER:
-            for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
-                acc = _add_dq(
-                    acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
-                    i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-                )  # fmt: skip
-        for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
-            acc = _add_dq(
-                acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
-                i, begin, first, last, scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
-        if UPPER:
-            for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
-                acc = _add_dq(
-                    acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
-                    i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-                )  # fmt: skip
+    # Tiles that need no mask; with ONE_LOOP all of them.
+    for start in tl.range(a if ONE_LOOP else b, end if ONE_LOOP else c, BLOCK_N, num_stages=NUM_STAGES):
+        acc = _add_dq(
+            acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+            i, begin, first, last, scale, softcap, slopes, slope, ONE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
+            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c) if ONE_LOOP else None,
+        )  # fmt: skip
+    if UPPER and not ONE_LOOP:
+        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+            acc = _add_dq(
+                acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
+                i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+            )  # fmt: skip
     store_rows(dq, acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
 
 

@@ -72,34 +72,27 @@ def attention_forward(
     acc = zeros(BLOCK_M, PARTS)
     row_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if ONE_LOOP:
-        for start in tl.range(a, end, BLOCK_N, num_stages=NUM_STAGES):
+    if LOWER and not ONE_LOOP:
+        for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = attend_tile(
                 acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
                 scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c),
-            )  # fmt: skip
-    else:
-        if LOWER:
-            for start in tl.range(a, b, BLOCK_N, num_stages=NUM_STAGES):
-                acc, row_max, row_sum = attend_tile(
-                    acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-                    scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-                )  # fmt: skip
-        for start in tl.range(b, c, BLOCK_N, num_stages=NUM_STAGES):
-            acc, row_max, row_sum = attend_tile(
-                acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-                scale, softcap, slopes, slope, False, CAUSAL, LOWER, UPPER, RAGGED,
                 BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
-        if UPPER:
-            for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
-                acc, row_max, row_sum = attend_tile(
-                    acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
-                    scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                    BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
-                )  # fmt: skip
+    # Tiles that need no mask; with ONE_LOOP all of them.
+    for start in tl.range(a if ONE_LOOP else b, end if ONE_LOOP else c, BLOCK_N, num_stages=NUM_STAGES):
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+            scale, softcap, slopes, slope, ONE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
+            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c) if ONE_LOOP else None,
+        )  # fmt: skip
+    if UPPER and not ONE_LOOP:
+        for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
+            acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, q_tile, k, v, k_token, v_token, batch, kv_head, start, seq_len, i, begin, first, last,
+                scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
+                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+            )  # fmt: skip
 
     # A query that sees no key gets zeros, and -inf.
     out += (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
