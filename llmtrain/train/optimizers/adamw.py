@@ -9,6 +9,7 @@ import torch
 
 from llmtrain.models.parameter_roles import Matrices
 from llmtrain.schema.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
+from llmtrain.train.optimizers.closure import loss_of
 
 
 def build(config: AdamWConfig, groups: list[dict[str, Any]], matrices: Matrices) -> torch.optim.AdamW:
@@ -38,10 +39,7 @@ class AdamWBesideMatrices(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.checkpoint.staging import PinnedBlocks
 from llmtrain.flops.memory import OFFLOADED_AT_ONCE
+from llmtrain.train.optimizers.closure import loss_of
 
 
 def keep_on_host(optimizer: torch.optim.Optimizer, at_once: int = OFFLOADED_AT_ONCE) -> None:
@@ -46,10 +47,7 @@ class HostState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         self.copies.begin()
         try:
