@@ -26,10 +26,10 @@ from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 KERNELS = {
-    "ours": {"attention": "triton", "mamba2": "triton", "norm": "triton"},
-    "public": {"attention": "sdpa:flash", "mamba2": "mamba_ssm", "norm": "reference"},
-    "auto": {"attention": "auto", "mamba2": "auto", "norm": "auto"},
-    "reference": {"attention": "reference", "mamba2": "reference", "norm": "reference"},
+    "ours": {"attention": "triton", "gated_deltanet": "triton", "mamba2": "triton", "norm": "triton"},
+    "public": {"attention": "sdpa:flash", "gated_deltanet": "fla", "mamba2": "mamba_ssm", "norm": "reference"},
+    "auto": dict.fromkeys(("attention", "gated_deltanet", "mamba2", "norm"), "auto"),
+    "reference": dict.fromkeys(("attention", "gated_deltanet", "mamba2", "norm"), "reference"),
 }
 
 
@@ -79,7 +79,7 @@ def with_kernels(file: str, overrides: list[str], name: str) -> Config:
     """The config with these kernels in each block and norm. Raises ConfigError."""
     backends = KERNELS[name]
     blocks = load_config(file, overrides).model.blocks
-    kinds = {label: backends["mamba2" if block.type == "mamba2" else "attention"] for label, block in blocks.items()}
+    kinds = {label: backends.get(block.type, backends["attention"]) for label, block in blocks.items()}
     norms = ["model.norm", *(f"model.blocks.{label}.norm" for label, block in blocks.items() if block.norm)]
     chosen = [f"{norm}.backend={backends['norm']}" for norm in norms]
     chosen += [f"model.blocks.{label}.backend={kind}" for label, kind in kinds.items()]

@@ -65,6 +65,29 @@ def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(
     assert loss == pytest.approx(again, abs=1e-5) and gradients.errors(other, exact)["all"] < 1e-5
 
 
+GDN = {"n_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "mlp.d_ff": 32, "backend": "auto"}
+ATTENTION = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp.d_ff": 32}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_have_the_gradients_of_one(monkeypatch, capsys):
+    """Two microbatches, whose gradients are added up."""
+    sizes = {"g": GDN, "attn": ATTENTION}
+    tiny = [f"model.blocks.{name}.{key}={value}" for name, block in sizes.items() for key, value in block.items()]
+    common = [one for one in TINY if "blocks" not in one and "layers" not in one]
+    command = ["gradients", "yamls/pretrain/gdn-130m.yaml", *common, *tiny, "model.layers=g attn", "--kernels", "auto"]
+    monkeypatch.setattr("sys.argv", [*command, "--context", "2"])
+    assert gradients.main() == 0
+    *losses, _, head, loss, every = capsys.readouterr().out.splitlines()[:8]
+    assert [line.split(":")[0] for line in losses[-2:]] == [
+        "reference in fp32, by 2 ranks",
+        "auto in bf16, by 2 ranks",
+    ]
+    assert head.split("  ")[-2:] == ["reference in fp32, shared", "auto in bf16, shared"]
+    _, _, exact, rounded = every.split()
+    assert float(exact) < 1e-5 < 1e-3 < float(rounded) < 0.05 and float(loss.split()[2]) < 1e-5
+
+
 def test_kernels_that_cannot_serve_are_told_before_any_gradient_is_computed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY])
     with pytest.raises(ValueError, match="our Triton kernels need a GPU"):

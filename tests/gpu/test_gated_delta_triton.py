@@ -9,6 +9,8 @@ from llmtrain.kernels import platform
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton import build
+from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
+from llmtrain.models.segments import Segments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +72,31 @@ def test_outputs_and_gradients_are_the_references(case, dtype):
     for name, one, other, value in zip(names, found, again, expected, strict=True):
         assert torch.equal(one, other), name
         assert (one.double() - value).norm() < TOLERANCE[dtype] * value.norm(), name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("case", ["64", "128, documents, shared keys", "many chunks"])
+def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
+    """A rank alone has both segments of each sequence, and gathers nothing."""
+    sizes, (batch, seq_len), _, _, most = CASES[case]
+    spec, seq_len = GatedDeltaSpec(*sizes, "bfloat16"), seq_len - seq_len % 2
+    tensors = inputs(spec, batch, seq_len, most, torch.bfloat16)
+    g = torch.Generator("cuda").manual_seed(2)
+    ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.01).long().cumsum(1) if packed else None
+    monkeypatch.setattr(Segments, "gather", lambda self, own: own)
+    rule, kernel = (
+        SegmentRule.of(Segments(0, 1), seq_len, torch.device("cuda"), ids, 4),
+        build(with_transition(spec), platform.detect(), ""),
+    )
+    dy = torch.randn(tensors[2].shape, generator=g, device="cuda").bfloat16()
+
+    def gradients(rule, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = rule(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    found = gradients(lambda *t: rule.apply_rule(kernel, *t), tensors, dy)
+    reference = ReferenceGatedDelta(spec)
+    whole = gradients(lambda *t: reference(*t, document_ids=ids)[0], [t.double() for t in tensors], dy.double())
+    for name, one, value in zip(("y", "dq", "dk", "dv", "d_log_decay", "d_beta"), found, whole, strict=True):
+        assert (one.double() - value).norm() < 2 * TOLERANCE[torch.bfloat16] * value.norm(), name

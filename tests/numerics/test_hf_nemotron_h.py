@@ -67,9 +67,14 @@ def test_through_folders(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hybrid_override_pattern": "-M*"}, r"layers_block_type\[0\] = mlp: an MLP follows a mixer here"),
-        ({"hybrid_override_pattern": "M--*"}, r"layers_block_type\[2\] = mlp"),
-        ({"hybrid_override_pattern": "ME*-"}, r"layers_block_type\[1\] = moe: routed experts are not here"),
+        ({"hybrid_override_pattern": "-M*"}, r"hybrid_override_pattern\[0\] = - \(mlp\): an MLP follows a mixer here"),
+        ({"hybrid_override_pattern": "M--*"}, r"hybrid_override_pattern\[2\] = - \(mlp\)"),
+        ({"hybrid_override_pattern": "ME*-"}, r"hybrid_override_pattern\[1\] = E \(moe\): routed experts are not here"),
+        ({"hybrid_override_pattern": "MQ*-Z"}, r"hybrid_override_pattern = \['Q', 'Z'\]: a string of M \(Mamba-2\), "),
+        ({"hybrid_override_pattern": 7}, r"hybrid_override_pattern = \[7\]: a string of M"),
+        ({"hybrid_override_pattern": ""}, 'hybrid_override_pattern = "": a string of M'),
+        ({"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe"]}, r"layers_block_type\[1\] = moe"),
+        ({"hybrid_override_pattern": None}, r"layers_block_type, which is absent,\[1\] = moe"),
         ({"attention_bias": True}, "attention_bias = true: NemotronHForCausalLM passes over it"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = true: NemotronHForCausalLM passes over it"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act = silu"),
@@ -77,5 +82,6 @@ def test_through_folders(tmp_path):
 )
 def test_refusals(change, message):
     published = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-", "hidden_size": 4096}
+    given = {key: value for key, value in (published | change).items() if value is not None}
     with pytest.raises(UnsupportedModelError, match=message):
-        FAMILY.read_config(published | change)
+        FAMILY.read_config(given)

@@ -7,6 +7,7 @@ is the side of Hugging Face: config.json and the tensors of a published checkpoi
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,7 +188,12 @@ def family_of_hf_config(published: Mapping[str, Any]) -> Family:
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")
-    reason = "no model_type" if found in (None, "") else f"model_type {found!r}{lacking(published, _FAMILIES)}"
+    if found in (None, ""):
+        reason = "no model_type"
+    elif isinstance(found, str):
+        reason = f"model_type {found!r}{lacking(published, _FAMILIES)}"
+    else:
+        reason = f"model_type = {json.dumps(found)}, which is no name"
     raise UnsupportedModelError(f"config.json has {reason}; there is {', '.join(sorted(_FAMILIES))}")
 
 

@@ -16,6 +16,7 @@ from llmtrain.models.hf.settings import FULL, LINEAR, Refusals
 from llmtrain.models.pattern import Layer, format_pattern
 
 _MLP = "mlp"
+_PATTERN = "hybrid_override_pattern"
 _NAMES = {LINEAR: "mamba", FULL: "attn"}
 _LETTERS = {"mamba2": "M", "attention": "*"}
 _FIELDS = {
@@ -43,6 +44,7 @@ class NemotronH:
     model_type = "nemotron_h"
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        _refuse_letters(published)
         config = settings.parse(NemotronHConfig, published)
         refusals = Refusals()
         blocks = {
@@ -57,7 +59,7 @@ class NemotronH:
         for key in ("attention_bias", "sliding_window", "num_nextn_predict_layers", "tie_word_embeddings"):
             found = getattr(config, key)
             refusals.unless(not found, key, found, f"{self.architecture} passes over it")
-        layers = _read_layers(config.layers_block_type, refusals)
+        layers = _read_layers(config.layers_block_type, *_layers_key(published), refusals)
         kind = settings.read_mlp(config, "mlp_hidden_act", refusals, gated=False)
         refusals.check()
         mlp = {"type": kind, "d_ff": config.intermediate_size, "bias": config.mlp_bias}
@@ -82,7 +84,7 @@ class NemotronH:
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
             "max_position_embeddings": config.max_seq_len,
-            "hybrid_override_pattern": pattern,
+            _PATTERN: pattern,
             "layer_norm_epsilon": config.norm.eps,
             "initializer_range": config.init.std,
             "tie_word_embeddings": False,
@@ -135,8 +137,27 @@ class NemotronH:
         return tensors.also_spelt(made, "backbone.", "model.")
 
 
-def _read_layers(types: list[str], refusals: Refusals) -> list[str]:
-    """Names of blocks for the types of layers, of which an MLP joins the one before."""
+def _layers_key(published: Mapping[str, Any]) -> tuple[str, str]:
+    """The key that gives the layers, and what stands in it for each: words, or letters of a string."""
+    written = [key for key in ("layer_types", "layers_block_type", _PATTERN) if published.get(key) is not None]
+    key = written[0] if written else "layers_block_type, which is absent,"
+    return key, published[_PATTERN] if key == _PATTERN else ""
+
+
+def _refuse_letters(published: Mapping[str, Any]) -> None:
+    """Refuse a pattern that the class cannot read, about which it says no more than the letter."""
+    key, refusals = _layers_key(published)[0], Refusals()
+    if key == _PATTERN:
+        pattern = published[_PATTERN]
+        others = sorted(set(pattern) - set("M*-E")) if isinstance(pattern, str) else [pattern]
+        refusals.unless(
+            bool(pattern) and not others, key, others or '""', "a string of M (Mamba-2), * (attention) and - (MLP)"
+        )
+    refusals.check()
+
+
+def _read_layers(types: list[str], key: str, letters: str, refusals: Refusals) -> list[str]:
+    """Names of blocks for the types of layers, of which an MLP joins the one before. key, letters: see _layers_key."""
     layers: list[str] = []
     for i, kind in enumerate(types):
         joins = kind == _MLP and bool(layers) and not layers[-1].endswith("_mlp")
@@ -146,7 +167,8 @@ def _read_layers(types: list[str], refusals: Refusals) -> list[str]:
             layers.append(_NAMES[kind])
         else:
             instead = "an MLP follows a mixer here" if kind == _MLP else "routed experts are not here"
-            refusals.unless(False, f"layers_block_type[{i}]", kind, instead)
+            found = f"{letters[i]} ({kind})" if letters else kind
+            refusals.unless(False, f"{key}[{i}]", found, instead)
     return layers
 
 

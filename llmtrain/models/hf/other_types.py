@@ -30,10 +30,16 @@ _LACKING = {
     "is_encoder_decoder": "an encoder",
 }
 _SPELLINGS = {
-    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "hybrid_layer_ids"),
-    *("model_type", "architectures", "torch_dtype", "auto_map", "transformers_version"),
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_emb_base",
+    "hybrid_layer_ids",
 }
-"""Keys that families read and no class has as a field, or that all have."""
+"""Keys that families read and no class has as a field."""
+_OF_FILES = {"model_type", "architectures", "dtype", "torch_dtype", "auto_map", "transformers_version"}
+"""Keys that every file has."""
 _NO_FUNCTION = re.compile(
     r"dropout|pdrop|token_id|token_index|init|_coef|cache|label|logits_to_keep"
     r"|^(_|summary_|output_|gradient|problem|tokenizer|task_specific|use_return|name_or_path|add_cross|is_decoder)"
@@ -44,20 +50,41 @@ _SHOWN = 8
 
 def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
     """End of a sentence that begins with the model type. read: the model types that are read."""
-    needed = [f"{what} ({key})" for key, what in _LACKING.items() if published.get(key)]
+    given = {**_defaults(str(published.get("model_type"))), **published}
+    needed = [f"{what} ({key})" for key, what in _LACKING.items() if given.get(key)]
+    settings = [key for key, value in published.items() if _is_setting(key, value)]
     unread = _unread_settings(published, read)
     if len(unread) > _SHOWN:
         unread = [*unread[:_SHOWN], f"{len(unread) - _SHOWN} more"]
     parts = [f", which needs what is not here: {', '.join(needed)}"] if needed else []
     if unread:
         parts.append(f"; of its settings no family here has {', '.join(unread)}")
-    return (
-        "".join(parts) or ", whose settings families here have, but what its class computes with them is not known here"
-    )
+    if parts:
+        return "".join(parts)
+    if not settings:
+        return ", and no settings by which to say what it needs"
+    named = f" ({', '.join(settings)})" if len(settings) <= _SHOWN else ""
+    return f", whose settings{named} families here have, but what its class computes with them is not known here"
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Values that transformers' class of this type takes for keys that are absent; none where there is no class."""
+    from transformers import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        return {}
+    fields = dataclasses.fields(CONFIG_MAPPING[name])
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    """Tell whether it says something about the model: it is not 0, false or empty."""
+    said = isinstance(value, (bool, int, float, str)) and bool(value)
+    return said and key not in _OF_FILES and not _NO_FUNCTION.search(key)
 
 
 def _unread_settings(published: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """Settings that are not 0, false or empty, and that no family's class has under any spelling."""
+    """Settings that no family's class has under any spelling."""
     from transformers import CONFIG_MAPPING
 
     known = {*_LACKING, *_SPELLINGS}
@@ -69,5 +96,5 @@ def _unread_settings(published: Mapping[str, Any], read: Iterable[str]) -> list[
     return [
         f"{key} = {json.dumps(value)}"
         for key, value in published.items()
-        if isinstance(value, (bool, int, float, str)) and value and key not in known and not _NO_FUNCTION.search(key)
+        if _is_setting(key, value) and key not in known
     ]

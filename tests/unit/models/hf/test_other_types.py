@@ -62,9 +62,27 @@ def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
     assert tried > 100
 
 
-@pytest.mark.parametrize("model_type", ["of-my-own", 3, ["llama"], {"a": 1}])
-def test_types_that_are_unknown_or_no_name(model_type):
-    said = refusal({"model_type": model_type, "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False})
-    assert said.startswith(
-        f"config.json has model_type {model_type!r}; of its settings no family here has n_loops = 3; there"
-    )
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "deepseek_v3"}, ", which needs what is not here: routed experts (n_routed_experts), latent"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": None}, ", which needs what is not here: latent attention"),
+        ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
+        (
+            {"model_type": "of-my-own", "hidden_size": 8, "vocab_size": 9, "bos_token_id": 1},
+            ", whose settings (hidden_size, vocab_size) families here have, but what its class computes",
+        ),
+        (
+            {"model_type": "of-my-own", "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False},
+            "; of its settings no family here has n_loops = 3; there",
+        ),
+    ],
+)
+def test_a_file_of_few_settings_is_refused_by_what_its_class_takes_for_the_others(config, said):
+    assert refusal(config).startswith(f"config.json has model_type {config['model_type']!r}{said}")
+
+
+@pytest.mark.parametrize("model_type", [3, 0, False, ["llama"], [], {"a": 1}])
+def test_a_type_that_is_no_name(model_type):
+    said = f"config.json has model_type = {json.dumps(model_type)}, which is no name; there is bamba, "
+    assert refusal({"model_type": model_type, "hidden_size": 8}).startswith(said)
