@@ -1,9 +1,10 @@
 """Speed and memory of `llmtrain prepare`, beside other programs.
 
-JSON lines of Python's standard library and of the installed packages, each source file once in about 64 MB, and as many links to
-that file as it takes; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and on a larger corpus, and the
-difference is its speed beyond start-up. Run as a file, with PYTHONPATH of another checkout, it measures that one. The peers need an
-environment of their own: see peers/prepare.py.
+JSON lines of Python's standard library and of the installed packages, each source file once in 64 MiB, and as many links to
+that file as it takes, each a partition of its own; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and on
+a larger corpus, and the difference is its speed beyond start-up. Before each run as much memory is used once as it may need: in a
+virtual machine the first use of a page costs some 15 microseconds, whichever program comes first. Run as a file, with PYTHONPATH of
+another checkout, it measures that one. The peers need an environment of their own: see peers/prepare.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from pathlib import Path
 
 from llmtrain.errors import RunError, exit_with
 
-FILE_MB = 64
-"""Text of a file: about a partition."""
+FILE_BYTES = 64 << 20
+"""Text of a file: a partition (PARTITION_BYTES of llmtrain/data/partitions.py), so that all workers have equal shares."""
+STARTUP_BYTES = 3 << 30
+"""Memory that the largest of the programs needs beside its files."""
 PEERS = ("datasets", "datatrove", "megatron")
 SMALL_FILE_MB = 8
 """That of programs that take a second for each MB."""
@@ -41,6 +44,19 @@ def write_corpus(path: Path, nbytes: int) -> None:
             nbytes -= out.write(json.dumps({"text": text}) + "\n")
             if nbytes <= 0:
                 return
+
+
+def pad(path: Path, nbytes: int) -> None:
+    """Make a file of JSON lines exactly so long: its last line is left out, or has spaces before its end."""
+    content = path.read_bytes()
+    content = content[: content.rfind(b"\n", 0, nbytes)]
+    path.write_bytes(content + b" " * (nbytes - len(content) - 1) + b"\n")
+
+
+def use_memory(nbytes: int) -> None:
+    """Use so many bytes of memory once, in a process of its own: what this one has used counts for its children."""
+    code = "import numpy, sys; numpy.empty(int(sys.argv[1]) // 4096 * 4096, 'u1')[::4096] = 1"
+    subprocess.run([sys.executable, "-c", code, str(nbytes)], check=True)
 
 
 def link_corpus(folder: Path, file: Path, count: int) -> Path:
@@ -82,13 +98,13 @@ def prepare(*arguments: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--files", type=int, default=4, help=f"files of {FILE_MB} MB per worker beyond the smaller corpus"
+        "--files", type=int, default=4, help=f"files of {FILE_BYTES >> 20} MiB per worker beyond the smaller corpus"
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=1, help="runs of each corpus, of which the least figures count")
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
     parser.add_argument(
-        "--compression", default="zstd", help="of our shards; the peers' files, but MDSWriter's, have none"
+        "--compression", nargs="+", default=["zstd"], help="of our shards; the peers' files, but MDSWriter's, have none"
     )
     parser.add_argument(
         "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
@@ -109,7 +125,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         file, out, tokenizer = folder / "file.jsonl", folder / "out", folder / "first/tokenizer"
-        write_corpus(file, FILE_MB * 1_000_000)
+        write_corpus(file, FILE_BYTES + 4_000_000)
+        pad(file, FILE_BYTES)
         small_file = folder / "small.jsonl"
         write_corpus(small_file, SMALL_FILE_MB * 1_000_000)
         write_corpus(folder / "first.jsonl", 4_000_000)
@@ -119,7 +136,9 @@ def main() -> None:
         for workers in args.workers:
             cores = all_cores[:workers]
             others = all_cores[workers:] if args.busy else []
-            for name in args.programs:
+            ours = [f"llmtrain {compression}" for compression in args.compression]
+            for program in [one for name in args.programs for one in (ours if name == "llmtrain" else [name])]:
+                name, _, compression = program.partition(" ")
                 fast = name in ("llmtrain", "megatron")
                 few = max(workers, 5) if fast else workers  # beyond 256 MB contents are not hashed
                 more, chosen = workers * args.files, file if fast else small_file
@@ -129,7 +148,7 @@ def main() -> None:
                     given = (str(corpus), str(out), str(tokenizer), str(workers))
                     if name == "llmtrain":
                         command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
-                        command += ["--tokenizer-engine", args.engine, "--compression", args.compression]
+                        command += ["--tokenizer-engine", args.engine, "--compression", compression]
                         command += ["--validation-fraction", "0"]
                     else:
                         script = str(Path(__file__).parent / "peers" / "prepare.py")
@@ -137,6 +156,7 @@ def main() -> None:
                         command += [str(args.megatron)] if name == "megatron" else []
                     rounds = []
                     for _ in range(args.rounds):
+                        use_memory(STARTUP_BYTES + count * chosen.stat().st_size)
                         with busy(others):
                             rounds.append(run(*command, cores=cores))
                         shutil.rmtree(out)
@@ -144,7 +164,7 @@ def main() -> None:
                 small, large = results
                 mb = more * megabytes
                 rate, per_cpu = (mb / (large[key] - small[key]) for key in ("s", "cpu_s"))
-                found.append({"program": name, "workers": workers, "mb_s": rate, "mb_cpu_s": per_cpu} | large)
+                found.append({"program": program, "workers": workers, "mb_s": rate, "mb_cpu_s": per_cpu} | large)
                 if cores:
                     with busy(others):
                         found[-1]["hash_mb_s"] = sum(hash_rates(cores, 1.0))
@@ -153,7 +173,7 @@ def main() -> None:
                         flush=True,
                     )
                 print(
-                    f"{name}, {workers} workers: {rate:.2f} MB/s, {per_cpu:.2f} MB per CPU-second beyond start-up; "
+                    f"{program}, {workers} workers: {rate:.2f} MB/s, {per_cpu:.2f} MB per CPU-second beyond start-up; "
                     f"{(few + more) * megabytes:.0f} MB in {large['s']:.1f} s, {large['cpu_s']:.1f} CPU-s, peak "
                     f"{large['peak_mb']:.0f} MB (of {few * megabytes:.0f} MB: {small['peak_mb']:.0f} MB)",
                     flush=True,
