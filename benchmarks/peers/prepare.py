@@ -7,6 +7,7 @@ holds .jsonl files.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import types
@@ -70,7 +71,7 @@ def megatron(folder: Path, out: Path, tokenizer: Path, workers: int, repository:
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = [str(repository / name.replace(".", "/"))]
     import gigatoken
-    import megatron.core.parallel_state  # before its utils, which imports it
+    importlib.import_module("megatron.core.parallel_state")  # before its utils, which imports it
     from megatron.core.datasets import indexed_dataset
 
     backend = gigatoken.Tokenizer(str(tokenizer / "tokenizer.json"))
