@@ -314,9 +314,12 @@ def run_verify(args: argparse.Namespace) -> int:
     from llmtrain.data.verify import folder_faults, stored_bytes, stream_faults
     from llmtrain.progress import ByteBar, format_bytes
 
-    target = open_target(args.target, args.overrides)
+    damaged: dict[str, str] = {}
+    target = open_target(args.target, args.overrides, damaged)
     streams = [stream for found in target.streams.values() for stream in found]
-    wrong = 0
+    wrong = len(damaged)
+    for fault in damaged.values():
+        print(f"WRONG: {fault}")
     with ByteBar(sys.stderr.isatty(), sum(map(stored_bytes, streams)), "verify") as bar:
         for stream in streams:
             faults = 0
@@ -331,7 +334,9 @@ def run_verify(args: argparse.Namespace) -> int:
             wrong += faults
     for folder in target.folders:
         own = [(split, one) for split, found in target.streams.items() for one in found if one.is_in(folder)]
-        for fault in folder_faults(folder, {split: one.index.samples for split, one in own}):
+        samples: dict[str, int | None] = {split: one.index.samples for split, one in own}
+        samples |= {split: None for split in SPLITS if str(folder / split) in damaged}
+        for fault in folder_faults(folder, samples):
             print(f"WRONG: {fault}")
             wrong += 1
     return 1 if wrong else 0

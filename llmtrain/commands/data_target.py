@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from llmtrain.data.stored_stream import StoredStream
-    from llmtrain.schema.data import DataConfig
+    from llmtrain.schema.data import DataConfig, StreamConfig
 
 SPLITS = ("train", "validation")
 TARGET = (
@@ -41,39 +41,72 @@ class Target:
     folders: tuple[Path, ...] = ()
 
 
-def open_target(place: str, overrides: Sequence[str] = ()) -> Target:
-    """The data at a place. overrides: of a YAML. Raises UserError, with what is there instead."""
-    from llmtrain.data.stored_stream import open_place, open_stream
-
+def open_target(place: str, overrides: Sequence[str] = (), damaged: dict[str, str] | None = None) -> Target:
+    """The data at a place. overrides: of a YAML. damaged: gets what is wrong with the index of a stream, by its place, and the
+    stream is left out; without it that is raised. Raises UserError, with what is there instead."""
+    opening = _Opening(damaged)
     if not _is_run(place):
         _refuse_overrides(place, overrides)
-        if whole := open_place(place):
+        if whole := opening.place(place):
             return Target({"train": [whole]})
-        found = {split: open_place(f"{place.rstrip('/')}/{split}", split) for split in SPLITS}
+        found = {split: opening.place(f"{place.rstrip('/')}/{split}", split) for split in SPLITS}
         streams = {split: [stream] for split, stream in found.items() if stream}
-        if streams:
+        if streams or damaged:
             return Target(streams, folders=() if is_remote(place) else (Path(place).expanduser(),))
-        return _several(place)
+        return _several(place, opening)
     run = open_run(place, overrides)
-    named = {"train": run.data.train_streams(), "validation": run.data.validation_streams()}
-    return Target(
-        {split: [open_stream(*pair) for pair in streams.items()] for split, streams in named.items() if streams}, run
-    )
+    streams = {}
+    for split, named in (("train", run.data.train_streams()), ("validation", run.data.validation_streams())):
+        if named:
+            streams[split] = [stream for pair in named.items() if (stream := opening.stream(*pair))]
+    return Target(streams, run)
 
 
-def _several(place: str) -> Target:
+class _Opening:
+    """Opening streams; damaged: see open_target."""
+
+    def __init__(self, damaged: dict[str, str] | None) -> None:
+        self._damaged = damaged
+
+    def place(self, place: str, name: str | None = None) -> StoredStream | None:
+        from llmtrain.data.stored_stream import open_place
+
+        known_as = place if is_remote(place) else str(Path(place).expanduser())
+        return self._try(known_as, lambda: open_place(place, name))
+
+    def stream(self, name: str, config: StreamConfig) -> StoredStream | None:
+        from llmtrain.data.stored_stream import open_stream
+
+        return self._try(f"{config.local}/{config.split or ''}", lambda: open_stream(name, config))
+
+    @property
+    def found_damage(self) -> bool:
+        return bool(self._damaged)
+
+    def _try(self, place: str, opening: Callable[[], StoredStream | None]) -> StoredStream | None:
+        from llmtrain.data.shard_index import ShardError
+
+        try:
+            return opening()
+        except ShardError as error:
+            if self._damaged is None:
+                raise
+            self._damaged[place] = str(error)
+            return None
+
+
+def _several(place: str, opening: _Opening) -> Target:
     """The folders of several streams in one. Raises UserError where there are none."""
     from llmtrain.data.prepared_folder import MANIFEST
-    from llmtrain.data.stored_stream import open_place
 
     root = Path(place).expanduser()
     folders = [] if is_remote(place) else sorted(file.parent for file in root.glob(f"*/{MANIFEST}"))
     streams: dict[str, list[StoredStream]] = {}
     for folder in folders:
         for split in SPLITS:
-            if found := open_place(str(folder / split), folder.name):
+            if found := opening.place(str(folder / split), folder.name):
                 streams.setdefault(split, []).append(found)
-    if not streams:
+    if not (streams or opening.found_damage):
         raise UserError(f"{place}: expected {TARGET}; it holds no index.json of shards, and no checkpoints/")
     return Target(streams, folders=tuple(folders))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
@@ -90,8 +90,9 @@ def _shard_files(place: str) -> set[str]:
     return {name for name in plain if not name.rpartition("/")[2].startswith(".")}
 
 
-def folder_faults(folder: Path, samples: dict[str, int]) -> Iterator[str]:
-    """Faults of a folder of `prepare` besides its shards. samples: of the index of each split that has one."""
+def folder_faults(folder: Path, samples: Mapping[str, int | None]) -> Iterator[str]:
+    """Faults of a folder of `prepare` besides its shards. samples: of the index of each split that has one; None for a damaged
+    one, which is named elsewhere."""
     try:
         manifest = read_manifest(folder)
     except UserError as error:
@@ -102,9 +103,9 @@ def folder_faults(folder: Path, samples: dict[str, int]) -> Iterator[str]:
     for split, counts in manifest["splits"].items():
         if split not in samples:
             yield f"{folder / split}/index.json: missing"
-        elif samples[split] != counts["samples"]:
+        elif (found := samples[split]) not in (None, counts["samples"]):
             yield (
-                f"{folder / split}/index.json: counts {samples[split]:,} samples, {MANIFEST} {counts['samples']:,}: one of them "
+                f"{folder / split}/index.json: counts {found:,} samples, {MANIFEST} {counts['samples']:,}: one of them "
                 "was changed"
             )
     digest = manifest.get("tokenizer", {}).get("digest")

@@ -247,6 +247,24 @@ def test_the_folder_of_several_streams_is_looked_into_as_one(command, made, tmp_
     assert status == 2 and "of one stream or of several" in said
 
 
+def test_verify_goes_on_behind_a_damaged_index(command, made, tmp_path, monkeypatch):
+    for name in ("code", "web"):
+        shutil.copytree(made, tmp_path / "streams" / name)
+    monkeypatch.chdir(tmp_path)
+    flip(next((tmp_path / "streams/web/train").glob("*.zstd")))
+    for split in ("train", "validation"):
+        (tmp_path / "streams/code" / split / "index.json").write_text('{"version": 2')
+    status, text, _ = command("verify", "./streams")
+    wrong = [line for line in text.splitlines() if line.startswith("WRONG: ")]
+    assert status == 1 and len(wrong) == 3 and "streams/web/validation: good (" in text
+    assert all(f"streams/code/{split}/index.json is not the index" in text for split in ("train", "validation"))
+    assert any("streams/web/train/" in line and "xxh64" in line for line in wrong)
+    status, text, _ = command("verify", "./streams/code")
+    assert status == 1 and text.count("WRONG: ") == 2 and "missing" not in text
+    status, _, said = command("show", "streams")
+    assert status == 2 and "is not the index" in said
+
+
 def test_a_reader_that_leaves_early_is_no_fault(made):
     command = [*LLMTRAIN, "data", "show", str(made), "--ids", "0:40"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
