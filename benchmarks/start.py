@@ -2,9 +2,12 @@
 
     python -m benchmarks.start --shards 100000 --samples 10000 --processes 2
 
+    python -m benchmarks.start --together 8
+
 Writes the index alone, of shards that do not exist, so what is measured ends where the first sample would be read: the ids of the
 first batches, from the beginning and from a step in the middle, which are the same for any numbers of ranks and workers. Processes
-run one after the other; the first of a machine makes the table of the index that the others map.
+run one after the other; the first of a machine makes the table of the index that the others map. `--together`: then as many at
+once, the ranks of a node, and the memory that all of them hold together, beside as many that import the same modules alone.
 """
 
 from __future__ import annotations
@@ -57,22 +60,25 @@ def write_index(folder: Path, shards: int, samples: int, seq_len: int = 2048) ->
         file.write("]}")
 
 
-def anonymous_bytes() -> int:
-    """Memory that this process has allocated itself, its part of what it shares included."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+def memory_of(process: int | str, kind: str = "Pss_Anon") -> int:
+    """Bytes of memory of a process, its part of what it shares included. kind: `Pss` for all; `Pss_Anon` for what it has allocated
+    itself."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
-def measure(folder: Path, step: int) -> dict[str, object]:
-    """Start and resume in this process. step: of the resume."""
+def measure(folder: Path | None, step: int) -> dict[str, object]:
+    """Start and resume in this process. folder: None to import the modules alone. step: of the resume."""
     from llmtrain.data.loaders import build_train_loader
     from llmtrain.data.shards import data_fingerprint
     from llmtrain.data.worker_samples import Reader, WorkerSamples
     from llmtrain.schema.data import DataConfig
 
+    if folder is None:
+        return {}
     streams = {"streams": {"a": {"local": str(folder)}}}
     config = DataConfig.model_validate({"seq_len": 2048, "num_workers": 0, "train": streams})
-    imported, began, cpu_began = anonymous_bytes(), time.perf_counter(), time.process_time()
+    imported, began, cpu_began = memory_of("self"), time.perf_counter(), time.process_time()
     dataset = build_train_loader(config, global_batch_size=BATCH).dataset
     order = dataset.order
     assert order is not None
@@ -91,7 +97,7 @@ def measure(folder: Path, step: int) -> dict[str, object]:
                     assert here == share.tolist(), (ranks, workers, rank)
     compared = time.perf_counter()
     data_fingerprint(config)
-    memory = anonymous_bytes()
+    memory = memory_of("self")
     return {
         "samples": len(dataset.samples_per_shard) * int(dataset.samples_per_shard[0]),
         "start_s": round(started - began, 2),
@@ -104,26 +110,53 @@ def measure(folder: Path, step: int) -> dict[str, object]:
     }
 
 
+def together(count: int, command: list[str]) -> dict[str, object]:
+    """The slowest start of so many processes at once, and the megabytes that all hold when the last has ended its start."""
+    children = [
+        subprocess.Popen([*command, "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        found = [json.loads(child.stdout.readline()) for child in children if child.stdout]
+        kinds = {"all": "Pss", "allocated": "Pss_Anon", "of_files": "Pss_File", "shared": "Pss_Shmem"}
+        held = {name: sum(memory_of(child.pid, kind) for child in children) >> 20 for name, kind in kinds.items()}
+    finally:
+        for child in children:
+            child.communicate()
+    slowest: dict[str, object] = {"slowest_start_s": max(one["start_s"] for one in found)} if found[0] else {}
+    return {"processes": count} | slowest | {f"{name}_mb": mb for name, mb in held.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=10_000, help="of a shard")
     parser.add_argument("--step", type=int, default=700_000, help="of the resume")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--together", type=int, help="ranks of a node, measured behind the others")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--imports", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.inside:
-        print(json.dumps(measure(args.inside, args.step)))
+    if args.inside or args.imports:
+        print(json.dumps(measure(args.inside, args.step)), flush=True)
+        if args.hold:
+            sys.stdin.read()
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "data")
         write_index(folder, args.shards, args.samples)
-        command = [sys.executable, "-m", "benchmarks.start", "--inside", str(folder), "--step", str(args.step)]
+        os.environ["TMPDIR"] = temporary
+        program = [sys.executable, "-m", "benchmarks.start"]
+        command = [*program, "--inside", str(folder), "--step", str(args.step)]
         for _ in range(args.processes):
             began = time.perf_counter()
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": temporary})
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             found = json.loads(done.stdout.splitlines()[-1])
             print(json.dumps({"process_s": round(time.perf_counter() - began, 2)} | found), flush=True)
+        if args.together:
+            print(json.dumps({"of": "imports alone"} | together(args.together, [*program, "--imports"])), flush=True)
+            print(json.dumps({"of": "starts"} | together(args.together, command)), flush=True)
 
 
 if __name__ == "__main__":

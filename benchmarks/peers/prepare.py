@@ -71,6 +71,7 @@ def megatron(folder: Path, out: Path, tokenizer: Path, workers: int, repository:
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = [str(repository / name.replace(".", "/"))]
     import gigatoken
+
     importlib.import_module("megatron.core.parallel_state")  # before its utils, which imports it
     from megatron.core.datasets import indexed_dataset
 
