@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
-#   decoding | serving | loader | automatic | kept-x2 | convergence | curves | compare
+#   decoding | serving | loader | automatic | kept-x2 | convergence | curves | compare | eight
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
@@ -13,6 +13,8 @@
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
 # on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
 # serving wants PYTHON, an interpreter that has vLLM, in VLLM (benchmarks/peers/vllm.py says how); loader wants boto3 among the wheels.
+# eight measures on all GPUs of the machine, a part of benchmarks.many_gpus per call (scripts/gpu/session.sh eight OUT --only mpt-1b),
+# and the same call again goes on; it wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
@@ -20,10 +22,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
-serving | loader | automatic | kept-x2 | convergence | curves | compare) ;;
+serving | loader | automatic | kept-x2 | convergence | curves | compare | eight) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
-        "decoding, serving, loader, automatic, kept-x2, convergence, curves, compare" >&2
+        "decoding, serving, loader, automatic, kept-x2, convergence, curves, compare, eight" >&2
     exit 2
     ;;
 esac
@@ -264,6 +266,11 @@ curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
         --sources stdlib "$site/torch" "$site/numpy" --max-bytes 60000000 --out "$work/curves" \
         --for float8 'train.float8={small_products: true}' --for muon optimizer.type=muon --set train.global_batch_size=8 \
         train.microbatch_size=8 'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
+}
+
+eight() { # [--only PART …] [--try]
+    step eight "$limit" "$python" -m benchmarks.many_gpus "$work" --gpus "$(nvidia-smi -L | wc -l)" --seconds $((limit - SECONDS - 25)) \
+        ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} "$@"
 }
 
 compare() { # [BASE [more arguments]]

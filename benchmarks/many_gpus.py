@@ -1,0 +1,231 @@
+"""The table that a host of several GPUs is needed for, part by part; what has been measured is kept.
+
+    python -m benchmarks.many_gpus OUT --gpus 8 [--only mpt-1b …] [--seconds 540] [--try] [--torchtitan PYTHON] [--set a.b=c …]
+
+Each part runs one model's programs one after the other: `llmtrain bench train`, `benchmarks.parallel`,
+`scripts/gpu/moving_checkpoint.py`, and torchtitan (peers/llama3_torchtitan.py) where a Python that has it is named. A program that
+has not ended after what is left of `--seconds` is killed, and the next call with the same OUT goes on with it. After each program
+OUT/table.md and OUT/table.png are written anew, from OUT alone: figures, bars, and beside each figure what `llmtrain describe
+--nodes 1` predicts from the speed on the fewest GPUs. try: models of two layers and few steps, by the same programs, for a try on
+fewer GPUs; `--set a.b=c …` makes our models smaller still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.many_gpus_table import write
+from llmtrain.errors import exit_with
+
+ROOT = Path(__file__).parents[1]
+TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """out: the file that holds its result once it has ended."""
+
+    name: str
+    command: list[str]
+    out: Path
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where and how the programs of a part run."""
+
+    out: Path
+    gpus: int
+    small: bool
+    torchtitan: str | None
+    settings: tuple[str, ...] = ()
+
+    def sweep(
+        self,
+        name: str,
+        model: str,
+        gpus: list[int],
+        batch: int,
+        *settings: str,
+        precisions: tuple[str, ...] = ("bf16",),
+    ) -> Program:
+        """`llmtrain bench train` of one model with so many sequences a step."""
+        steps = 2 if self.small else 10
+        found = {
+            "models": [f"yamls/{model}.yaml"],
+            "gpus": sorted({min(count, self.gpus) for count in gpus}, reverse=True),
+            "precisions": list(precisions),
+            "steps": steps,
+            "warmup": 2 if self.small else 4,
+            "settings": [f"train.global_batch_size={batch}", *settings, *self.reduced(model)],
+        }
+        folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sweep.yaml").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
+        return Program(name, command, folder / "ended")
+
+    def parallel(self, name: str, model: str, *settings: str) -> Program:
+        file = self.out / f"{name}.json"
+        steps = ["--steps", "1" if self.small else "3", "--warmup", "1"]
+        settings = (
+            *settings,
+            "train.sharding.strategy=full",
+            "train.microbatch_size=1",
+            *self.reduced(model),
+        )
+        command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings]
+        return Program(name, [*command, "--nproc", str(self.gpus), *steps, "--out", str(file)], file)
+
+    def reduced(self, model: str) -> list[str]:
+        return [*([f"model.layers={TRIED[Path(model).name]}"] if self.small else []), *self.settings]
+
+
+def mpt_1b(host: Host) -> list[Program]:
+    return [host.sweep("mpt-1b", "bench/mpt-1b", [host.gpus, 1], 128 * host.gpus)]
+
+
+def mpt_7b(host: Host) -> list[Program]:
+    batch = (
+        "pretrain/mpt-7b",
+        32 * host.gpus,
+        "train.microbatch_size=auto",
+        "train.activation_checkpointing={type: none}",
+    )
+    model, size, *settings = batch
+    return [
+        host.sweep("mpt-7b", model, [host.gpus], size, *settings, precisions=("bf16", "tensorwise")),
+        host.sweep("mpt-7b-few", model, [max(host.gpus // 4, 1)], size, *settings),
+    ]
+
+
+def llama(host: Host) -> list[Program]:
+    settings = ("train.microbatch_size=1", "train.activation_checkpointing={type: none}")
+    both = ("bf16", "tensorwise")
+    found = [host.sweep("llama3-8b", "pretrain/llama3-8b", [host.gpus], host.gpus, *settings, precisions=both)]
+    if host.torchtitan:
+        for precision in both:
+            file = host.out / f"torchtitan-{precision}.json"
+            options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
+            few = ["--layers=2", "--steps=2", "--warmup=2"] if host.small else []
+            peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
+            found.append(Program(file.stem, [host.torchtitan, peer, str(file), *options, *few], file))
+    return found
+
+
+def zamba2(host: Host) -> list[Program]:
+    return [host.sweep("zamba2-2.7b", "pretrain/zamba2-2.7b", [host.gpus, 1], 16 * host.gpus)]
+
+
+def context(host: Host) -> list[Program]:
+    shared = (f"train.parallel.context={host.gpus}", "train.global_batch_size=16")
+    tokens = 32_768 // (8 if host.small else 1)
+    return [
+        host.parallel(
+            "context-zamba2",
+            "pretrain/zamba2-2.7b",
+            *shared,
+            "train.activation_checkpointing.type=kernels",
+            f"data.seq_len={tokens * host.gpus}",
+        ),
+        host.parallel(
+            "context-llama",
+            "pretrain/llama3-8b",
+            *shared,
+            "train.activation_checkpointing.type=selective",
+            f"data.seq_len={tokens // 2 * host.gpus}",
+        ),
+    ]
+
+
+def moving(host: Host) -> list[Program]:
+    """A checkpoint of all GPUs, resumed on half, on a quarter and on one, by other kernels each time."""
+    counts = list(dict.fromkeys(max(host.gpus // n, 1) for n in (1, 2, 4, host.gpus)))
+    legs = ",".join(f"{count}{'ab'[number % 2]}" for number, count in enumerate(counts))
+    every = 10 if host.small else 100
+    folder = host.out / "moving"
+    sizes = [f"train.duration={every * len(counts)} steps", f"checkpoint.interval={every} steps"]
+    script = str(ROOT / "scripts" / "gpu" / "moving_checkpoint.py")
+    command = [
+        sys.executable,
+        script,
+        str(folder),
+        *sizes,
+        "--whole",
+        f"{host.gpus}a",
+        "--legs",
+        legs,
+        "--every",
+        str(every),
+    ]
+    return [Program("moving", command, folder / "moving.json")]
+
+
+PARTS: dict[str, Callable[[Host], list[Program]]] = {
+    "mpt-1b": mpt_1b,
+    "mpt-7b": mpt_7b,
+    "llama": llama,
+    "zamba2": zamba2,
+    "context": context,
+    "moving": moving,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--try", action="store_true", dest="small")
+    parser.add_argument("--torchtitan", metavar="PYTHON")
+    parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="settings")
+    args = parser.parse_args()
+    host = Host(args.out.absolute(), args.gpus, args.small, args.torchtitan, tuple(args.settings))
+    host.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.seconds
+    failed = [program.name for part in args.only for program in PARTS[part](host) if not ended(program, host.out, end)]
+    print(write(host.out, host.gpus))
+    if failed:
+        print(
+            f"without a result: {', '.join(failed)}; their output is in {host.out}, the same command goes on",
+            file=sys.stderr,
+        )
+    return int(bool(failed))
+
+
+def ended(program: Program, out: Path, deadline: float) -> bool:
+    """Whether a program has its result, which it is run for if time is left."""
+    if program.out.exists():
+        return True
+    left = deadline - time.monotonic()
+    if left < 20:
+        return False
+    print(f"{program.name} …", flush=True)
+    began = time.monotonic()
+    with (out / f"{program.name}.txt").open("wb") as log:
+        process = subprocess.Popen(program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(left)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # its ranks end with it
+            process.wait()
+            status = None
+    print(
+        f"{program.name}: {'cut off' if status is None else f'status {status}'}, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    if status == 0 and program.out.name == "ended":
+        program.out.touch()
+    return status == 0 and program.out.exists()
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,176 @@
+"""The table and the picture of `benchmarks.many_gpus`, from the folder of its results alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.bench.train.command import RESULTS, read_results
+from llmtrain.flops.describe import meta_model, parameter_sizes
+from llmtrain.flops.peaks import Device, find_device
+from llmtrain.flops.scaling import cluster, curve
+from llmtrain.schema.load import load_config
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """value: what the bar is compared with. most: the bar is the most, not the least. predicted: `value` by `describe`."""
+
+    what: str
+    detail: str
+    value: float
+    bar: float
+    stretch: float | None
+    most: bool = False
+    predicted: float | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bar if self.most else self.value >= self.bar
+
+
+def write(out: Path, gpus: int) -> str:
+    """Writes OUT/table.md and OUT/table.png. Returns the table."""
+    rows = [*trained(out, gpus), *beside_torchtitan(out, gpus), *shared_sequences(out), *moved(out)]
+    lines = ["| | measured | bar, stretch | | predicted (error) | |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        sign = "at most " if row.most else ""
+        bars = f"{sign}{row.bar:.3g}" + (f", {row.stretch:.3g}" if row.stretch else "")
+        guess = "" if row.predicted is None else f"{row.predicted:.3g} ({row.predicted / row.value - 1:+.1%})"
+        lines.append(
+            f"| {row.what} | {row.value:.4g} | {bars} | {'met' if row.met else 'not met'} | {guess} | {row.detail} |"
+        )
+    text = "\n".join(lines) + "\n"
+    (out / "table.md").write_text(text, encoding="utf-8")
+    if rows:
+        draw(rows, out / "table.png")
+    return text
+
+
+def trained(out: Path, gpus: int) -> list[Row]:
+    """MFU, float8 beside bf16, and what is kept of the speed on fewer GPUs."""
+    runs = [
+        run for folder in sorted(out.iterdir()) for run in read_results(folder / RESULTS).values() if "error" not in run
+    ]
+    found = {(run["model"], run["gpus"], run["precision"]): run for run in runs}
+
+    def fewest(model: str) -> Result | None:
+        counts = sorted(
+            count for name, count, precision in found if (name, precision) == (model, "bf16") and count < gpus
+        )
+        return found[model, counts[0], "bf16"] if counts else None
+
+    rows = []
+    for model, bar, stretch in (("mpt-1b", 0.59, 0.62), ("mpt-7b", 0.60, 0.64)):
+        if (run := found.get((model, gpus, "bf16"))) and run["mfu"]:
+            few = fewest(model)
+            guess = run["mfu"] * predicted(few, run) / run["tokens_per_second_per_gpu"] if few else None
+            rows.append(Row(f"{model}, {gpus} GPUs, MFU", detail(run), run["mfu"], bar, stretch, predicted=guess))
+    both = [found.get(("mpt-7b", gpus, precision)) for precision in ("tensorwise", "bf16")]
+    if both[0] and both[1]:
+        rows.append(Row(f"mpt-7b, {gpus} GPUs, float8 / bf16", detail(both[0]), ratio(*both), 1.33, 1.45))
+    for model, bar, stretch in (("zamba2-2.7b", 0.95, 0.98), ("mpt-7b", 0.97, 0.99)):
+        if (run := found.get((model, gpus, "bf16"))) and (few := fewest(model)):
+            guess = predicted(few, run) / few["tokens_per_second_per_gpu"]
+            what = f"{model}, tokens/s/GPU of {gpus} GPUs / of {few['gpus']}"
+            rows.append(Row(what, detail(run), ratio(run, few), bar, stretch, predicted=guess))
+    return rows
+
+
+def beside_torchtitan(out: Path, gpus: int) -> list[Row]:
+    ours = read_results(out / "llama3-8b" / RESULTS).values()
+    found = {run["precision"]: run for run in ours if "error" not in run and run["gpus"] == gpus}
+    rows = []
+    for precision, bar, stretch in (("bf16", 1.03, 1.08), ("tensorwise", 1.05, 1.12)):
+        file = out / f"torchtitan-{precision}.json"
+        if file.exists() and (run := found.get(precision)):
+            peer = json.loads(file.read_text(encoding="utf-8"))
+            said = f"{detail(run)}; torchtitan {peer['tokens_per_second_per_gpu']:,.0f}, {peer['peak_gib']:.1f} GiB"
+            rows.append(
+                Row(f"llama3-8b, {gpus} GPUs, {precision}, ours / torchtitan", said, ratio(run, peer), bar, stretch)
+            )
+    return rows
+
+
+def shared_sequences(out: Path) -> list[Row]:
+    rows = []
+    for file in sorted(out.glob("context-*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for run in found.get("rows", []):
+            if run["mfu_causal"]:
+                what = f"{Path(found['file']).stem}, context {found['nproc']}, {run['seq_len']:,} tokens, MFU (causal)"
+                said = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {run['memory'] / 2**30:.1f} GiB, {run['device']}"
+                rows.append(Row(what, said, run["mfu_causal"], 0.35, 0.45))
+    return rows
+
+
+def moved(out: Path) -> list[Row]:
+    file = out / "moving" / "moving.json"
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    legs = ", ".join(leg["leg"] for leg in found["legs"])
+    same = "identical" if found["sample_ids_identical"] else "DIFFER"
+    said = f"{found['steps']} of {found['of']} steps, legs {legs}, sample ids {same}"
+    return [
+        Row(
+            "checkpoint resumed on fewer GPUs: largest difference of the loss",
+            said,
+            found["relative"],
+            0.005,
+            None,
+            most=True,
+        )
+    ]
+
+
+def detail(run: Result) -> str:
+    rate, peak = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU", run["peak_gib"]
+    memory = "" if peak is None else f", {peak:.1f} GiB"
+    return f"{rate}{memory}, microbatch {run['microbatch_size']}, {run['sharding']}, {run['gpu']}, {run['date']}"
+
+
+def ratio(one: Result, other: Result) -> float:
+    return one["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
+
+
+def predicted(few: Result, run: Result) -> float:
+    """Tokens per second and GPU of `run` by `describe --nodes 1`, from the measured speed of the same model on fewer GPUs."""
+    device = find_device(run["gpu"])
+    if device is None:
+        return float("nan")
+    alone = few["tokens_per_second_per_gpu"]
+    if few["gpus"] > 1:
+        alone /= kept(few, alone, device)
+    return alone * kept(run, alone, device)
+
+
+def kept(run: Result, alone: float, device: Device) -> float:
+    """Share of one GPU's speed that each keeps, predicted. alone: tokens/s of one GPU."""
+    gpus = run["gpus"]
+    file = next(Path("yamls").glob(f"*/{run['model']}.yaml"))
+    config = load_config(file, run["key"]["settings"], world_size=gpus)
+    sizes = parameter_sizes(meta_model(config.model), float8=config.train.float8)
+    points = curve(config, sizes, alone, cluster(device, gpus, "ndr", None), device.memory_gb * 1e9, gpus)
+    return next(point.kept for point in points if point.gpus == gpus)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Each figure over its bar; where the bar is the most, the bar over the figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.8 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    shares = [row.bar / row.value if row.most else row.value / row.bar for row in rows]
+    shown = [min(share, 2.0) for share in shares]  # a difference of nearly nothing is many bars
+    bars = axes.barh([row.what for row in rows], shown, color=["tab:green" if row.met else "tab:red" for row in rows])
+    axes.bar_label(bars, [f"{row.value:.3g} (bar {row.bar:.3g})" for row in rows], padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlabel("figure / bar")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,100 @@
+"""benchmarks.many_gpus: programs are run once, cut off in time, and their figures put beside bars and predictions."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from benchmarks.many_gpus import PARTS, Host, Program, ended
+from benchmarks.many_gpus_table import Row, predicted, write
+from llmtrain.bench.train.sweep import cases, load_sweep
+
+
+def result(model: str, gpus: int, precision: str = "bf16", rate: float = 10_000.0, mfu: float = 0.6) -> dict:
+    settings = ["train.global_batch_size=64", "train.microbatch_size=1", "train.precision=amp_bf16"]
+    return {
+        "name": f"{model}-{gpus}-{precision}",
+        "model": model,
+        "gpus": gpus,
+        "precision": precision,
+        "gpu": "NVIDIA H200",
+        "tokens_per_second_per_gpu": rate,
+        "mfu": mfu,
+        "peak_gib": 50.0,
+        "microbatch_size": 1,
+        "sharding": "grad_op",
+        "date": "2026-11-25",
+        "key": {"settings": settings},
+    }
+
+
+def kept(folder, *results: dict) -> None:
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "moving"])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_a_part_s_sweeps_are_what_bench_train_takes(tmp_path, part, gpus):
+    programs = PARTS[part](Host(tmp_path, gpus, small=False, torchtitan=None))
+    assert programs
+    for program in programs:
+        if program.out.name == "ended":
+            found = cases(load_sweep(program.out.parent / "sweep.yaml"), program.out.parent)
+            assert max(case.gpus for case in found) <= gpus
+
+
+def test_the_parts_measure_on_all_gpus(tmp_path):
+    host = Host(tmp_path, 8, small=True, torchtitan="python")
+    commands = [" ".join(program.command) for part in PARTS.values() for program in part(host)]
+    assert sum("llama3_torchtitan.py" in command for command in commands) == 2
+    assert sum("train.parallel.context=8" in command for command in commands) == 2
+    assert any("--legs 8a,4b,2a,1b" in command for command in commands)
+
+
+def test_a_program_that_has_its_result_is_not_run_again(tmp_path):
+    program = Program("once", [sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "once.json")
+    assert not ended(program, tmp_path, time.monotonic() + 60)
+    (tmp_path / "once.json").write_text("{}")
+    assert ended(program, tmp_path, time.monotonic() + 60)
+
+
+def test_a_program_is_cut_off_when_time_is_over_and_not_begun_without(tmp_path):
+    program = Program("long", [sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "long.json")
+    began = time.monotonic()
+    assert not ended(program, tmp_path, began + 21)
+    assert time.monotonic() - began < 40
+    assert not ended(program, tmp_path, time.monotonic() + 5)
+
+
+def test_figures_stand_beside_their_bars(tmp_path):
+    kept(tmp_path / "mpt-7b", result("mpt-7b", 8, mfu=0.61), result("mpt-7b", 8, "tensorwise", 13_000))
+    kept(tmp_path / "mpt-7b-few", result("mpt-7b", 2, rate=10_100))
+    kept(tmp_path / "llama3-8b", result("llama3-8b", 8, rate=10_500))
+    peer = {"tokens_per_second_per_gpu": 10_000, "peak_gib": 90.0}
+    (tmp_path / "torchtitan-bf16.json").write_text(json.dumps(peer))
+    table = write(tmp_path, 8)
+    assert "| mpt-7b, 8 GPUs, MFU | 0.61 | 0.6, 0.64 | met |" in table
+    assert "| mpt-7b, 8 GPUs, float8 / bf16 | 1.3 | 1.33, 1.45 | not met |" in table
+    assert "| mpt-7b, tokens/s/GPU of 8 GPUs / of 2 | 0.9901 | 0.97, 0.99 | met |" in table
+    assert "| llama3-8b, 8 GPUs, bf16, ours / torchtitan | 1.05 | 1.03, 1.08 | met |" in table
+    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "table.png").stat().st_size > 1000
+
+
+def test_runs_without_a_figure_are_left_out(tmp_path):
+    kept(tmp_path / "mpt-1b", {"name": "mpt-1b", "key": {}, "error": "out of memory"})
+    assert write(tmp_path, 8).count("\n") == 2
+
+
+def test_a_bar_that_is_the_most_is_met_below_it():
+    assert Row("loss", "", 0.001, 0.005, None, most=True).met
+    assert not Row("loss", "", 0.006, 0.005, None, most=True).met
+
+
+def test_a_prediction_starts_from_the_speed_on_the_fewest_gpus():
+    one, eight = result("mpt-1b", 1, rate=60_000), result("mpt-1b", 8, rate=1.0)
+    assert 0.8 < predicted(one, eight) / 60_000 < 1
+    two = result("mpt-1b", 2, rate=predicted(one, result("mpt-1b", 2)))
+    assert predicted(two, eight) == pytest.approx(predicted(one, eight), rel=0.02)
