@@ -70,9 +70,8 @@ def trained(out: Path, gpus: int) -> list[Row]:
             few = fewest(model)
             guess = run["mfu"] * predicted(few, run) / run["tokens_per_second_per_gpu"] if few else None
             rows.append(Row(f"{model}, {gpus} GPUs, MFU", detail(run), run["mfu"], bar, stretch, predicted=guess))
-    both = [found.get(("mpt-7b", gpus, precision)) for precision in ("tensorwise", "bf16")]
-    if both[0] and both[1]:
-        rows.append(Row(f"mpt-7b, {gpus} GPUs, float8 / bf16", detail(both[0]), ratio(*both), 1.33, 1.45))
+    if (float8 := found.get(("mpt-7b", gpus, "tensorwise"))) and (bf16 := found.get(("mpt-7b", gpus, "bf16"))):
+        rows.append(Row(f"mpt-7b, {gpus} GPUs, float8 / bf16", detail(float8), ratio(float8, bf16), 1.33, 1.45))
     for model, bar, stretch in (("zamba2-2.7b", 0.95, 0.98), ("mpt-7b", 0.97, 0.99)):
         if (run := found.get((model, gpus, "bf16"))) and (few := fewest(model)):
             guess = predicted(few, run) / few["tokens_per_second_per_gpu"]
