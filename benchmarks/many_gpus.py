@@ -39,7 +39,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Host:
-    """Where and how the programs of a part run."""
+    """The place and the scale of the programs of a part."""
 
     out: Path
     gpus: int
@@ -202,7 +202,7 @@ def main() -> int:
 
 
 def ended(program: Program, out: Path, deadline: float) -> bool:
-    """Whether a program has its result, which it is run for if time is left."""
+    """Run a program that lacks its result, if time is left. Returns whether it has one."""
     if program.out.exists():
         return True
     left = deadline - time.monotonic()
