@@ -15,6 +15,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from llmtrain.models.hybrid import HybridLM
 
+    Shared = dict[str, tuple[float, dict[str, Tensor]]]
+
 LABEL = 45  # columns
 
 
@@ -42,14 +45,20 @@ def main() -> int:
     parser.add_argument("--context", type=int, metavar="RANKS", help="also by ranks that share sequences")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # one of them, which saves there what they find
     args = parser.parse_intermixed_args()
-    import torch
-
     if args.rank:
         save_shared(args)
         return 0
     configs = {name: with_kernels(args.file, args.overrides, name) for name in (args.exact, *args.kernels)}
     for config in configs.values():
         _without_weights(config)  # refuses kernels that cannot run here before anything is computed
+    with ThreadPoolExecutor(1) as pool:  # they start while this process computes
+        shared = pool.submit(by_ranks, args) if args.context else None
+        return compare(args, configs, shared)
+
+
+def compare(args: argparse.Namespace, configs: dict[str, Config], shared: Future[Shared] | None) -> int:
+    import torch
+
     right, exact = gradients(configs[args.exact], torch.float32)
     print(f"{args.exact} in fp32: loss {right:.4f}", flush=True)
     found = {}
@@ -58,8 +67,8 @@ def main() -> int:
         print(f"{name} in bf16: loss {loss:.4f}", flush=True)
         found[name] = {"loss": abs(loss - right) / right, **errors(gradient, exact)}
         del gradient
-    if args.context:
-        for name, (loss, gradient) in by_ranks(args).items():
+    if shared:
+        for name, (loss, gradient) in shared.result().items():
             print(f"{name}, by {args.context} ranks: loss {loss:.4f}", flush=True)
             gradient = {key: value.to(exact[key].device) for key, value in gradient.items()}
             found[f"{name}, shared"] = {"loss": abs(loss - right) / right, **errors(gradient, exact)}
@@ -109,7 +118,7 @@ def microbatches(config: Config) -> list[tuple[Tensor, Tensor]]:
     return list(zip(ids.split(size), labels.split(size), strict=True))
 
 
-def by_ranks(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Tensor]]]:
+def by_ranks(args: argparse.Namespace) -> Shared:
     """Losses and gradients of ranks that share sequences, by the name of a column. Raises RunError where a rank fails."""
     import torch
 

@@ -55,6 +55,7 @@ class Decoder:
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         config = settings.parse(self.kind, published)
         refusals = Refusals()
+        self._refuse_foreign_keys(config, refusals)
         types = self.layer_types(config, refusals)
         names = self.block_names(types)
         section = {
@@ -70,6 +71,14 @@ class Decoder:
         }
         refusals.check()
         return settings.validate_section(section)
+
+    def _refuse_foreign_keys(self, config: Any, refusals: Refusals) -> None:
+        """Refuse what would change the model in another family, and has no effect in this one, whose class does not have it."""
+        plain = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": config.num_attention_heads}
+        for key, without in ({"sliding_window": None} | plain).items():
+            found, own = getattr(config, key, without), key in self.kind.__dataclass_fields__
+            instead = f"{self.architecture} passes over it; set it to {settings.as_yaml(without)}"
+            refusals.unless(own or found in (without, None), key, found, instead)
 
     def layer_types(self, config: Any, refusals: Refusals) -> list[str]:
         """The type of each layer, as in layer_types of config.json."""

@@ -59,6 +59,8 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
     refusals = Refusals()
     for key in ("quantization_config", "per_layer_config"):
         refusals.unless(published.get(key) is None, key, published.get(key), "only plain weights, alike in every layer")
+    causal = published.get("is_causal", True)  # no class's own, but transformers 5 makes every mask by it
+    refusals.unless(bool(causal), "is_causal", causal, "attention is causal here")
     refusals.check()
     try:
         return kind.from_dict(_NO_TOKEN_IDS | _decode_floats(copy.deepcopy(dict(published))))

@@ -219,6 +219,23 @@ def _ssm(**changes: Any) -> dict[str, Any]:
             {"model_type": "recurrent_gemma", "lru_width": 2560},
             "RG-LRU layers .lru_width.; there",
         ),
+        (
+            published.LLAMA_2_7B,
+            {"sliding_window": 4096},
+            "sliding_window = 4096: LlamaForCausalLM passes over it; set it",
+        ),
+        (published.GRANITE_8B, {"sliding_window": 4096}, "sliding_window = 4096: GraniteForCausalLM passes over it"),
+        (published.MISTRAL_7B, {"attention_bias": True}, "attention_bias = true: MistralForCausalLM passes over it"),
+        (published.QWEN3_8B, {"mlp_bias": True}, "mlp_bias = true: Qwen3ForCausalLM passes over it; set it to false"),
+        (
+            published.PYTHIA_6_9B,
+            {"num_key_value_heads": 8},
+            "num_key_value_heads = 8: GPTNeoXForCausalLM passes over it",
+        ),
+        *(
+            (one, {"is_causal": False}, "is_causal = false: attention is causal here")
+            for one in (published.LLAMA_2_7B, published.ZAMBA2_7B, published.NEMOTRON_H_8B)
+        ),
         (published.GRANITE_8B, {"logits_scaling": 0.0}, "logits_scaling = 0.0: must be positive"),
         (published.GRANITE_4_H_350M, {"logits_scaling": -8.0}, "logits_scaling = -8.0: must be positive"),
         (published.QWEN3_NEXT_80B, {}, "num_experts = 512 in 48 layers: routed experts are not here; num_experts: 0"),
@@ -252,7 +269,13 @@ def test_refusals_come_all_at_once():
 def test_features_without_effect_are_passed_over():
     """Mamba-Codestral's file has norm_before_gate: true, which its weights contradict and the class does not read."""
     assert not read(published.CODESTRAL_7B).blocks["m"].model_dump()["norm_before_gate"]
-    changed = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False}
+    changed = {
+        "attention_dropout": 0.1,
+        "pretraining_tp": 2,
+        "use_cache": False,
+        "is_causal": True,
+        "sliding_window": None,
+    }
     assert read(published.LLAMA_2_7B | changed) == read(published.LLAMA_2_7B)
 
 
