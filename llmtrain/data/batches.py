@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -14,12 +14,14 @@ IGNORED = -100
 class Batch(TypedDict):
     """input_ids, labels: int64 [batch, seq_len]; labels[t] = input_ids[t + 1], IGNORED at the end and in fillers.
     sample_ids: int64 [batch], -1 for fillers. text_bytes: int64 [batch], UTF-8 bytes of text behind the labels,
-    -1 where it is not known."""
+    -1 where it is not known. label_counts: int64 [batch], positions with a loss, counted where the batch is made: in a process of
+    the loader, while the training process works."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: torch.Tensor
     text_bytes: torch.Tensor
+    label_counts: NotRequired[torch.Tensor]
 
 
 class PackedBatch(Batch):
@@ -41,7 +43,13 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
     labels[:, :-1] = input_ids[:, 1:]
     labels[sample_ids < 0] = IGNORED
     text_bytes = torch.tensor([sample["text_bytes"] for sample in samples], dtype=torch.int64)
-    return Batch(input_ids=input_ids, labels=labels, sample_ids=sample_ids, text_bytes=text_bytes)
+    return Batch(
+        input_ids=input_ids,
+        labels=labels,
+        sample_ids=sample_ids,
+        text_bytes=text_bytes,
+        label_counts=(labels != IGNORED).sum(1),
+    )
 
 
 def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
@@ -52,6 +60,7 @@ def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
     batch = collate(samples)
     ends = batch["input_ids"] == eod_id
     batch["labels"][ends] = IGNORED
+    batch["label_counts"] = (batch["labels"] != IGNORED).sum(1)
     # Shards do not record how much text the removed labels stand for.
     batch["text_bytes"][ends[:, :-1].any(1) & (batch["sample_ids"] >= 0)] = -1
     return PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))
