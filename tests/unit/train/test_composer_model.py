@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data.batches import Batch, collate, collate_packed, filler
+from llmtrain.data.batches import collate, collate_packed, filler
 from llmtrain.models.segments import Segments
 from llmtrain.train.composer_model import data_spec
 
@@ -22,7 +22,7 @@ def samples(count: int) -> list[dict[str, Any]]:
     return [{"tokens": row, "sample_id": n, "text_bytes": 9} for n, row in enumerate(rows)] + [filler(SEQ_LEN)]
 
 
-def batches() -> list[Batch]:
+def batches() -> list[Any]:
     return [collate(samples(5)), collate_packed(samples(5), eod_id=0)]
 
 
@@ -36,11 +36,11 @@ class Unread(torch.Tensor):
 
 
 @pytest.mark.parametrize("batch", batches(), ids=["concatenated", "packed"])
-def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(batch: Batch):
+def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(batch: Any):
     expected = (batch["labels"] != -100).sum(1)
     assert batch["label_counts"].tolist() == expected.tolist()
     spec = data_spec(None)  # type: ignore[arg-type]
-    unread: Any = batch | {"labels": batch["labels"].as_subclass(Unread)}
+    unread = batch | {"labels": batch["labels"].as_subclass(Unread)}
     assert spec.get_num_tokens_in_batch(unread, "loss_generating") == int(expected.sum())
     parts = spec.split_batch(unread, 4)
     assert [part["n_labels"] for part in parts] == [int(expected[:4].sum()), int(expected[4:].sum())]
@@ -48,7 +48,7 @@ def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(
 
 
 @pytest.mark.parametrize("batch", batches(), ids=["concatenated", "packed"])
-def test_a_part_of_the_sequences_counts_its_own_labels(batch: Batch):
+def test_a_part_of_the_sequences_counts_its_own_labels(batch: Any):
     found = []
     for rank in range(2):
         [part] = data_spec(None, Segments(rank, 2)).split_batch(batch, 6)  # type: ignore[arg-type]
