@@ -105,7 +105,7 @@ def build_loss(config: LossConfig, softcap: float | None, platform: Platform) ->
     if kind == "auto":
         # A CPU gains no memory worth having and loses the overlap of one large matrix product.
         kind = "plain" if platform.vendor == "cpu" else "chunked"
-    return PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap)
+    return PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap, platform.vendor == "nvidia")
 
 
 class PlainLoss:
@@ -134,10 +134,13 @@ class PlainLoss:
 
 
 class ChunkedLoss:
-    """Holds logits of at most `chunk_tokens` tokens at a time."""
+    """Holds logits of at most `chunk_tokens` tokens at a time.
 
-    def __init__(self, config: LossConfig, softcap: float | None):
-        self.config, self.softcap = config, softcap
+    wide_products: products of 16-bit matrices can add to a sum in fp32 by themselves, as cuBLAS does.
+    """
+
+    def __init__(self, config: LossConfig, softcap: float | None, wide_products: bool = False):
+        self.config, self.softcap, self.wide_products = config, softcap, wide_products
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: TensorRanks | None = None) -> LossOutput:
         """hidden: [batch, T, d_model]; weight: [vocab, d_model], or this rank's part of it; labels: [batch, T]."""
@@ -145,7 +148,8 @@ class ChunkedLoss:
         n_tokens = (labels != IGNORE).sum()
         config = self.config
         loss, ce, z = _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, labels, n_tokens, config.chunk_tokens, config.z_loss, self.softcap, ranks
+            *(hidden.flatten(0, -2), weight, labels, n_tokens, config.chunk_tokens, config.z_loss, self.softcap, ranks),
+            self.wide_products and hidden.is_cuda,
         )
         return LossOutput(loss, ce, z, n_tokens)
 
@@ -162,13 +166,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         softcap: float | None,
         ranks: TensorRanks | None,
+        wide_products: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden: [N, d]; weight: [V, d]; labels: [N]. Returns loss, ce and z; gradients wait in ctx."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         scale = 1.0 / n_tokens.clamp(min=1).to(wide)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        d_weight = torch.empty(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         gradient = _compiled_logit_gradient() if hidden.is_cuda else _logit_gradient
         sums = []
         for h, y, at in _chunks(hidden, labels, chunk_tokens):
@@ -176,10 +181,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             sums.append(torch.stack((ce, z)))
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[at : at + len(h)])
-            if d_weight is not None and d_weight.dtype == h.dtype:
-                d_weight.addmm_(d_logits.t(), h)
-            elif d_weight is not None:
-                d_weight.add_(d_logits.t() @ h)  # the sum in fp32
+            if d_weight is not None:
+                _sum_product(d_weight, d_logits.t(), h, at == 0, wide_products)
         ce, z = torch.stack(sums).sum(0).unbind()
         ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
         ce, z = ce.clone(), z.clone()
@@ -191,8 +194,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = ctx.gradients
         ctx.gradients = None
         d_hidden = None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype)
-        d_weight = None if d_weight is None else (d_weight * d_loss).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None, None, None
+        if d_weight is not None:
+            d_weight = torch.mul(d_weight, d_loss, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
+        return d_hidden, d_weight, None, None, None, None, None, None, None
+
+
+def _sum_product(total: Tensor, a: Tensor, b: Tensor, first: bool, wide_products: bool) -> None:
+    """total += a @ b, or without what it holds if it is the first. A sum in fp32 of 16-bit matrices is one pass with wide_products;
+    otherwise the product is rounded and added by itself, which reads and writes all of the sum once more."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=0 if first else 1, out=total)
+    elif wide_products and first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif wide_products:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)
 
 
 def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int):

@@ -126,10 +126,15 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
 
     Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
     """
+    from torch._inductor import config as inductor  # which takes a while
+
     # All layers share the code of Block.forward, and with it one cache of compilations: one per kind of layer,
     # twice over (training and validation).
     kinds = len(model.config.blocks) * 4
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, kinds)
+    # Inductor would lengthen rows of a product to whole lines of memory. Our kernels are handed rows as they are, so that each of
+    # them would come with a copy of what the product wrote, at widths such as Zamba2's.
+    inductor.comprehensive_padding = False
     mode = "max-autotune-no-cudagraphs" if max_autotune else None
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.

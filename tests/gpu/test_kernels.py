@@ -174,6 +174,24 @@ def test_chunked_loss_agrees_with_the_plain_one():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(platform.detect().vendor != "nvidia", reason="cuBLAS's products")
+def test_the_heads_gradient_is_summed_in_fp32():
+    """Where products add to the sum by themselves, no product of a chunk is rounded to bf16 before."""
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(4, 512, 64, generator=g, device="cuda").bfloat16()
+    weight = torch.randn(1000, 64, generator=g, device="cuda").bfloat16().requires_grad_()
+    labels = torch.randint(0, 1000, (4, 512), generator=g, device="cuda")
+    wide = weight.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(PlainLoss(LossConfig(), None)(hidden.double(), wide, labels).loss, wide)
+
+    def error(wide_products: bool) -> float:
+        loss = ChunkedLoss(LossConfig(chunk_tokens=256), None, wide_products)(hidden, weight, labels).loss
+        (found,) = torch.autograd.grad(loss, weight)
+        return float((found.double() - exact).norm() / exact.norm())
+
+    assert error(True) < 0.95 * error(False)
+
+
 def test_weights_are_those_of_a_cpu():
     blocks = {"m": {"type": "mamba2", "d_state": 16}, "a": {"type": "attention", "n_heads": 4}}
     config = ModelConfig.model_validate({"vocab_size": 64, "d_model": 128, "blocks": blocks, "layers": "m a"})
