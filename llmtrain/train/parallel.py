@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,6 +33,7 @@ from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
 from llmtrain.train.async_tensor import overlap_products
 from llmtrain.train.host_inputs import HostInputs
+from llmtrain.train.shared_blocks import shard_shared_blocks
 
 
 def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
@@ -59,7 +61,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
         fraction = config.activation_checkpointing.fraction
-        torch._functorch.config.activation_memory_budget = 1.0 if fraction is None else fraction
+        functorch.activation_memory_budget = 1.0 if fraction is None else fraction
         compile_layers(model.hybrid, max_autotune=config.compile == "max_autotune")
     elif config.activation_checkpointing.type == "budget":
         run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
@@ -195,7 +197,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm)."""
+    """FSDP2: one group per layer, per copy of a shared block and for an untied head, and one for the rest (embedding, norm)."""
     policy = MixedPrecisionPolicy()
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
@@ -209,6 +211,7 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if model.hybrid.head is not None:
         fully_shard(model.hybrid.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard_shared_blocks(model.hybrid, mesh, policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 

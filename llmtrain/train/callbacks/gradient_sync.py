@@ -14,7 +14,8 @@ class GradientSync(Callback):
     """Marks the last microbatch of a step for FSDP2, which Composer does not: FSDP2 would reduce, and gather again, for each.
 
     What is gathered at the peak of every microbatch anyway stays so until the last one: it takes no more memory. With
-    `strategy: grad_op`, or where gradients are reduced once a step, that is everything, else what no layer owns.
+    `strategy: grad_op`, or where gradients are reduced once a step, that is everything, else what no layer owns. Reductions that
+    a microbatch begins last, of the first layers and the embedding, go on beside the next one's forward pass.
 
     sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
     saved by reducing after every microbatch.
@@ -37,8 +38,11 @@ class GradientSync(Callback):
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         last = self._left == 0
-        if not self.every_microbatch:
+        if self.every_microbatch:
+            self.model.set_is_last_backward(last)
+        else:
             self.model.set_requires_gradient_sync(last)
         self.model.set_reshard_after_backward(last, recurse=self.all_stays)
-        if isinstance(head := self.model.hybrid.head, FSDPModule):
-            head.set_reshard_after_backward(last)
+        for part in (self.model.hybrid.head, *self.model.hybrid.shared_blocks()):
+            if isinstance(part, FSDPModule):
+                part.set_reshard_after_backward(last)

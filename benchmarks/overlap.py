@@ -1,0 +1,187 @@
+"""What a step over several GPUs gains by reductions and gathering beside computation, in one process for each GPU.
+
+    python -m benchmarks.overlap FILE [a.b=c …] --nproc 2 [--steps 6] [--kernels] --out FILE.json
+
+FILE is trained on random tokens by the model, the sharding, the marks of microbatches and the clipping of `llmtrain train`,
+without trainer and loader. Steps are taken in turn as `llmtrain train` takes them, and with two things undone: a microbatch waits
+for its last reductions, and shared blocks are gathered before the first layer and reduced after it. The result has medians of both
+kinds, after --warmup steps of each, and the memory at the peak; kernels: also what one more step of each went into, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.parallel import kernels_of, synchronize
+from benchmarks.ranks import Training, on_ranks
+from llmtrain.distributed.world import world_from_environment
+from llmtrain.errors import exit_with
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+KINDS = ("overlapped", "waiting")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help="timed ones of each kind")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each kind before")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
+    args = parser.parse_intermixed_args()
+    if args.rank:
+        found = compare(load_config(args.file, args.overrides), args.warmup, args.steps, args.kernels, args.out)
+        if world_from_environment().is_main:
+            print(json.dumps(found), flush=True)
+        return 0
+    what = [
+        args.file,
+        *args.overrides,
+        "--steps",
+        str(args.steps),
+        "--warmup",
+        str(args.warmup),
+        "--out",
+        str(args.out),
+    ]
+    found = on_ranks(
+        args.nproc,
+        "benchmarks.overlap",
+        *what,
+        *(["--kernels"] if args.kernels else []),
+        log=args.out.with_suffix(".txt"),
+    )
+    print(json.dumps(found), flush=True)
+    args.out.write_text(json.dumps({"file": args.file, "overrides": args.overrides, "nproc": args.nproc, **found}))
+    return int("failed" in found)
+
+
+class Steps:
+    """Steps of a model over several ranks, of either kind. Every rank makes one and calls `step`, in the same order."""
+
+    def __init__(self, config: Config):
+        import torch
+
+        from llmtrain.flops.automatic import settle
+        from llmtrain.flops.describe import meta_model, parameter_sizes
+        from llmtrain.train.callbacks.gradient_sync import GradientSync
+
+        world = world_from_environment()
+        memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+        sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+        config = settle(config, sizes, world.size, world.local_size, memory).config
+        self.config, self.made = config, Training(config)
+        self.sync = GradientSync(self.made.causal_lm, config.train.sharding)
+        size = config.train.least_microbatch
+        self.count = config.train.global_batch_size // (size * self.made.world.data_size)
+        torch.manual_seed(self.made.world.data_rank)
+        ids = torch.randint(config.model.vocab_size, (self.count, size, config.data.seq_len))
+        self.parts = [self.made.own(one, one.roll(-1, 1)) for one in ids]
+        self.kind = KINDS[0]
+        self.ending = False  # in the callback at the end of a backward pass
+        self._undo()
+
+    def _undo(self) -> None:
+        """Have shared blocks follow the root in steps of the second kind."""
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        hybrid = self.made.model
+        states = [one._get_fsdp_state() for one in hybrid.shared_blocks() if isinstance(one, FSDPModule)]
+        groups: list[Any] = [state._fsdp_param_group for state in states]
+        root: Any = self.made.causal_lm._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+        end = root.post_backward
+
+        def root_ends() -> None:  # the first group of the callback
+            self.ending = True
+            end()
+
+        def delayed(reduce: Any) -> Any:
+            return lambda: reduce() if self.ending or self.kind == KINDS[0] else None
+
+        def gather(*_: object) -> None:
+            for group in groups if self.kind == KINDS[1] else ():
+                with group.use_training_state(TrainingState.FORWARD):
+                    group.unshard()
+                    group.wait_for_unshard()
+
+        root.post_backward = root_ends
+        for group in groups:
+            group.post_backward = delayed(group.post_backward)
+        hybrid.blocks[0].register_forward_pre_hook(gather)
+
+    def step(self, kind: str) -> float:
+        """The loss of the first microbatch."""
+        import torch
+
+        self.kind = kind
+        state: Any = SimpleNamespace(
+            batch={"sample_ids": range(self.count)}, device_train_microbatch_size=1
+        )  # one sample is a microbatch here
+        logger: Any = None
+        self.sync.batch_start(state, logger)
+        losses = []
+        for part in self.parts:
+            self.ending = False
+            self.sync.before_forward(state, logger)
+            if kind == KINDS[1]:
+                self.made.causal_lm.set_is_last_backward(True)  # type: ignore[operator]
+            loss = self.made.loss(part).loss
+            (loss / self.count).backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.made.model.parameters(), self.made.most)
+        self.made.optimizer.step()
+        self.made.optimizer.zero_grad()
+        return float(losses[0])
+
+
+def compare(config: Config, warmup: int, count: int, kernels: bool, out: Path) -> dict[str, Any]:
+    import torch
+
+    steps = Steps(config)
+    device = steps.made.device
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    peaks, losses = {}, []
+    for turn in range(warmup + count):
+        for kind in KINDS if turn % 2 else KINDS[::-1]:
+            torch.distributed.barrier()
+            synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            losses.append(steps.step(kind))
+            synchronize(device)
+            seconds[kind].append(time.perf_counter() - began)
+            peaks[kind] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+            print(f"{kind}: {seconds[kind][-1]:.4f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    tokens = config.tokens_per_step / world_from_environment().size
+    medians = {kind: statistics.median(of[warmup:]) for kind, of in seconds.items()}
+    found = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "sharding": steps.config.train.sharding.model_dump(mode="json"),
+        "tokens_per_second_per_gpu": {kind: tokens / one for kind, one in medians.items()},
+        "overlapped_over_waiting": medians[KINDS[1]] / medians[KINDS[0]],
+        "seconds": seconds,
+        "peak_gib": peaks,
+        "losses": losses,
+    }
+    if world_from_environment().is_main:
+        out.write_text(json.dumps(found))
+    if kernels:
+        found["kernels"] = {kind: kernels_of(lambda kind=kind: steps.step(kind)) for kind in KINDS}
+    return found
+
+
+if __name__ == "__main__":
+    exit_with(main)
