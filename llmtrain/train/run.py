@@ -52,6 +52,7 @@ from llmtrain.train.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.train.loggers import build_loggers
 from llmtrain.train.microbatch import choose_microbatch
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
+from llmtrain.train.optimizers.host_state import set_aside
 from llmtrain.train.parallel import compute_dtype, parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import continued, require_same_run
@@ -183,43 +184,44 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         rewind = Rewind(spikes.config, saver, spikes, load_again, passed, verify=checkpoint.verify)
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
-    trainer = Trainer(
-        model=ComposerHybridLM(causal_lm, streams, segments, graphs),
-        run_name=config.name,
-        seed=config.seed,
-        # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
-        precision="fp32",
-        optimizers=optimizer,
-        train_dataloader=data_spec(loader, segments, ranks),
-        eval_dataloader=evaluators(config, validation, segments, ranks),
-        eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
-        max_duration=f"{total_steps}ba",
-        device_train_microbatch_size=settled.train.microbatch_size,
-        accumulate_train_batch_on_tokens=True,
-        callbacks=[
-            StepRNG(config.seed),
-            LearningRate(schedule, peaks),
-            # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
-            *([] if graphs else [GradientSync(causal_lm, settled.train.sharding)]),
-            ReleaseAutograd(),
-            Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
-            *([average] if average is not None else []),
-            Throughput(cost),
-            *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
-            *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
-            Checkpointing(
-                saver,
-                preemption,
-                config=config.model_dump(mode="json"),
-                data_position=lambda state: data_position(state, config, passed),
-                interval=max(checkpoint.interval.steps(**length), 1),
-                also=before_decay,
-                rewind=rewind,
-            ),
-        ],
-        loggers=build_loggers(config, folder, total_steps),
-        progress_bar=False,
-    )
+    with set_aside(optimizer):
+        trainer = Trainer(
+            model=ComposerHybridLM(causal_lm, streams, segments, graphs),
+            run_name=config.name,
+            seed=config.seed,
+            # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
+            precision="fp32",
+            optimizers=optimizer,
+            train_dataloader=data_spec(loader, segments, ranks),
+            eval_dataloader=evaluators(config, validation, segments, ranks),
+            eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
+            max_duration=f"{total_steps}ba",
+            device_train_microbatch_size=settled.train.microbatch_size,
+            accumulate_train_batch_on_tokens=True,
+            callbacks=[
+                StepRNG(config.seed),
+                LearningRate(schedule, peaks),
+                # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
+                *([] if graphs else [GradientSync(causal_lm, settled.train.sharding)]),
+                ReleaseAutograd(),
+                Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
+                *([average] if average is not None else []),
+                Throughput(cost),
+                *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
+                *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
+                Checkpointing(
+                    saver,
+                    preemption,
+                    config=config.model_dump(mode="json"),
+                    data_position=lambda state: data_position(state, config, passed),
+                    interval=max(checkpoint.interval.steps(**length), 1),
+                    also=before_decay,
+                    rewind=rewind,
+                ),
+            ],
+            loggers=build_loggers(config, folder, total_steps),
+            progress_bar=False,
+        )
     if resumed:
         trainer.state.timestamp.load_state_dict(resumed.require().clock)
         trainer.state._load_dataset_state({"train": resumed.require().data["position"]})

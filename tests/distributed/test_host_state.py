@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from composer.devices import Device
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmtrain.checkpoint import save_load
@@ -83,6 +85,22 @@ def test_steps_and_checkpoints_are_the_same(ranks, configs, tmp_path, size):
     expected = ranks(other).run(state_after, here, saved, None)
     for found, one in zip(ranks(other).run(state_after, there, same, None), expected, strict=True):
         assert_same(found, one)
+
+
+def brought_to_the_device(config: Config) -> int:
+    """A job: tensors of the optimizer's state that Composer brings to the device when a run begins."""
+    brought = []
+    with patch.object(Device, "optimizer_to_device", lambda self, it: brought.extend(it.state.values()) or it):
+        train(config)
+    return len(brought)
+
+
+def test_the_state_of_a_resumed_run_stays_on_the_host(ranks, shards, tmp_path):
+    changes = {"train.duration": "5 steps", "optimizer.offload": True}
+    ranks(1).run(train, tiny_config(shards, tmp_path, changes), 4)
+    assert ranks(1).run(brought_to_the_device, tiny_config(shards, tmp_path, changes)) == [0]
+    plain = tiny_config(shards, tmp_path, {**changes, "optimizer.offload": False, "train.duration": "6 steps"})
+    assert ranks(1).run(brought_to_the_device, plain) != [0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,8 @@ goes. The arithmetic is the device's, so that nothing changes but where the stat
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -29,6 +31,20 @@ def keep_on_host(optimizer: torch.optim.Optimizer, at_once: int = OFFLOADED_AT_O
     optimizer.__class__ = type(kind.__name__, (HostState, kind), {"_plain_step": _without_hooks(kind.step)})
     optimizer._patch_step_function()
     cast("HostState", optimizer).begin(at_once)
+
+
+@contextlib.contextmanager
+def set_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Meanwhile an optimizer that keeps its state in host memory has none, for code that brings all state to the device, as
+    Composer's Trainer does when it is made."""
+    if not isinstance(optimizer, HostState):
+        yield
+        return
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
