@@ -5,8 +5,8 @@
 Each setting is trained by what `llmtrain train` calls, one after another, on Python's standard library: those of the sweep (kind of
 checkpointing, sizes of a microbatch) for --short steps, then `auto`, then the best of the sweep, for --steps steps each. Steps are
 timed after --warmup ones, and a figure is their median. A setting that does not fit is noted as such. FILE.json is rewritten after
-each; --seconds ends the sweep, but not the two at the end, after so many. Each setting has a process of its own, which imports what
-it needs while the one before it is measured.
+each; --seconds ends the sweep, but not the two at the end, after so many. Each setting has a process of its own; all import what
+they need at the start, beside each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
         silence_warnings()
         import llmtrain.train.run
 
-        assert llmtrain.train.run  # now, while another process is measured
+        assert llmtrain.train.run  # now, while other processes do so too, or are measured
         print(json.dumps(measure(*json.loads(sys.stdin.read()))), flush=True)
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,13 +50,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_intermixed_args()
-    began, rows, waiting = time.monotonic(), [], [Measuring()]
+    began, rows = time.monotonic(), []
 
-    def run(name: str, settings: list[str], steps: int, last: bool = False) -> dict[str, Any]:
-        process = waiting.pop()
-        if not last:
-            waiting.append(Measuring())
-        rows.append({"name": name, **process.result(args.file, [*args.overrides, *settings], args.warmup, steps)})
+    def run(name: str, settings: list[str], steps: int) -> dict[str, Any]:
+        result = waiting.pop().result(args.file, [*args.overrides, *settings], args.warmup, steps)
+        rows.append({"name": name, **result})
         rows[-1]["seconds_in_all"] = time.monotonic() - began
         print(json.dumps(rows[-1]), flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +66,7 @@ def main() -> int:
         for kind, _, sizes in (text.partition(":") for text in args.sweep)
         for size in sizes.split(",")
     }
+    waiting = [Measuring() for _ in range(len(by_hand) + 2)]
     found = {}
     for name, settings in by_hand.items():
         if time.monotonic() - began < args.seconds:
@@ -75,15 +74,14 @@ def main() -> int:
     automatic = ["train.microbatch_size=auto", "train.activation_checkpointing={type: auto}"]
     auto = run("auto", automatic, args.steps)
     fitting = {name: row["tokens_per_second"] for name, row in found.items() if "tokens_per_second" in row}
-    if "tokens_per_second" not in auto or not fitting:
-        waiting.pop().process.kill()
-        return 1
-    best = max(fitting, key=lambda name: fitting[name])
-    again = run(best, by_hand[best], args.steps, last=True)
-    print(
-        f"auto took {auto['took']}, {auto['tokens_per_second'] / again['tokens_per_second']:.4f} of {best}", flush=True
-    )
-    return 0
+    if "tokens_per_second" in auto and fitting:
+        best = max(fitting, key=lambda name: fitting[name])
+        again = run(best, by_hand[best], args.steps)
+        share = auto["tokens_per_second"] / again["tokens_per_second"]
+        print(f"auto took {auto['took']}, {share:.4f} of {best}", flush=True)
+    for process in waiting:  # of a sweep that --seconds ended, or without its last setting
+        process.process.kill()
+    return 0 if rows[-1]["name"] != "auto" else 1
 
 
 class Measuring:

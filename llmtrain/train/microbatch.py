@@ -1,8 +1,9 @@
 """The size of a microbatch where train.microbatch_size is auto: a few are tried when a run starts, the fastest is remembered.
 
-The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took,
-it is tried too. A size fails only where the estimate is wrong; then smaller ones are tried. All ranks take the same decisions, also
-where only some of them run out of memory. Where a run will launch CUDA graphs, a trial is timed by them.
+The first is the largest that fits by the estimate. As long as a larger one would fit, judged by the memory that the last one took
+beside weights, gradients and optimizer state, it is tried too. A size fails only where the estimate is wrong; then smaller ones are
+tried. All ranks take the same decisions, also where only some of them run out of memory. Where a run will launch CUDA graphs, a
+trial is timed by them.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ class Gauge:
 
 
 def search(
-    sizes: Sequence[int], start: int, attempt: Callable[[int], Trial | None], before: float, limit: float
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Trial | None], fixed: float, limit: float
 ) -> list[Trial]:
     """Trials of sizes that fit, in the order in which they were made; empty where none does.
 
-    sizes: those that are allowed, rising. attempt: None where memory was not enough. before, limit: bytes in use before a trial,
-    and bytes that may be in use. What a trial takes more than `before` grows at most in proportion to the size.
+    sizes: those that are allowed, rising. attempt: None where memory was not enough. fixed, limit: bytes that every size takes,
+    and bytes that may be in use. What a trial takes more than `fixed` grows at most in proportion to the size.
     """
     found: list[Trial] = []
     at = sizes.index(start)
@@ -96,9 +97,9 @@ def search(
         return found  # the next larger one has failed
     for size in sizes[at + 1 :]:
         last = found[-1]
-        if len(found) == _MOST_TRIALS or before + (last.peak - before) * size / last.size > limit:
+        if len(found) == _MOST_TRIALS or fixed + (last.peak - fixed) * size / last.size > limit:
             break
-        if (trial := attempt(size)) is None:
+        if (trial := attempt(size)) is None or trial.peak > limit:
             break
         found.append(trial)
         if trial.seconds > last.seconds:
@@ -138,9 +139,13 @@ def choose_microbatch(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    reserve = _optimizer_reserve(settled, world, device)
+    parameters = parameter_sizes(meta_model(settled.model), settled.train.parallel.tensor, settled.train.float8)
+    estimate = estimate_memory(settled, parameters, world.size)
+    # In place of the optimizer's state, which comes with its first step.
+    reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
     gauge.begin()
-    before, limit = _most(gauge.allocated(), device), USABLE * -_most(-gauge.available(), device)
+    fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
+    limit = USABLE * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
     graphs = settled.train.cuda_graphs != "off" and not refusal(
@@ -151,7 +156,7 @@ def choose_microbatch(
     def attempt(size: int) -> Trial | None:
         return _attempt(size, settled, model, segments, device, gauge, agreement, graphs)
 
-    trials = search(sizes, start, attempt, before, limit)
+    trials = search(sizes, start, attempt, fixed, limit)
     agreement.close()
     del reserve
     gauge.begin()
@@ -272,12 +277,6 @@ def _attempt(
     if _most(0.0 if fits else 1.0, device):
         return None
     return Trial(size, _most(seconds, device) / size, _most(peak, device))
-
-
-def _optimizer_reserve(config: Config, world: World, device: torch.device) -> torch.Tensor:
-    """Memory in place of the optimizer's state, which comes with its first step."""
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor)
-    return torch.empty(estimate_memory(config, sizes, world.size).optimizer, dtype=torch.uint8, device=device)
 
 
 def _most(value: float, device: torch.device) -> float:

@@ -26,7 +26,7 @@ def attempts(memory: float, slower_from: int = 100) -> tuple[list[int], object]:
 def searched(memory: float, start: int, slower_from: int = 100) -> tuple[list[int], list[int]]:
     """(sizes tried, sizes that fit)"""
     tried, attempt = attempts(memory, slower_from)
-    found = search(SIZES, start, attempt, before=STATIC, limit=memory)  # type: ignore[arg-type]
+    found = search(SIZES, start, attempt, fixed=STATIC, limit=memory)  # type: ignore[arg-type]
     return tried, [trial.size for trial in found]
 
 
@@ -36,6 +36,12 @@ def test_larger_sizes_are_tried_as_long_as_they_would_fit():
 
 def test_no_size_is_tried_that_would_not_fit():
     assert searched(memory=39, start=4) == ([4], [4])
+
+
+def test_a_larger_size_that_leaves_too_little_memory_is_not_taken():
+    """Its trial fits, but takes more than in proportion."""
+    trials = {4: Trial(4, 2.0, 30.0), 6: Trial(6, 1.0, 44.0)}
+    assert search(SIZES, 4, trials.get, fixed=STATIC, limit=42.0) == [trials[4]]
 
 
 def test_smaller_ones_where_the_estimate_was_too_low():
