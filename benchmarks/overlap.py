@@ -123,8 +123,6 @@ class Steps:
 
     def step(self, kind: str) -> float:
         """The loss of the first microbatch."""
-        import torch
-
         self.kind = kind
         state: Any = SimpleNamespace(
             batch={"sample_ids": range(self.count)}, device_train_microbatch_size=1
@@ -140,9 +138,7 @@ class Steps:
             loss = self.made.loss(part).loss
             (loss / self.count).backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.made.model.parameters(), self.made.most)
-        self.made.optimizer.step()
-        self.made.optimizer.zero_grad()
+        self.made.update()
         return float(losses[0])
 
 

@@ -90,15 +90,19 @@ class Training:
 
     def step(self, part: dict[str, Any], factor: float = 1.0) -> Any:
         """Optimizer step of one microbatch -> its loss. factor: of the loss of this rank."""
-        import torch
-
         loss = self.loss(part).loss
         (loss * factor).backward()
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Clipping and the optimizer's step."""
+        from llmtrain.train.tensor_gradients import clip_shards
+
         if self.divided is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.most)
+            clip_shards(list(self.model.parameters()), self.most)
         else:
             self.divided.add_up()
             self.divided.clip(self.most)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()

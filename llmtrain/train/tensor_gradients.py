@@ -1,9 +1,9 @@
-"""Gradients of a model that tensor-parallel ranks divide: sums of what several ranks hold, and the norm over all."""
+"""Norm of sharded gradients over all ranks, also where tensor-parallel ranks divide the model and several hold the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -67,12 +67,25 @@ class TensorGradients:
             norms = torch.stack(torch._foreach_norm([local for local, _ in found]))
             copies = torch.tensor([copies for _, copies in found], dtype=norms.dtype).to(device)
             squares = (norms.square() / copies).sum()
-        dist.all_reduce(squares)
-        norm = (squares / _replicas(self.parameters[0][0])).sqrt()
-        if found and math.isfinite(max_norm):
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local for local, _ in found], scale)
-        return norm
+        return _clip([local for local, _ in found], squares, self.parameters[0][0], max_norm)
+
+
+@torch.no_grad()
+def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """The same for parameters that FSDP2 alone has sharded, at least one, all with gradients. As operators on DTensors, for some
+    hundred parameters, it takes the host five times as long."""
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    return _clip(gradients, squares, parameters[0], max_norm)
+
+
+def _clip(gradients: list[Tensor], squares: Tensor, parameter: nn.Parameter, max_norm: float) -> Tensor:
+    """Scale local gradients; return the norm of all. squares: the sum of this rank's squares. parameter: any of them."""
+    dist.all_reduce(squares)
+    norm = (squares / _replicas(parameter)).sqrt()
+    if gradients and math.isfinite(max_norm):
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def _replicas(parameter: nn.Parameter) -> int:

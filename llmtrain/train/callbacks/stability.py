@@ -9,13 +9,12 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.spike_window import SpikeWindow
-from llmtrain.train.tensor_gradients import TensorGradients
+from llmtrain.train.tensor_gradients import TensorGradients, clip_shards
 
 
 class NonFiniteError(RunError):
@@ -98,8 +97,7 @@ class Stability(Callback):
         if self.divided is not None:
             self.divided.add_up()
             return self.divided.clip(self.max_norm)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_shards(parameters, self.max_norm)
 
     def _shared(self, norm: torch.Tensor) -> list[torch.Tensor]:
         """Sums over the ranks, the same on each of them: of losses times labels, of labels, of norms and of ranks. One tensor, or
