@@ -28,7 +28,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill the lists, of parameters, gradients and their state."""
-        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [local_of(tensor) for tensor in tensors]
         return has_complex
