@@ -1,4 +1,4 @@
-"""What a step over several GPUs gains by reductions and gathering beside computation, in one process for each GPU.
+"""Steps over several GPUs with reductions and gathering beside computation, and without, in one process for each GPU.
 
     python -m benchmarks.overlap FILE [a.b=c …] --nproc 2 [--steps 6] [--kernels] --out FILE.json
 
