@@ -6,6 +6,7 @@ an early segment is little work and a late one much, so that all ranks have the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import GroupName
 
 _NO_GROUP = GroupName("")
+_functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,15 @@ class Segments:
         """This rank's segments, by their place in the sequence."""
         return self.rank, self.count - 1 - self.rank
 
+    @property
+    def slots(self) -> list[int]:
+        """Every rank's segments in turn, by their place in the sequence: the order of what `all_gather` returns."""
+        return [place for rank in range(self.size) for place in (rank, self.count - 1 - rank)]
+
+    @property
+    def own_slots(self) -> slice:
+        return slice(2 * self.rank, 2 * self.rank + 2)
+
     def take(self, whole: Tensor) -> Tensor:
         """Local tokens of [batch, seq_len, ...], where the segments divide seq_len."""
         return whole.unflatten(1, (self.count, -1))[:, list(self.own)].flatten(1, 2)
@@ -59,6 +70,39 @@ class Segments:
         everyone = all_gather_tensor_autograd(own.contiguous(), 0, self.group).unflatten(0, (self.size, -1))
         first, second = everyone.unbind(2)
         return torch.cat((first.transpose(0, 1), second.flip(0).transpose(0, 1)), dim=1)
+
+    def gather_slots(self, own: Tensor) -> Tensor:
+        """The same in the order of `slots`, which copies less."""
+        everyone = all_gather_tensor_autograd(own.contiguous(), 0, self.group).unflatten(0, (self.size, -1))
+        return everyone.transpose(0, 1).flatten(1, 2)
+
+    def gathering(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather something of every segment, outside autograd: rows [batch * 2, ...] -> by a call of the result, which
+        waits for it, [batch, count, ...] in the order of `slots`.
+        """
+        begun = _functional.all_gather_into_tensor(own.contiguous(), self.size, self.group)
+
+        def wait() -> Tensor:
+            everyone = _functional.wait_tensor(begun).unflatten(0, (self.size, -1, 2))
+            return everyone.transpose(0, 1).flatten(1, 2)
+
+        return wait
+
+    def from_before(self, of_slots: Tensor) -> Tensor:
+        """What the segment before each own one has: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros before
+        the first.
+        """
+        return self._of_places(of_slots, -1)
+
+    def from_behind(self, of_slots: Tensor) -> Tensor:
+        """What the segment behind each own one has; zeros behind the last."""
+        return self._of_places(of_slots, 1)
+
+    def _of_places(self, of_slots: Tensor, offset: int) -> Tensor:
+        wanted = [place + offset for place in self.own]
+        found = [of_slots[:, self.slots.index(at)] if 0 <= at < self.count else None for at in wanted]
+        zeros = torch.zeros_like(of_slots[:, 0])
+        return torch.stack([zeros if one is None else one for one in found], dim=1).flatten(0, 1)
 
     def with_before(self, local: Tensor, reach: int) -> list[Tensor]:
         """Each own segment of n tokens, and up to `reach` tokens of the sequence before it: [batch, up to reach + n, ...].

@@ -56,21 +56,24 @@ def state_passing_fwd(
     batch, _, n_heads, head_dim = x.shape
     shape = (batch, dA_cumsum.shape[2], n_heads, B.shape[3], head_dim)
     states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _block_headdim(launch, head_dim))
-    _launch(
-        x,
-        x,
-        ScaledBC(B, B, None),
-        dA_cumsum,
-        None,
-        seq_idx,
-        (initial_state, None, last_state),
-        states,
-        chunk,
-        chunk,
-        precision,
-        launch,
-    )
+    ends = (initial_state, None, last_state)
+    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, ends, states, chunk, chunk, precision, launch)
     return states.values
+
+
+def added_state(
+    x: Tensor, B: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, chunk: int, precision: str, launch: StatePassingLaunch,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """The state after the last token from one of zero, [batch, heads, head_dim, d_state] in fp32; with `reverse`, of dy and C in
+    place of x and B, the gradient of the state before the first token. States between are not stored. Arguments as of
+    state_passing_fwd.
+    """
+    batch, _, n_heads, head_dim = x.shape
+    found = torch.empty((batch, n_heads, head_dim, B.shape[3]), dtype=torch.float32, device=x.device)
+    ends = (None, None, found)
+    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, ends, None, chunk, chunk, precision, launch, reverse)
+    return found
 
 
 def state_passing_bwd(
@@ -127,19 +130,21 @@ def _launch(
     largest_dt: Tensor | None,
     seq_idx: Tensor | None,
     ends: tuple[Tensor | None, ...],
-    states: States,
+    states: States | None,
     chunk: int,
     tile: int,
     precision: str,
     launch: StatePassingLaunch,
+    reverse: bool = False,
 ) -> None:
-    """Launch the kernel, in both directions if `states` has room for both."""
+    """Launch the kernel, in both directions if `states` has room for both. states: None: not stored."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]
-    bidirectional, block_dstate = states.values.ndim == 6, min(launch.block_dstate, padded(d_state))
+    bidirectional = states is not None and states.values.ndim == 6
+    block_dstate = min(launch.block_dstate, padded(d_state))
     grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if bidirectional else 1))
     _state_passing[grid](
-        *(x, dy, *bc, dA_cumsum, largest_dt, seq_idx, *ends, states.values, states.exponents, states.added_exponents),
+        *(x, dy, *bc, dA_cumsum, largest_dt, seq_idx, *ends, *((None,) * 3 if states is None else states[:3])),
         *(seq_len, dA_cumsum.shape[2], *(stride for t in (x, dy, bc.B, bc.C) for stride in t.stride()[:3])),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
@@ -148,8 +153,9 @@ def _launch(
         TILE=tile,
         PADDED_DSTATE=padded(d_state),
         BLOCK_DSTATE=block_dstate,
-        BLOCK_HEADDIM=states.block_headdim,
+        BLOCK_HEADDIM=_block_headdim(launch, head_dim),
         BIDIRECTIONAL=bidirectional,
+        REVERSE=reverse,
         PRECISION=precision,
         NUM_STAGES=launch.num_stages,
         **launch.options,
@@ -163,9 +169,12 @@ def _state_passing(
     C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PADDED_DSTATE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers for all chunks."""
+    """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers for all chunks.
+
+    REVERSE: the gradients' direction alone, x and B being dy and C.
+    """
     PARTS: tl.constexpr = (HEAD_DIM + BLOCK_HEADDIM - 1) // BLOCK_HEADDIM
     part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * BLOCK_DSTATE
     head, batch_dir = tl.program_id(1), tl.program_id(2)
@@ -175,7 +184,7 @@ def _state_passing(
     TILES: tl.constexpr = CHUNK // TILE
     tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
     # batch_dir counts rows of the batch in both directions: the first two dimensions of states and exponents.
-    row, reverse = batch_dir, False
+    row, reverse = batch_dir, REVERSE
     if BIDIRECTIONAL:
         batch = tl.num_programs(2) // 2
         reverse = batch_dir >= batch
@@ -208,16 +217,19 @@ def _state_passing(
         tile = iteration
         if BIDIRECTIONAL:
             tile = tl.where(reverse, chunks * TILES - 1 - iteration, iteration)
+        elif REVERSE:
+            tile = chunks * TILES - 1 - iteration
         chunk, within = tile // TILES, tile % TILES
-        if iteration % TILES == 0:
-            at = first_state + chunk * n_heads
-            stored = state
-            if exponents is not None:
-                exponent = exponent_of(bound)
-                stored = state * tl.exp2(state_exponent - exponent)
-                tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
-            to = states + at * (D_STATE * HEAD_DIM) + inside
-            tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
+        if states is not None:
+            if iteration % TILES == 0:
+                at = first_state + chunk * n_heads
+                stored = state
+                if exponents is not None:
+                    exponent = exponent_of(bound)
+                    stored = state * tl.exp2(state_exponent - exponent)
+                    tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
+                to = states + at * (D_STATE * HEAD_DIM) + inside
+                tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
 
         first = tile * TILE
         v = load_tile(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
@@ -234,6 +246,8 @@ def _state_passing(
         weight = tl.exp2(a_end - a - dt_exponent) * dt
         if BIDIRECTIONAL:
             weight, dt_exponent = tl.where(reverse, tl.exp2(a - a_begin), weight), tl.where(reverse, 0.0, dt_exponent)
+        elif REVERSE:
+            weight = tl.exp2(a - a_begin)
         if seq_idx is not None:
             seq_idx_at = seq_idx + row * chunks * CHUNK + first
             seq_idx_t, seq_idx_last = tl.load(seq_idx_at + q), tl.load(seq_idx_at + TILE - 1)
@@ -265,7 +279,9 @@ def _state_passing(
                 tl.trans(k), (v * weight[:, None]).to(k.dtype), acc=state * chunk_decay, input_precision=PRECISION
             )
     if last_state is not None:
-        tl.store(last_state + outside, state * tl.exp2(state_exponent), mask=valid & (reverse == BIDIRECTIONAL))
+        if BIDIRECTIONAL:
+            valid = valid & reverse
+        tl.store(last_state + outside, state * tl.exp2(state_exponent), mask=valid)
 
 
 @triton.jit

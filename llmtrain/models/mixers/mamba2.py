@@ -135,7 +135,7 @@ class Mamba2(Mixer):
         self.backend = registry.resolve("ssd", self.block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
         # What runs between the projections as one operator, where its three parts are all ours.
-        self.fused = None
+        self.fused = self.fused_segments = None
         parts = (self, self.conv, self.norm)
         if all(not isinstance(part, SiluGate) and part.backend.name == "triton" for part in parts):
             self.fused = registry.resolve("mamba_mixer", "triton", whole, platform).build(whole, platform)
@@ -174,7 +174,10 @@ class Mamba2(Mixer):
         return self.conv.spec.width
 
     def enable_segments(self) -> None:
-        """Nothing to choose: each segment is a sequence of its own for the kernels."""
+        if self.fused is not None:
+            from llmtrain.models.mixers.mamba2_fused_segments import segment_mixer
+
+            self.fused_segments = segment_mixer
 
     def segment_context(
         self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
@@ -210,6 +213,9 @@ class Mamba2(Mixer):
         if self.fused is not None and other is None:
             parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
             y = self.fused(zxbcdt, *parameters, document_ids=ids)
+        elif self.fused_segments is not None and isinstance(other, SegmentScan) and other.reaches_one(zxbcdt.shape[1], self.conv.spec.width):
+            parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
+            y = self.fused_segments(self.fused, other, zxbcdt, *parameters)
         else:
             y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
         return self.out_proj(y)

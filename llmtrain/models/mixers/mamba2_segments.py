@@ -27,8 +27,9 @@ _RUNNING_SUM = 128  # numbers summed at a time
 class SegmentScan(SegmentConvolution):
     """A Mamba-2 layer's context for this rank's segments; the same for all layers with a convolution of this width.
 
-    reads: bool [batch or 1, 2, count], True where an own segment sees what a segment adds to the state.
-    between: bool [2, count, count], the segments (last) that lie between a segment (second) and an own one (first).
+    reads: bool [batch or 1, count, count], True where a segment (second) sees what a segment (last) adds to the state.
+    between: bool [count, count, count], the segments (last) that lie between a segment (second) and a later one (first).
+        Both in the order of Segments.slots.
     begun_before: bool [batch * 2, n], of packed batches: tokens whose document began before their segment.
     """
 
@@ -41,18 +42,19 @@ class SegmentScan(SegmentConvolution):
         cls, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None, conv_width: int
     ) -> SegmentScan:
         """The arguments of SegmentConvolution.documents."""
-        own = torch.tensor(segments.own, device=device)
-        places = torch.arange(segments.count, device=device)
-        earlier = places < own[:, None]
-        between = (places[:, None] < places) & earlier[:, None, :]
+        places = torch.tensor(segments.slots, device=device)
+        earlier = places < places[:, None]
+        between = earlier.T[None] & earlier[:, None, :]
         ids, conv_ids = cls.documents(segments, seq_len, document_ids, conv_width)
         if document_ids is None or ids is None:
             return cls(segments, ids, conv_ids, earlier[None], between)
         length = seq_len // segments.count
-        last = document_ids[:, length - 1 :: length]  # documents at the segments' ends
-        before = F.pad(last, (1, 0), value=-1)[:, own]  # and just before the own ones
-        reads = earlier & (before[:, :, None] == last[:, None, :])
-        return cls(segments, ids, conv_ids, reads, between, ids == before.flatten()[:, None])
+        first, last = document_ids[:, ::length], document_ids[:, length - 1 :: length]  # of the segments
+        before = F.pad(last, (1, 0), value=-1)[:, places]  # just before them
+        goes_on = before == first[:, places]
+        reads = earlier & goes_on[:, :, None] & (before[:, :, None] == last[:, None, places])
+        begun_before = ids == before[:, segments.own_slots].reshape(-1, 1)
+        return cls(segments, ids, conv_ids, reads, between, begun_before)
 
     def scan(
         self, kernel: Callable[..., tuple[Tensor, Tensor]], spec: SSDSpec,
@@ -78,9 +80,10 @@ class SegmentScan(SegmentConvolution):
         segments -> like added.
         """
         own = torch.cat((added.flatten(2), log_decay[..., None].to(added.dtype)), dim=-1)
-        gathered = self.segments.gather(own.unflatten(0, (-1, 2)))  # [batch, count, heads, head_dim * d_state + 1]
-        log_between = torch.einsum("ijk,bkh->bhij", self.between.to(added.dtype), gathered[..., -1])
-        weights = log_between.masked_fill(~self.reads[:, None], float("-inf")).exp()
+        gathered = self.segments.gather_slots(own.unflatten(0, (-1, 2)))  # [batch, count, heads, head_dim * d_state + 1]
+        slots = self.segments.own_slots
+        log_between = torch.einsum("ijk,bkh->bhij", self.between[slots].to(added.dtype), gathered[..., -1])
+        weights = log_between.masked_fill(~self.reads[:, None, slots], float("-inf")).exp()
         before = weights @ gathered[..., :-1].transpose(1, 2)  # [batch, heads, 2, head_dim * d_state]
         return before.transpose(1, 2).reshape(added.shape)
 

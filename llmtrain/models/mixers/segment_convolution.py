@@ -38,6 +38,10 @@ class SegmentConvolution:
         seen = (own[:, None] * length + torch.arange(-reach, length, device=device)).clamp(min=0)
         return segments.fold(segments.take(document_ids)), document_ids[:, seen].flatten(0, 1)
 
+    def reaches_one(self, tokens: int, width: int) -> bool:
+        """True if the convolution sees tokens of no more than one segment before each of two that hold `tokens` together."""
+        return tokens // 2 >= width - 1
+
     def convolve(self, conv: Callable[[Tensor, Tensor | None], Tensor], width: int, x: Tensor) -> Tensor:
         """Causal convolution, which sees the width - 1 tokens before each segment. x: [batch, 2 * n, channels] -> like x."""
         reach, length = width - 1, x.shape[1] // 2
