@@ -61,6 +61,10 @@ class Segments:
         """The two segments as rows of a batch: [batch, 2 * n, ...] -> [batch * 2, n, ...]."""
         return local.unflatten(1, (2, -1)).flatten(0, 1)
 
+    def halves(self, local: Tensor) -> tuple[Tensor, ...]:
+        """The two segments, [batch, n, ...] each."""
+        return local.unflatten(1, (2, -1)).unbind(1)
+
     def unfold(self, folded: Tensor) -> Tensor:
         """The inverse of `fold`."""
         return folded.unflatten(0, (-1, 2)).flatten(1, 2)
@@ -87,6 +91,14 @@ class Segments:
             return everyone.transpose(0, 1).flatten(1, 2)
 
         return wait
+
+    def summing(self, of_slots: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum what every rank has for every segment, [batch, count, ...] in the order of `slots`, outside autograd -> by a
+        call of the result, that of the own segments, [batch * 2, ...].
+        """
+        by_rank = of_slots.unflatten(1, (self.size, 2)).transpose(0, 1).flatten(0, 2).contiguous()
+        begun = _functional.reduce_scatter_tensor(by_rank, "sum", self.size, self.group)
+        return lambda: _functional.wait_tensor(begun)
 
     def from_before(self, of_slots: Tensor) -> Tensor:
         """What the segment before each own one has: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros before

@@ -71,18 +71,22 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor]:
     one, how = KERNELS[kernel], How(scale, softcap)
-    merge = _compiled_merge() if q.is_cuda else _merge
     whole: tuple[Tensor, Tensor] | None = None
     for at, causal in _calls(one, q.shape[1], k.shape[1]):
         part = one.forward(q, k[:, at], v[:, at], how, causal)
-        whole = part if whole is None else merge(*whole, *part)
+        whole = part if whole is None else merged(*whole, *part)
     assert whole is not None
     out, lse = whole
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
+def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [batch, Q, n_heads, head_dim] and log-sum-exp [batch, n_heads, Q] over the keys of two calls, the output as wide as the
+    log-sum-exp."""
+    return (_compiled_merge() if out.is_cuda else _merge)(out, lse, part, part_lse)
+
+
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of two calls, the output as wide as the log-sum-exp."""
     weight = torch.sigmoid(part_lse - lse).transpose(1, 2)[..., None]
     wide, part = out.to(lse.dtype), part.to(lse.dtype)
     return wide + weight * (part - wide), torch.logaddexp(lse, part_lse)

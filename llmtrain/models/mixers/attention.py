@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
+from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -21,6 +22,7 @@ from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.layers import Linear, Norm, rotary_tables
+from llmtrain.models.mixers.attention_segments import OPERATOR, segment_attention
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.attention import AttentionSection
@@ -139,6 +141,8 @@ class Attention(Mixer):
     def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, contexts: list[Any]) -> Tensor:
         """Attention of this rank's queries to the keys and values of all ranks that they see; shapes as the kernel's."""
         assert self.segment_kernel is not None
+        if self.overlaps_segments:
+            return segment_attention(self.segment_kernel, segments, q, k, v)
         reach = self._reach(q.shape[1] * segments.size)
         keys_values = segments.with_before(torch.cat((k, v), dim=-2), reach)  # gathered together
         queries = q.unflatten(1, (2, -1)).unbind(1)
@@ -203,7 +207,13 @@ class Attention(Mixer):
         return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
-        return set((self.segment_backend or self.backend).saved_ops)
+        own = set((self.segment_backend or self.backend).saved_ops)
+        return own | {OPERATOR} if self.overlaps_segments else own
+
+    @property
+    def overlaps_segments(self) -> bool:
+        """True if keys and values of ranks that share sequences travel beside the work on this rank's own."""
+        return isinstance(self.segment_kernel, LastQueries)
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)

@@ -1,0 +1,132 @@
+"""Causal attention over segments of sequences that ranks share, as one operator: keys and values travel beside the work on a rank's own.
+
+A segment's queries see their own keys causally and all keys of earlier segments: a call of a kernel for each, put together by their
+log-sum-exps (kernels/attention/last_queries.py). Only this rank's keys and values are saved for the backward, which gathers the
+others' again, and sums their gradients over the ranks beside its last calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from llmtrain.kernels.attention.last_queries import KERNELS, How, LastQueries, merged
+from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.models.segments import Segments
+
+OPERATOR = "llmtrain.segment_attention.default"
+
+
+def segment_attention(kernel: LastQueries, segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q: [batch, 2 * n, n_heads, head_dim], of this rank's two segments; k, v: [batch, 2 * n, n_kv_heads, head_dim] -> like q,
+    contiguous."""
+    spec, ranks = kernel.spec, (segments.rank, segments.size, segments.group)
+    return segment_attention_forward(q, k, v, spec.scale, spec.softcap, kernel.kernel, *ranks)[0]
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp, [batch, n_heads, 2 * n] in fp32 or wider."""
+    one, how, segments = KERNELS[kernel], How(scale, softcap), Segments(rank, size, GroupName(group))
+    everyones = _gathering(segments, k, v)
+    queries, keys, values = (segments.halves(t) for t in (q, k, v))
+    found = [one.forward(queries[i], keys[i], values[i], how, True) for i in range(2)]
+    found[1] = merged(*found[1], *one.forward(queries[1], keys[0], values[0], how, False))
+    theirs = everyones()
+    for i, slot in _of_others(segments):
+        found[i] = merged(*found[i], *one.forward(queries[i], theirs[0][:, slot], theirs[1][:, slot], how, False))
+    out = torch.cat([out.to(q.dtype) for out, _ in found], dim=1)
+    return out.contiguous(), torch.cat([lse for _, lse in found], dim=2)
+
+
+segment_attention_forward = operator("segment_attention", launch_forward)
+
+
+@torch.library.register_fake(segment_attention_forward)
+def _(q, k, v, scale, softcap, kernel, rank, size, group):
+    batch, tokens, n_heads, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty((batch, n_heads, tokens), dtype=wide)
+
+
+def launch_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    one, how, segments = KERNELS[kernel], How(scale, softcap), Segments(rank, size, GroupName(group))
+    everyones = _gathering(segments, k, v)
+    of_queries = [
+        tuple(t.contiguous() for t in (dout, out, lse, q))
+        for dout, out, lse, q in zip(
+            *(segments.halves(t) for t in (dout, out)), lse.chunk(2, dim=2), segments.halves(q), strict=True
+        )
+    ]
+    keys, values = segments.halves(k), segments.halves(v)
+    dq: list[Tensor | None] = [None, None]
+
+    def backward(i: int, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        part, dk, dv = one.backward(*of_queries[i], k, v, how, causal)
+        dq[i] = part if dq[i] is None else part.to(lse.dtype).add_(dq[i])
+        return dk, dv
+
+    own_first, own_second = (backward(i, keys[i], values[i], True) for i in range(2))
+    theirs = everyones()
+    sums = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in theirs]  # [batch, count, n, n_kv_heads, head_dim]
+    for i, slot in _of_others(segments):
+        for total, part in zip(sums, backward(i, theirs[0][:, slot], theirs[1][:, slot], False), strict=True):
+            total[:, slot] += part
+    del theirs
+    received = [segments.summing(total) for total in sums]
+    del sums
+    crossing = backward(1, keys[0], values[0], False)
+    found = []
+    for first, across, second, others in zip(own_first, crossing, own_second, received, strict=True):
+        own = others().unflatten(0, (-1, 2))
+        own[:, 0] += first.add_(across)
+        own[:, 1] += second
+        found.append(own.flatten(1, 2))
+    return torch.cat([t.to(q.dtype) for t in dq if t is not None], dim=1), *found
+
+
+segment_attention_backward = operator("segment_attention_backward", launch_backward)
+
+
+@torch.library.register_fake(segment_attention_backward)
+def _(dout, out, lse, q, k, v, scale, softcap, kernel, rank, size, group):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.settings = inputs
+    ctx.save_for_backward(*output, q, k, v)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*segment_attention_backward(dout, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
+
+
+register_autograd(segment_attention_forward, _backward, _setup_context)
+
+
+def _gathering(segments: Segments, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+    """Begin to gather keys and values; by a call of the result each [batch, count, n, n_kv_heads, head_dim]."""
+    begun = [segments.gathering(segments.fold(t)) for t in (k, v)]
+    return lambda: [wait() for wait in begun]
+
+
+def _of_others(segments: Segments) -> list[tuple[int, int]]:
+    """(which of the own segments, slot of an earlier segment that another rank holds), for each such call."""
+    own = range(segments.own_slots.start, segments.own_slots.stop)
+    return [
+        (i, slot)
+        for slot, place in enumerate(segments.slots)
+        for i, own_place in enumerate(segments.own)
+        if place < own_place and slot not in own
+    ]
