@@ -70,7 +70,7 @@ def launch_forward(
     gathered = segments.gathering(torch.cat((added.flatten(2), log_decay[..., None]), dim=-1))()
     weights = _weights(gathered[..., -1], reads, between)
     own = segments.own_slots
-    before = (weights[:, :, own] @ gathered[..., :-1].transpose(1, 2)).transpose(1, 2).reshape(added.shape)
+    before = (weights[:, :, own] @ gathered[..., :-1].transpose(1, 2)).transpose(1, 2).contiguous().view(added.shape)
     inputs = (x, dt, A, B, C, D, dt_bias, before, ids, dt_min, dt_max, launch.ssd)
     y = ssd.launch_forward(*inputs, with_final_state=False)[0].flatten(-2)
     out, r = gated_norm.launch_forward(y, z, norm_weight, norm_groups, eps, norm_first, launch.gated_norm)
