@@ -24,7 +24,15 @@ CASES: dict[str, tuple[Any, int, int, int, bool, float | None, dict[str, Any]]] 
     "several chunks": (mixers.spec(1, 16, 16), 2, 1, 20, True, None, {}),
     "three ranks, documents, groups, two sequences": (GROUPED, 3, 2, 6, True, 0.1, {}),
     "documents everywhere, halves of chunks": (GROUPED, 2, 1, 37, False, 0.3, {"halves": True, "num_sms": 1000}),
-    "segments as short as the convolution reaches": (mixers.spec(1, 16, 8, dt_limit=(0.05, 0.3)), 2, 1, 3, True, 0.2, {}),
+    "segments as short as the convolution reaches": (
+        mixers.spec(1, 16, 8, dt_limit=(0.05, 0.3)),
+        2,
+        1,
+        3,
+        True,
+        0.2,
+        {},
+    ),
     "one tap": (mixers.spec(1, 16, 8, width=1), 2, 1, 5, True, 0.2, {}),
 }
 """spec, ranks, batch, tokens of a segment, bias, share of tokens that begin a document, launch."""
@@ -32,14 +40,14 @@ CASES: dict[str, tuple[Any, int, int, int, bool, float | None, dict[str, Any]]] 
 
 def rank(name: str, rank: int, file: Path) -> None:
     """What one rank of a group computes, saved: the output, and the gradients of its part and of the parameters."""
-    spec, size, batch, n, biased, borders, launch = CASES[name]
+    spec, size, batch, n, biased, _, launch = CASES[name]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(file / "store"), size), rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     segments = Segments(rank, size, dist.group.WORLD.group_name)
     token, *rest = mixers.inputs(spec, batch, 2 * size * n, biased)[:7]
     context = SegmentScan.of(segments, token.shape[1], token.device, documents(name), spec.conv1d.width)
-    leaves = [t if t is None else t.requires_grad_() for t in (segments.take(token).clone(), *rest)]
+    leaves: list[Any] = [t if t is None else t.requires_grad_() for t in (segments.take(token).clone(), *rest)]
     out = segment_mixer(made(spec, **launch), context, *leaves)
     found = torch.autograd.grad(out, [t for t in leaves if t is not None], segments.take(upstream(name)))
     torch.save([out.detach(), *found], file / f"{rank}.pt")
@@ -72,7 +80,7 @@ def test_ranks_that_share_sequences_have_the_output_and_gradients_of_one(name, t
         assert process.exitcode == 0
     parts = [torch.load(tmp_path / f"{i}.pt") for i in range(size)]
 
-    leaves = [
+    leaves: list[Any] = [
         t if t is None else t.double().requires_grad_() for t in mixers.inputs(spec, batch, 2 * size * n, biased)[:7]
     ]
     expected = ReferenceMambaMixer(spec)(*leaves, document_ids=documents(name))
@@ -81,7 +89,7 @@ def test_ranks_that_share_sequences_have_the_output_and_gradients_of_one(name, t
         for ours, whole in zip(part, (expected.detach(), wanted[0]), strict=False):
             assert_close(ours, Segments(i, size).take(whole), whole)
     for ours, whole in zip(zip(*(part[2:] for part in parts), strict=True), wanted[1:], strict=True):
-        assert_close(sum(ours), whole, whole)
+        assert_close(torch.stack(ours).sum(0), whole, whole)
 
 
 def assert_close(ours: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:

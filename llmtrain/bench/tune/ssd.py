@@ -13,7 +13,7 @@ from torch import Tensor
 from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
 from llmtrain.kernels.options import decode
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, state_passing
+from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, segments, state_passing
 from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
 from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
 from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
@@ -230,16 +230,32 @@ class Problem:
         return run
 
     def _every(self, launch: Launch) -> Callable[[], None]:
-        """The whole scan in every form of the forward, at numbers of multiprocessors near this device's that lead to each."""
+        """The whole scan in every form of the forward, at numbers of multiprocessors near this device's that lead to each; and over
+        segments."""
         own = self.where.num_sms
         near = [replace(launch, num_sms=n) for n in sorted(range(1, 64 * own), key=lambda n: abs(n - own))]
         ways: list[SequentialScanLaunch | None] = [None]
         ways += [scan for scan in (launch.sequential_scan, launch.sequential_scan_shared_sm) if scan is not None]
-        forms = [self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways]
+        forms: list[Callable[[], Any]] = [
+            self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways
+        ]
+        forms.append(self._segment(launch))
 
         def run() -> None:
             for form in forms:
                 form()
+
+        return run
+
+    def _segment(self, launch: Launch) -> Callable[[], None]:
+        """What a segment of a sequence that ranks share adds to the state, and to the gradient of the state before it."""
+        x, dt, A, B, C, _, dt_bias, dy = self.tensors
+        ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device) if self.case.packed else None
+        how = (dt_bias, ids, (None, None), launch)
+
+        def run() -> None:
+            segments.added_state(x, dt, A, B, *how)
+            segments.initial_gradient(dy, dt, A, C, *how)
 
         return run
 

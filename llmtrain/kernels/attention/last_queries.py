@@ -81,8 +81,8 @@ def _forward(
 
 
 def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [batch, Q, n_heads, head_dim] and log-sum-exp [batch, n_heads, Q] over the keys of two calls, the output as wide as the
-    log-sum-exp."""
+    """Output [batch, Q, n_heads, head_dim] and log-sum-exp [batch, n_heads, Q] over the keys of two calls, both in the type of
+    the log-sum-exps."""
     return (_compiled_merge() if out.is_cuda else _merge)(out, lse, part, part_lse)
 
 

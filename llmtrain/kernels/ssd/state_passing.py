@@ -220,7 +220,7 @@ def _state_passing(
         elif REVERSE:
             tile = chunks * TILES - 1 - iteration
         chunk, within = tile // TILES, tile % TILES
-        if states is not None:
+        if states is not None:  # noqa: SIM102 - known when it is compiled, unlike the next
             if iteration % TILES == 0:
                 at = first_state + chunk * n_heads
                 stored = state

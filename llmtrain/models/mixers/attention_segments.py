@@ -1,8 +1,8 @@
-"""Causal attention over segments of sequences that ranks share, as one operator: keys and values travel beside the work on a rank's own.
+"""Causal attention over segments of sequences that ranks share, as one operator: keys and values travel beside a rank's own work.
 
-A segment's queries see their own keys causally and all keys of earlier segments: a call of a kernel for each, put together by their
-log-sum-exps (kernels/attention/last_queries.py). Only this rank's keys and values are saved for the backward, which gathers the
-others' again, and sums their gradients over the ranks beside its last calls.
+A segment's queries see their own keys causally and all keys of earlier segments: a call of a kernel for each, put together by
+their log-sum-exps (kernels/attention/last_queries.py). Only this rank's keys and values are saved for the backward, which gathers
+the others' again, and sums their gradients over the ranks beside its last calls.
 """
 
 from __future__ import annotations
@@ -61,37 +61,31 @@ def launch_backward(
     """The gradients of q, k and v."""
     one, how, segments = KERNELS[kernel], How(scale, softcap), Segments(rank, size, GroupName(group))
     everyones = _gathering(segments, k, v)
-    of_queries = [
-        tuple(t.contiguous() for t in (dout, out, lse, q))
-        for dout, out, lse, q in zip(
-            *(segments.halves(t) for t in (dout, out)), lse.chunk(2, dim=2), segments.halves(q), strict=True
-        )
-    ]
-    keys, values = segments.halves(k), segments.halves(v)
-    dq: list[Tensor | None] = [None, None]
+    outs, log_sums = segments.halves(out), [t.contiguous() for t in lse.chunk(2, dim=2)]
+    queries, keys, values, douts = (segments.halves(t) for t in (q, k, v, dout))
+    dq = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in queries]
 
     def backward(i: int, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        part, dk, dv = one.backward(*of_queries[i], k, v, how, causal)
-        dq[i] = part if dq[i] is None else part.to(lse.dtype).add_(dq[i])
-        return dk, dv
+        of_query, *found = one.backward(douts[i], outs[i].contiguous(), log_sums[i], queries[i], k, v, how, causal)
+        dq[i] += of_query
+        return found[0], found[1]
 
     own_first, own_second = (backward(i, keys[i], values[i], True) for i in range(2))
     theirs = everyones()
-    sums = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in theirs]  # [batch, count, n, n_kv_heads, head_dim]
+    sums = [torch.zeros_like(t) for t in theirs]  # [batch, count, n, n_kv_heads, head_dim]
     for i, slot in _of_others(segments):
         for total, part in zip(sums, backward(i, theirs[0][:, slot], theirs[1][:, slot], False), strict=True):
             total[:, slot] += part
     del theirs
     received = [segments.summing(total) for total in sums]
-    del sums
-    crossing = backward(1, keys[0], values[0], False)
+    crossing = backward(1, keys[0], values[0], False)  # beside the exchange
     found = []
     for first, across, second, others in zip(own_first, crossing, own_second, received, strict=True):
         own = others().unflatten(0, (-1, 2))
-        own[:, 0] += first.add_(across)
+        own[:, 0] += first + across
         own[:, 1] += second
         found.append(own.flatten(1, 2))
-    return torch.cat([t.to(q.dtype) for t in dq if t is not None], dim=1), *found
+    return torch.cat([t.to(q.dtype) for t in dq], dim=1), *found
 
 
 segment_attention_backward = operator("segment_attention_backward", launch_backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class Mamba2(Mixer):
         self.backend = registry.resolve("ssd", self.block.backend, self.spec, platform)
         self.kernel = self.backend.build(self.spec, platform)
         # What runs between the projections as one operator, where its three parts are all ours.
-        self.fused = self.fused_segments = None
+        self.fused: Any = None
+        self.fused_segments: Any = None  # chosen by `enable_segments`
         parts = (self, self.conv, self.norm)
         if all(not isinstance(part, SiluGate) and part.backend.name == "triton" for part in parts):
             self.fused = registry.resolve("mamba_mixer", "triton", whole, platform).build(whole, platform)
@@ -177,7 +179,7 @@ class Mamba2(Mixer):
         if self.fused is not None:
             from llmtrain.models.mixers.mamba2_fused_segments import segment_mixer
 
-            self.fused_segments = segment_mixer
+            self.fused_segments = partial(segment_mixer, self.fused)
 
     def segment_context(
         self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
@@ -210,12 +212,17 @@ class Mamba2(Mixer):
                 return other.scan(x, dt, A, B, C)
             return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias, document_ids=ids)[0]
 
+        def parameters() -> Any:
+            return self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight
+
         if self.fused is not None and other is None:
-            parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
-            y = self.fused(zxbcdt, *parameters, document_ids=ids)
-        elif self.fused_segments is not None and isinstance(other, SegmentScan) and other.reaches_one(zxbcdt.shape[1], self.conv.spec.width):
-            parameters = (self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
-            y = self.fused_segments(self.fused, other, zxbcdt, *parameters)
+            y = self.fused(zxbcdt, *parameters(), document_ids=ids)
+        elif (
+            self.fused_segments is not None
+            and isinstance(other, SegmentScan)
+            and other.reaches_one(zxbcdt.shape[1], self.conv.spec.width)
+        ):
+            y = self.fused_segments(other, zxbcdt, *parameters())
         else:
             y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
         return self.out_proj(y)

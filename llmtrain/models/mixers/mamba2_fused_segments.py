@@ -1,13 +1,14 @@
-"""The inside of a Mamba-2 mixer over segments of sequences that ranks share, as one operator: kernels/mamba_mixer/triton.py with two
-exchanges in each direction.
+"""The inside of a Mamba-2 mixer over segments of sequences that ranks share, as one operator.
+
+That of kernels/mamba_mixer/triton.py with two exchanges in each direction.
 
 Forward: the convolution, whose first outputs of a segment need the tokens before it; what each segment adds to the state, of which
 all ranks learn; then the scan from the true state, and the norm. Backward: the norm; the gradient of the state before each segment
 if that behind it were zero, of which all ranks learn; then the scan's backward from the true state to the true gradient, and the
 convolution's. So nothing is added to the output afterwards, and the decays' gradients are those of the scan alone.
 
-Saved for the backward: the inputs, the outputs of the convolution and of the scan, the norm's reciprocal root mean squares, the states
-before the segments, and the weights by which each segment's state enters the others.
+Saved for the backward: the inputs, the outputs of the convolution and of the scan, the norm's reciprocal root mean squares, the
+states before the segments, and the weights by which each segment's state enters the others.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def launch_forward(
     ids: Tensor | None, conv_ids: Tensor | None, reads: Tensor, between: Tensor, rank: int, size: int, group: str,
     n_groups: int, dt_min: float | None, dt_max: float | None, norm_groups: int, eps: float, norm_first: bool, options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output; and for the backward the convolution's, y before the norm, its reciprocal root mean squares, the states before the
-    segments, the weights of the own segments' states in those of all, [batch, heads, 2, count], and the tokens that the
+    """The output; and for the backward the convolution's, y before the norm, its reciprocal root mean squares, the states before
+    the segments, the weights of the own segments' states in those of all, [batch, heads, 2, count], and the tokens that the
     convolution sees before each segment and at its start, [batch * 2, 2 * (width - 1), channels].
     """
     launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
-    sizes, scan, reach = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups), ssd.Launch.parse(launch.ssd), _reach(conv_weight)
+    sizes, scan, reach = (
+        Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups),
+        ssd.Launch.parse(launch.ssd),
+        _reach(conv_weight),
+    )
     z, xBC, dt = sizes.parts(segments.fold(zxbcdt))
     ends = segments.gathering(xBC[:, xBC.shape[1] - reach :]) if reach else None
     convolved = conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d)
@@ -109,14 +114,26 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of zxbcdt, contiguous, and of the six parameters (of no bias: empty)."""
     launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
-    sizes, scan, reach = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups), ssd.Launch.parse(launch.ssd), _reach(conv_weight)
+    sizes, scan, reach = (
+        Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups),
+        ssd.Launch.parse(launch.ssd),
+        _reach(conv_weight),
+    )
     limits = (dt_min, dt_max)
     z, xBC, dt = sizes.parts(segments.fold(zxbcdt))
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
     dz, dxBC, d_dt = sizes.parts(segments.fold(d_zxbcdt))
     # dxBC is written last; until then its memory holds dy.
     dy, _, partials = gated_norm.partial_backward(
-        segments.fold(d_out.contiguous()), y, z, norm_weight, r, norm_first, launch.gated_norm, dz, dxBC[..., : sizes.d_inner]
+        segments.fold(d_out.contiguous()),
+        y,
+        z,
+        norm_weight,
+        r,
+        norm_first,
+        launch.gated_norm,
+        dz,
+        dxBC[..., : sizes.d_inner],
     )
     d_norm_weight = gated_norm.kernels.parameter_gradient(partials, norm_weight)
     x, B, C = sizes.conv_parts(convolved)

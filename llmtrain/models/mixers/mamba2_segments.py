@@ -80,7 +80,9 @@ class SegmentScan(SegmentConvolution):
         segments -> like added.
         """
         own = torch.cat((added.flatten(2), log_decay[..., None].to(added.dtype)), dim=-1)
-        gathered = self.segments.gather_slots(own.unflatten(0, (-1, 2)))  # [batch, count, heads, head_dim * d_state + 1]
+        gathered = self.segments.gather_slots(
+            own.unflatten(0, (-1, 2))
+        )  # [batch, count, heads, head_dim * d_state + 1]
         slots = self.segments.own_slots
         log_between = torch.einsum("ijk,bkh->bhij", self.between[slots].to(added.dtype), gathered[..., -1])
         weights = log_between.masked_fill(~self.reads[:, None, slots], float("-inf")).exp()
