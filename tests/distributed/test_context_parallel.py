@@ -55,8 +55,7 @@ def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size)
     assert_exact(ranks, size, cases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=SLOW) for size in (3, 4, 6, 8))])
 def test_they_have_it_without_documents_too(ranks, size):
     cases = [Case(model, 8 * size, train={"parallel": {"context": size}}) for model in MODELS.values()]
     assert_exact(ranks, size, cases)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.models.mixers.attention_segments import segment_attention_backward, segment_attention_forward
 from tests.support.closeness import rounding
 
 B, T, D = 2, 37, 16  # an odd length: no tile or alignment helps
@@ -157,6 +159,23 @@ def test_gradients_of_the_last_queries_put_together_from_two_calls(label, querie
 def test_the_operators_of_the_last_queries_say_what_they_do():
     q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (5, 15, 15))
     torch.library.opcheck(torch.ops.llmtrain.attention_last_queries.default, (q, k, v, 0.3, None, "cpu"))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_operators_of_shared_segments_say_what_they_do(tmp_path, batch):
+    """By a group of this process alone, which holds both segments."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        q, k, v = (torch.randn(batch, 10, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+        arguments = (q, k, v, 0.3, None, "cpu", 0, 1, dist.group.WORLD.group_name)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(segment_attention_forward, arguments, test_utils=checks)
+        out, lse = segment_attention_forward(*arguments)
+        given = (torch.ones_like(out), out.detach(), lse, *(t.detach() for t in (q, k, v)), *arguments[3:])
+        torch.library.opcheck(segment_attention_backward, given, test_utils=checks)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["sdpa:flash3", "sdpa:flash4", "varlen", "flash_attn"])

@@ -4,7 +4,8 @@ The scan is linear in its state: y_t = (scan of the segment from a state of zero
 state before the segment. Every rank scans its segments from zero; one all-gather in fp32 gives it, of every segment, the state
 that it adds and its total decay, from which h follows. Autograd runs this backwards: the gradients of h and of the decays are
 reduced to the ranks that own the segments, and there enter the scan's backward pass as those of its last state.
-Nothing depends on how heads and groups divide, and any backend of the scan will do.
+Nothing depends on how heads and groups divide, and any backend of the scan will do. Where convolution, scan and norm are our own
+kernels, mamba2_fused_segments.py takes the place of all three.
 """
 
 from __future__ import annotations

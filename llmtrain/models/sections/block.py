@@ -112,7 +112,7 @@ class BlockSection(Section):
 
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         """Bytes that a rank receives, per sequence, from the others of `context` ranks that share it (train.parallel.context), in
-        a forward pass; they are kept for the backward pass. width: bytes of an activation. Default: none."""
+        a forward pass; at most they are kept for the backward pass. width: bytes of an activation. Default: none."""
         return 0.0
 
     def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:

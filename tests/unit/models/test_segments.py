@@ -54,6 +54,17 @@ def test_what_comes_before_a_segment_is_the_sequence(reach):
             assert torch.equal(part, whole[:, max(2 * at - reach, 0) : 2 * at + 2])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_neighbours_are_found_among_what_all_ranks_hold(size):
+    count = 2 * size
+    for segments in (Segments(rank, size) for rank in range(size)):
+        assert sorted(segments.slots) == list(range(count))
+        assert segments.slots[segments.own_slots] == list(segments.own)
+        of_slots = 1 + torch.tensor([segments.slots, segments.slots])  # place + 1, of two sequences
+        assert segments.from_before(of_slots).tolist() == list(segments.own) * 2
+        assert segments.from_behind(of_slots).tolist() == [(at + 2) % (count + 1) for at in segments.own] * 2
+
+
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 400])
 def test_running_sums_are_cumulative(n):
     t = torch.randn(2, n, 3, dtype=torch.float64)
