@@ -76,7 +76,7 @@ class Segments:
         return torch.cat((first.transpose(0, 1), second.flip(0).transpose(0, 1)), dim=1)
 
     def gather_slots(self, own: Tensor) -> Tensor:
-        """The same in the order of `slots`, which copies less."""
+        """Something of every segment, in the order of `slots`, which copies less than `gather`."""
         everyone = all_gather_tensor_autograd(own.contiguous(), 0, self.group).unflatten(0, (self.size, -1))
         return everyone.transpose(0, 1).flatten(1, 2)
 
@@ -101,13 +101,13 @@ class Segments:
         return lambda: _functional.wait_tensor(begun)
 
     def from_before(self, of_slots: Tensor) -> Tensor:
-        """What the segment before each own one has: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros before
+        """Entries of the segments before the own ones: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros before
         the first.
         """
         return self._of_places(of_slots, -1)
 
     def from_behind(self, of_slots: Tensor) -> Tensor:
-        """What the segment behind each own one has; zeros behind the last."""
+        """Entries of the segments behind the own ones; zeros behind the last."""
         return self._of_places(of_slots, 1)
 
     def _of_places(self, of_slots: Tensor, offset: int) -> Tensor:

@@ -248,7 +248,7 @@ class Problem:
         return run
 
     def _segment(self, launch: Launch) -> Callable[[], None]:
-        """What a segment of a sequence that ranks share adds to the state, and to the gradient of the state before it."""
+        """Terms that a segment of a sequence that ranks share adds to the state, and to the gradient of the state before it."""
         (x, dt, A, B, C, _, dt_bias), dy = self.tensors, self.dy
         ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device) if self.case.packed else None
         how = (dt_bias, ids, (None, None), launch)

@@ -1,4 +1,4 @@
-"""What a segment adds to the state of a sequence that several ranks scan, and what it makes of the gradient of the state before it.
+"""Terms that a segment adds to the state of a sequence that several ranks scan, and to the gradient of the state before it.
 
 A segment scanned from a state of zero ends in `added`; from the state h it ends in added + decay h. In the backward the gradient of
 the state before it is likewise own + decay d, with d that of the state after it. So few numbers per segment, exchanged, give
