@@ -101,8 +101,8 @@ class Segments:
         return lambda: _functional.wait_tensor(begun)
 
     def from_before(self, of_slots: Tensor) -> Tensor:
-        """Entries of the segments before the own ones: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros before
-        the first.
+        """Entries of the segments before the own ones: [batch, count, ...], in the order of `slots`, -> [batch * 2, ...]. Zeros
+        before the first.
         """
         return self._of_places(of_slots, -1)
 
