@@ -1,10 +1,9 @@
-"""Steps over several GPUs with reductions and gathering beside computation, and without, in one process for each GPU.
+"""Steps over several GPUs with the reductions of a microbatch beside the next one's forward pass, and without, in turn.
 
     python -m benchmarks.overlap FILE [a.b=c …] --nproc 2 [--steps 6] [--kernels] --out FILE.json
 
 FILE is trained on random tokens by the model, the sharding, the marks of microbatches and the clipping of `llmtrain train`,
-without trainer and loader. Steps are taken in turn as `llmtrain train` takes them, and with two things undone: a microbatch waits
-for its last reductions, and shared blocks are gathered before the first layer and reduced after it. The result has medians of both
+without trainer and loader. In steps of the second kind, a microbatch waits for its last reductions. The result has medians of both
 kinds, after --warmup steps of each, and the memory at the peak; kernels: also what one more step of each went into, on rank 0.
 """
 
@@ -88,42 +87,9 @@ class Steps:
         torch.manual_seed(self.made.world.data_rank)
         ids = torch.randint(config.model.vocab_size, (self.count, size, config.data.seq_len))
         self.parts = [self.made.own(one, one.roll(-1, 1)) for one in ids]
-        self.kind = KINDS[0]
-        self.ending = False  # in the callback at the end of a backward pass
-        self._undo()
-
-    def _undo(self) -> None:
-        """Have shared blocks follow the root in steps of the second kind."""
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-        hybrid = self.made.model
-        states = [one._get_fsdp_state() for one in hybrid.shared_blocks() if isinstance(one, FSDPModule)]
-        groups: list[Any] = [state._fsdp_param_group for state in states]
-        root: Any = self.made.causal_lm._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
-        end = root.post_backward
-
-        def root_ends() -> None:  # the first group of the callback
-            self.ending = True
-            end()
-
-        def delayed(reduce: Any) -> Any:
-            return lambda: reduce() if self.ending or self.kind == KINDS[0] else None
-
-        def gather(*_: object) -> None:
-            for group in groups if self.kind == KINDS[1] else ():
-                with group.use_training_state(TrainingState.FORWARD):
-                    group.unshard()
-                    group.wait_for_unshard()
-
-        root.post_backward = root_ends
-        for group in groups:
-            group.post_backward = delayed(group.post_backward)
-        hybrid.blocks[0].register_forward_pre_hook(gather)
 
     def step(self, kind: str) -> float:
         """The loss of the first microbatch."""
-        self.kind = kind
         state: Any = SimpleNamespace(
             batch={"sample_ids": range(self.count)}, device_train_microbatch_size=1
         )  # one sample is a microbatch here
@@ -131,7 +97,6 @@ class Steps:
         self.sync.batch_start(state, logger)
         losses = []
         for part in self.parts:
-            self.ending = False
             self.sync.before_forward(state, logger)
             if kind == KINDS[1]:
                 self.made.causal_lm.set_is_last_backward(True)  # type: ignore[operator]

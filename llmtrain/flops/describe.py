@@ -307,19 +307,7 @@ def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | Non
             inputs += product.d_in * used
             beside += product.d_in * used if _reads_attention(model, name) else 0
     head = sum(parameter.numel() for parameter in model.head.parameters()) if model.head is not None else 0
-    copies = [sum(parameter.numel() for parameter in copy.parameters()) for copy in dict.fromkeys(model.shared_uses())]
-    return ParameterSizes(
-        total,
-        root=total - sum(layers),
-        largest_layer=max(layers),
-        matrices=by_matrix,
-        float8=weights,
-        float8_inputs=inputs,
-        float8_beside=beside,
-        head=head,
-        shared=sum(copies),
-        largest_shared=max(copies, default=0),
-    )
+    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs, beside, head)
 
 
 def _reads_attention(model: HybridLM, linear: str) -> bool:

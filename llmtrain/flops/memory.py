@@ -50,7 +50,7 @@ GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leav
 
 @dataclass(frozen=True)
 class ParameterSizes:
-    """Parameters of the model as FSDP2 groups them: one group per layer, and the root for what stays gathered throughout."""
+    """Parameters of the model as FSDP2 groups them: one group per layer, and the root for everything else."""
 
     total: int
     root: int
@@ -65,15 +65,6 @@ class ParameterSizes:
     """Of these, those that are kept in the computation's format too: outputs of attention."""
     head: int = 0
     """Of the root, those of an untied head, whose gradients are reduced by themselves."""
-    shared: int = 0
-    """Of the root, those of all copies of shared blocks that layers use; each copy is reduced by itself where there are ranks."""
-    largest_shared: int = 0
-    """Of these, those of the largest copy."""
-
-    def largest_reduced(self, shards: int) -> int:
-        """Parameters of the largest group whose gradients are reduced together."""
-        shared, copy = (self.shared, self.largest_shared) if shards > 1 else (0, 0)
-        return max(self.root - self.head - shared, self.head, copy, self.largest_layer)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
         optimizer = max(min(optimizer, 3 * config.optimizer.state_bytes * largest) - activations - loss, 0)
     return Memory(
         weights=-(-4 * sizes.total // shards) + held,
-        gradients=4 * gradients + (width + reduced) * sizes.largest_reduced(shards),
+        gradients=4 * gradients + (width + reduced) * max(sizes.root - sizes.head, sizes.head, sizes.largest_layer),
         optimizer=optimizer,
         activations=activations,
         loss=loss,

@@ -80,8 +80,9 @@ class HybridLM(nn.Module):
             self.head.split_output(ranks, [Part(self.config.vocab_size)])
         for block in self._layers():
             block.split(ranks)
-        for shared in self.shared_blocks():
-            shared.split(ranks)
+        for copies in cast("Iterable[Iterable[SharedAttention]]", self.shared.values()):
+            for shared in copies:
+                shared.split(ranks)
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
@@ -180,17 +181,9 @@ class HybridLM(nn.Module):
                 parameter.data = parameter.data.to(dtype)
         return self
 
-    def shared_blocks(self) -> list[SharedAttention]:
-        """All copies of all shared blocks."""
-        return [copy for copies in self.shared.values() for copy in cast("Iterable[SharedAttention]", copies)]
-
-    def shared_of_layers(self) -> list[SharedAttention | None]:
-        """The shared block that feeds each layer, where one does."""
-        return [block.shared_input and block.shared_input.shared for block in self._layers()]
-
     def shared_uses(self) -> list[SharedAttention]:
         """The shared block of each use, in order."""
-        return [shared for shared in self.shared_of_layers() if shared is not None]
+        return [block.shared_input.shared for block in self._layers() if block.shared_input is not None]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""

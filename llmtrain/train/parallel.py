@@ -33,7 +33,6 @@ from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
 from llmtrain.train.async_tensor import overlap_products
 from llmtrain.train.host_inputs import HostInputs
-from llmtrain.train.shared_blocks import shard_shared_blocks
 
 
 def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
@@ -197,7 +196,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """FSDP2: one group per layer, per copy of a shared block and for an untied head, and one for the rest (embedding, norm)."""
+    """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm)."""
     policy = MixedPrecisionPolicy()
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
@@ -211,7 +210,6 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if model.hybrid.head is not None:
         fully_shard(model.hybrid.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    shard_shared_blocks(model.hybrid, mesh, policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 

@@ -230,7 +230,7 @@ mpt-3b 8 2048 none:2,4 selective:8 full:8
 MODELS
 }
 
-kept_x2() { # tokens/s per GPU of Zamba2-2.7B on two GPUs and on one, default sharding; what overlapping gains
+kept_x2() { # tokens/s per GPU of Zamba2-2.7B on two GPUs and on one, default sharding; what overlapping gains Llama
     cat >"$work/sweep.yaml" <<'SWEEP'
 models: [yamls/pretrain/zamba2-2.7b.yaml]
 seq_lens: [4096]
@@ -240,11 +240,8 @@ warmup: 3
 settings: [train.microbatch_size=1, train.global_batch_size=16, 'train.activation_checkpointing={type: none}']
 SWEEP
     step kept-zamba2 250 "$python" -m llmtrain bench train "$work/sweep.yaml" --out "$work/zamba2" "$@"
-    local overlap=("$python" -m benchmarks.overlap --nproc 2)
-    step overlap-zamba2 100 "${overlap[@]}" yamls/pretrain/zamba2-2.7b.yaml train.microbatch_size=1 train.global_batch_size=16 \
-        'train.activation_checkpointing={type: none}' --kernels --out "$work/overlap-zamba2.json"
-    step overlap-llama 90 "${overlap[@]}" yamls/pretrain/llama3-8b.yaml 'model.layers=attn*16' data.seq_len=8192 train.microbatch_size=1 \
-        train.global_batch_size=8 train.sharding.strategy=grad_op --out "$work/overlap-llama.json"
+    step overlap-llama 90 "$python" -m benchmarks.overlap --nproc 2 yamls/pretrain/llama3-8b.yaml 'model.layers=attn*16' data.seq_len=8192 \
+        train.microbatch_size=1 train.global_batch_size=8 train.sharding.strategy=grad_op --out "$work/overlap-llama.json"
 }
 
 grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file

@@ -43,6 +43,5 @@ class GradientSync(Callback):
         else:
             self.model.set_requires_gradient_sync(last)
         self.model.set_reshard_after_backward(last, recurse=self.all_stays)
-        for part in (self.model.hybrid.head, *self.model.hybrid.shared_blocks()):
-            if isinstance(part, FSDPModule):
-                part.set_reshard_after_backward(last)
+        if isinstance(head := self.model.hybrid.head, FSDPModule):
+            head.set_reshard_after_backward(last)

@@ -59,13 +59,6 @@ def test_state_in_host_memory_takes_what_a_step_brings_beyond_the_activations():
     assert estimate_memory(small_batch, embedding, 2).optimizer == 3 * 8 * 2**27 - memory.activations - memory.loss
 
 
-def test_copies_of_shared_blocks_are_reduced_one_by_one_where_there_are_ranks():
-    """In bf16, and in fp32 for the sum: 6 bytes."""
-    sizes = ParameterSizes(total=1_000_000, root=200_000, largest_layer=20_000, shared=180_000, largest_shared=90_000)
-    of_one, of_two = (estimate_memory(config(), sizes, ranks).gradients for ranks in (1, 2))
-    assert (of_one, of_two) == (4 * 10**6 + 6 * 200_000, 4 * 500_000 + 6 * 90_000)
-
-
 def test_a_moving_average_is_sharded_as_the_weights():
     assert estimate_memory(config("train.ema={}"), SIZES, 8).average == 4 * SIZES.total // 8
     assert estimate_memory(config(), SIZES, 8).average == 0
