@@ -13,7 +13,10 @@ fewer GPUs; `--set a.b=c …` makes our models smaller still.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,16 +28,17 @@ from benchmarks.many_gpus_table import write
 from llmtrain.errors import exit_with
 
 ROOT = Path(__file__).parents[1]
+GRACE = 10
+"""Seconds for a program to end after SIGTERM."""
 TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """out: the file that holds its result once it has ended."""
+    """A command whose status is 0 once its whole result is there; run again, it goes on or begins anew."""
 
     name: str
     command: list[str]
-    out: Path
 
 
 @dataclass(frozen=True)
@@ -70,21 +74,17 @@ class Host:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sweep.yaml").write_text(json.dumps(found, indent=1), encoding="utf-8")
         command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
-        return Program(name, command, folder / "ended")
+        return Program(name, command)
 
     def parallel(self, name: str, model: str, *settings: str) -> Program:
         file = self.out / f"{name}.json"
         steps = ["--steps", "1" if self.small else "3", "--warmup", "1"]
-        settings = (
-            *settings,
-            "train.sharding.strategy=full",
-            "train.microbatch_size=1",
-            *self.reduced(model),
-        )
-        command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings]
-        return Program(name, [*command, "--nproc", str(self.gpus), *steps, "--out", str(file)], file)
+        common = ["train.sharding.strategy=full", "train.microbatch_size=1", *self.reduced(model)]
+        command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings, *common]
+        return Program(name, [*command, "--nproc", str(self.gpus), *steps, "--out", str(file)])
 
     def reduced(self, model: str) -> list[str]:
+        """Settings that make a model smaller, for a try."""
         return [*([f"model.layers={TRIED[Path(model).name]}"] if self.small else []), *self.settings]
 
 
@@ -93,16 +93,12 @@ def mpt_1b(host: Host) -> list[Program]:
 
 
 def mpt_7b(host: Host) -> list[Program]:
-    batch = (
-        "pretrain/mpt-7b",
-        32 * host.gpus,
-        "train.microbatch_size=auto",
-        "train.activation_checkpointing={type: none}",
-    )
-    model, size, *settings = batch
+    """On all GPUs, and the same global batch on a quarter of them."""
+    model, batch = "pretrain/mpt-7b", 32 * host.gpus
+    settings = ("train.microbatch_size=auto", "train.activation_checkpointing={type: none}")
     return [
-        host.sweep("mpt-7b", model, [host.gpus], size, *settings, precisions=("bf16", "tensorwise")),
-        host.sweep("mpt-7b-few", model, [max(host.gpus // 4, 1)], size, *settings),
+        host.sweep("mpt-7b", model, [host.gpus], batch, *settings, precisions=("bf16", "tensorwise")),
+        host.sweep("mpt-7b-few", model, [max(host.gpus // 4, 1)], batch, *settings),
     ]
 
 
@@ -116,7 +112,7 @@ def llama(host: Host) -> list[Program]:
             options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
             few = ["--layers=2", "--steps=2", "--warmup=2"] if host.small else []
             peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
-            found.append(Program(file.stem, [host.torchtitan, peer, str(file), *options, *few], file))
+            found.append(Program(file.stem, [host.torchtitan, peer, str(file), *options, *few]))
     return found
 
 
@@ -151,21 +147,10 @@ def moving(host: Host) -> list[Program]:
     legs = ",".join(f"{count}{'ab'[number % 2]}" for number, count in enumerate(counts))
     every = 10 if host.small else 100
     folder = host.out / "moving"
-    sizes = [f"train.duration={every * len(counts)} steps", f"checkpoint.interval={every} steps"]
+    sizes = [f"train.duration={every * len(counts)} steps", f"checkpoint.interval={every} steps", *host.settings]
     script = str(ROOT / "scripts" / "gpu" / "moving_checkpoint.py")
-    command = [
-        sys.executable,
-        script,
-        str(folder),
-        *sizes,
-        "--whole",
-        f"{host.gpus}a",
-        "--legs",
-        legs,
-        "--every",
-        str(every),
-    ]
-    return [Program("moving", command, folder / "moving.json")]
+    moves = ["--whole", f"{host.gpus}a", "--legs", legs, "--every", str(every)]
+    return [Program("moving", [sys.executable, script, str(folder), *sizes, *moves])]
 
 
 PARTS: dict[str, Callable[[Host], list[Program]]] = {
@@ -190,9 +175,13 @@ def main() -> int:
     args = parser.parse_args()
     host = Host(args.out.absolute(), args.gpus, args.small, args.torchtitan, tuple(args.settings))
     host.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + args.seconds
-    failed = [program.name for part in args.only for program in PARTS[part](host) if not ended(program, host.out, end)]
-    print(write(host.out, host.gpus))
+    deadline = time.monotonic() + args.seconds
+    failed, table = [], ""
+    for program in (program for part in args.only for program in PARTS[part](host)):
+        if not ended(program, host.out, deadline):
+            failed.append(program.name)
+        table = write(host.out, host.gpus)
+    print(table)
     if failed:
         print(
             f"without a result: {', '.join(failed)}; their output is in {host.out}, the same command goes on",
@@ -203,7 +192,8 @@ def main() -> int:
 
 def ended(program: Program, out: Path, deadline: float) -> bool:
     """Run a program that lacks its result, if time is left. Returns whether it has one."""
-    if program.out.exists():
+    marker = out / f"{program.name}.ended"
+    if marker.exists():
         return True
     left = deadline - time.monotonic()
     if left < 20:
@@ -211,20 +201,31 @@ def ended(program: Program, out: Path, deadline: float) -> bool:
     print(f"{program.name} …", flush=True)
     began = time.monotonic()
     with (out / f"{program.name}.txt").open("wb") as log:
-        process = subprocess.Popen(program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             status = process.wait(left)
         except subprocess.TimeoutExpired:
-            process.terminate()  # its ranks end with it
-            process.wait()
+            end(process)
             status = None
     print(
         f"{program.name}: {'cut off' if status is None else f'status {status}'}, {time.monotonic() - began:.0f} s",
         flush=True,
     )
-    if status == 0 and program.out.name == "ended":
-        program.out.touch()
-    return status == 0 and program.out.exists()
+    if status == 0:
+        marker.touch()
+    return status == 0
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process and all that it has started, which may have to end runs of their own first."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,10 +40,8 @@ def kept(folder, *results: dict) -> None:
 def test_a_part_s_sweeps_are_what_bench_train_takes(tmp_path, part, gpus):
     programs = PARTS[part](Host(tmp_path, gpus, small=False, torchtitan=None))
     assert programs
-    for program in programs:
-        if program.out.name == "ended":
-            found = cases(load_sweep(program.out.parent / "sweep.yaml"), program.out.parent)
-            assert max(case.gpus for case in found) <= gpus
+    for sweep in tmp_path.glob("*/sweep.yaml"):
+        assert max(case.gpus for case in cases(load_sweep(sweep), sweep.parent)) <= gpus
 
 
 def test_the_parts_measure_on_all_gpus(tmp_path):
@@ -53,19 +52,33 @@ def test_the_parts_measure_on_all_gpus(tmp_path):
     assert any("--legs 8a,4b,2a,1b" in command for command in commands)
 
 
-def test_a_program_that_has_its_result_is_not_run_again(tmp_path):
-    program = Program("once", [sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "once.json")
-    assert not ended(program, tmp_path, time.monotonic() + 60)
-    (tmp_path / "once.json").write_text("{}")
-    assert ended(program, tmp_path, time.monotonic() + 60)
+def program(folder: Path, code: str) -> Program:
+    script = folder / "program.py"
+    script.write_text("import pathlib, subprocess, sys\nhere = pathlib.Path(__file__).parent\n" + code)
+    return Program("one", [sys.executable, str(script)])
 
 
-def test_a_program_is_cut_off_when_time_is_over_and_not_begun_without(tmp_path):
-    program = Program("long", [sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "long.json")
+def test_a_program_is_run_until_it_has_its_result_and_not_again(tmp_path):
+    """It fails the first time."""
+    one = program(
+        tmp_path, "(here / f'run-{len(list(here.iterdir()))}').touch(); sys.exit(not list(here.glob('run-3')))"
+    )
+    assert [ended(one, tmp_path, time.monotonic() + 60) for _ in range(3)] == [False, True, True]
+    assert len(list(tmp_path.glob("run-*"))) == 2
+
+
+def test_a_program_is_cut_off_when_time_is_over_with_all_that_it_has_started(tmp_path):
+    code = "child = subprocess.Popen(['sleep', '100']); (here / 'pid').write_text(str(child.pid)); child.wait()"
     began = time.monotonic()
-    assert not ended(program, tmp_path, began + 21)
+    assert not ended(program(tmp_path, code), tmp_path, began + 21)
     assert time.monotonic() - began < 40
-    assert not ended(program, tmp_path, time.monotonic() + 5)
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_program_is_not_begun_where_too_little_time_is_left(tmp_path):
+    assert not ended(program(tmp_path, "(here / 'run').touch()"), tmp_path, time.monotonic() + 5)
+    assert not (tmp_path / "run").exists()
 
 
 def test_figures_stand_beside_their_bars(tmp_path):
