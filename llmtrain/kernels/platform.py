@@ -61,6 +61,11 @@ class Platform:
         """The device type of torch; `cuda` also in ROCm builds."""
         return "cpu" if self.vendor == "cpu" else "cuda"
 
+    @property
+    def sums_products_in_fp32(self) -> bool:
+        """True if torch.mm and torch.addmm of 16-bit matrices can add to a sum in fp32, as cuBLAS does (`out_dtype`)."""
+        return self.vendor == "nvidia"
+
 
 def cpu() -> Platform:
     """The host's processor."""

@@ -105,7 +105,9 @@ def build_loss(config: LossConfig, softcap: float | None, platform: Platform) ->
     if kind == "auto":
         # A CPU gains no memory worth having and loses the overlap of one large matrix product.
         kind = "plain" if platform.vendor == "cpu" else "chunked"
-    return PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap, platform.vendor == "nvidia")
+    return (
+        PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap, platform.sums_products_in_fp32)
+    )
 
 
 class PlainLoss:
@@ -136,7 +138,7 @@ class PlainLoss:
 class ChunkedLoss:
     """Holds logits of at most `chunk_tokens` tokens at a time.
 
-    wide_products: products of 16-bit matrices can add to a sum in fp32 by themselves, as cuBLAS does.
+    wide_products: see Platform.sums_products_in_fp32.
     """
 
     def __init__(self, config: LossConfig, softcap: float | None, wide_products: bool = False):

@@ -47,6 +47,7 @@ class Segments:
 
     @property
     def own_slots(self) -> slice:
+        """This rank's two among `slots`."""
         return slice(2 * self.rank, 2 * self.rank + 2)
 
     def take(self, whole: Tensor) -> Tensor:

@@ -72,15 +72,16 @@ class TensorGradients:
 
 @torch.no_grad()
 def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """The same for parameters that FSDP2 alone has sharded, at least one, all with gradients. As operators on DTensors, for some
-    hundred parameters, it takes the host five times as long."""
+    """Clip the gradients of parameters that FSDP2 alone has sharded, and return their norm over all ranks. At least one parameter,
+    all with gradients. As operators on DTensors, for some hundred parameters, it takes the host five times as long."""
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
     return _clip(gradients, squares, parameters[0], max_norm)
 
 
 def _clip(gradients: list[Tensor], squares: Tensor, parameter: nn.Parameter, max_norm: float) -> Tensor:
-    """Scale local gradients; return the norm of all. squares: the sum of this rank's squares. parameter: any of them."""
+    """Scale local gradients to a norm of at most max_norm over all ranks, and return the norm before. squares: the sum of this
+    rank's squares. parameter: any of those that have the gradients."""
     dist.all_reduce(squares)
     norm = (squares / _replicas(parameter)).sqrt()
     if gradients and math.isfinite(max_norm):

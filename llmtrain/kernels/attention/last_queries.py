@@ -101,8 +101,9 @@ _forward_op = operator("attention_last_queries", _forward)
 
 
 @torch.library.register_fake(_forward_op)
-def _(q, k, v, scale, softcap, kernel):
-    batch, queries, n_heads, _ = q.shape
+def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Shapes of the output and its log-sum-exp."""
+    batch, queries, n_heads, _head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((batch, n_heads, queries), dtype=wide)
 
@@ -124,11 +125,15 @@ _backward_op = operator("attention_last_queries_backward", _gradients)
 
 
 @torch.library.register_fake(_backward_op)
-def _(dout, out, lse, q, k, v, scale, softcap, kernel):
+def fake_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    """Shapes of the gradients of q, k and v."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    """Keep the output, its log-sum-exp, q, k and v; ctx.settings are the other inputs."""
     q, k, v, *ctx.settings = inputs
     ctx.save_for_backward(*output, q, k, v)
     ctx.mark_non_differentiable(output[1])
@@ -138,7 +143,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | Non
     return (*_backward_op(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
-register_autograd(_forward_op, _backward, _setup_context)
+register_autograd(_forward_op, _backward, save_for_backward)
 
 
 class _CuDNN:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
+from llmtrain.kernels.attention import last_queries
 from llmtrain.kernels.attention.last_queries import KERNELS, How, LastQueries, merged
 from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.models.segments import Segments
@@ -45,13 +46,7 @@ def launch_forward(
 
 
 segment_attention_forward = operator("segment_attention", launch_forward)
-
-
-@torch.library.register_fake(segment_attention_forward)
-def _(q, k, v, scale, softcap, kernel, rank, size, group):
-    batch, tokens, n_heads, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((batch, n_heads, tokens), dtype=wide)
+torch.library.register_fake(segment_attention_forward, last_queries.fake_forward)
 
 
 def launch_backward(
@@ -89,24 +84,14 @@ def launch_backward(
 
 
 segment_attention_backward = operator("segment_attention_backward", launch_backward)
-
-
-@torch.library.register_fake(segment_attention_backward)
-def _(dout, out, lse, q, k, v, scale, softcap, kernel, rank, size, group):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings = inputs
-    ctx.save_for_backward(*output, q, k, v)
-    ctx.mark_non_differentiable(output[1])
+torch.library.register_fake(segment_attention_backward, last_queries.fake_backward)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*segment_attention_backward(dout, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
 
 
-register_autograd(segment_attention_forward, _backward, _setup_context)
+register_autograd(segment_attention_forward, _backward, last_queries.save_for_backward)
 
 
 def _gathering(segments: Segments, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:

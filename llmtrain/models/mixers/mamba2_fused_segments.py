@@ -13,6 +13,7 @@ states before the segments, and the weights by which each segment's state enters
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from llmtrain.kernels.mamba_mixer.triton import Launch, Sizes, TritonMambaMixer
 from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.ssd import segments as ssd_segments
 from llmtrain.kernels.ssd import triton as ssd
-from llmtrain.models.mixers.mamba2_segments import SegmentScan
+from llmtrain.models.mixers.mamba2_segments import SegmentScan, entering
 from llmtrain.models.segments import Segments
 
 
@@ -57,11 +58,8 @@ def launch_forward(
     convolution sees before each segment and at its start, [batch * 2, 2 * (width - 1), channels].
     """
     launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
-    sizes, scan, reach = (
-        Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups),
-        ssd.Launch.parse(launch.ssd),
-        _reach(conv_weight),
-    )
+    sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    scan, reach = ssd.Launch.parse(launch.ssd), _reach(conv_weight)
     z, xBC, dt = sizes.parts(segments.fold(zxbcdt))
     ends = segments.gathering(xBC[:, xBC.shape[1] - reach :]) if reach else None
     convolved = conv1d.launch_forward(xBC, conv_weight, conv_bias, ids, launch.conv1d)
@@ -73,7 +71,7 @@ def launch_forward(
     x, B, C = sizes.conv_parts(convolved)
     added, log_decay = ssd_segments.added_state(x, dt, A, B, dt_bias, ids, (dt_min, dt_max), scan)
     gathered = segments.gathering(torch.cat((added.flatten(2), log_decay[..., None]), dim=-1))()
-    weights = _weights(gathered[..., -1], reads, between)
+    weights = entering(gathered[..., -1] * math.log(2), reads, between)
     own = segments.own_slots
     before = (weights[:, :, own] @ gathered[..., :-1].transpose(1, 2)).transpose(1, 2).contiguous().view(added.shape)
     inputs = (x, dt, A, B, C, D, dt_bias, before, ids, dt_min, dt_max, launch.ssd)
@@ -114,11 +112,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of zxbcdt, contiguous, and of the six parameters (of no bias: empty)."""
     launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
-    sizes, scan, reach = (
-        Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups),
-        ssd.Launch.parse(launch.ssd),
-        _reach(conv_weight),
-    )
+    sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
+    scan, reach = ssd.Launch.parse(launch.ssd), _reach(conv_weight)
     limits = (dt_min, dt_max)
     z, xBC, dt = sizes.parts(segments.fold(zxbcdt))
     d_zxbcdt = torch.empty(zxbcdt.shape, dtype=zxbcdt.dtype, device=zxbcdt.device)
@@ -201,12 +196,3 @@ def _reach(conv_weight: Tensor) -> int:
 def _head_ids(conv_ids: Tensor | None, reach: int) -> Tensor | None:
     """Documents of the tokens before each segment and at its start."""
     return None if conv_ids is None else conv_ids[:, : 2 * reach].contiguous()
-
-
-def _weights(log_decay: Tensor, reads: Tensor, between: Tensor) -> Tensor:
-    """Factors of what each segment (last) adds to the state in the state before each segment, [batch, heads, count, count].
-
-    log_decay: [batch, count, heads], base 2; reads, between: of SegmentScan.
-    """
-    between_log = torch.einsum("ijk,bkh->bhij", between.to(log_decay.dtype), log_decay)
-    return between_log.exp2().masked_fill(~reads[:, None], 0.0)

@@ -85,10 +85,18 @@ class SegmentScan(SegmentConvolution):
             own.unflatten(0, (-1, 2))
         )  # [batch, count, heads, head_dim * d_state + 1]
         slots = self.segments.own_slots
-        log_between = torch.einsum("ijk,bkh->bhij", self.between[slots].to(added.dtype), gathered[..., -1])
-        weights = log_between.masked_fill(~self.reads[:, None, slots], float("-inf")).exp()
+        weights = entering(gathered[..., -1], self.reads[:, slots], self.between[slots])
         before = weights @ gathered[..., :-1].transpose(1, 2)  # [batch, heads, 2, head_dim * d_state]
         return before.transpose(1, 2).reshape(added.shape)
+
+
+def entering(log_decay: Tensor, reads: Tensor, between: Tensor) -> Tensor:
+    """Factors of what each segment (last) adds to the state in the state before a segment, [batch, heads, n, count].
+
+    log_decay: [batch, count, heads], of whole segments. reads, between: of SegmentScan, or those of n segments.
+    """
+    log_between = torch.einsum("ijk,bkh->bhij", between.to(log_decay.dtype), log_decay)
+    return log_between.masked_fill(~reads[:, None], float("-inf")).exp()
 
 
 def _log_decay(spec: SSDSpec, dt: Tensor, A: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
