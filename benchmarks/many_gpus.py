@@ -93,7 +93,7 @@ def mpt_1b(host: Host) -> list[Program]:
 
 
 def mpt_7b(host: Host) -> list[Program]:
-    """On all GPUs, and the same global batch on a quarter of them."""
+    """Sweeps on all GPUs, and of the same global batch on a quarter of them."""
     model, batch = "pretrain/mpt-7b", 32 * host.gpus
     settings = ("train.microbatch_size=auto", "train.activation_checkpointing={type: none}")
     return [
