@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each corpus, of which the least figures count")
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
     parser.add_argument(
-        "--compression", nargs="+", default=["zstd"], help="of our shards; the peers' files, but MDSWriter's, have none"
+        "--compression", nargs="+", default=["none"], help="of our shards; the peers' files, but MDSWriter's, have none"
     )
     parser.add_argument(
         "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"

@@ -57,9 +57,9 @@ def add_prepare(commands) -> None:
     )
     sub.add_argument(
         "--compression",
-        default="zstd",
+        default="none",
         metavar="X",
-        help="of the shards: zstd, zstd:1 (quicker, larger) or none (default zstd)",
+        help="of the shards: none, zstd (for a store) or zstd:LEVEL (default none)",
     )
     sub.add_argument("--add-bos-token", action="store_true", help="begin each document with the tokenizer's bos_token")
     sub.add_argument(

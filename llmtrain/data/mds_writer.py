@@ -29,8 +29,8 @@ class ShardWriter:
     columns: name -> (encoding of MDS, bytes per sample), in the order of their names.
     """
 
-    def __init__(self, folder: Path, name: str, columns: dict[str, tuple[str, int]], compression: str = "zstd") -> None:
-        """compression: `zstd`, `zstd:LEVEL` or `none`."""
+    def __init__(self, folder: Path, name: str, columns: dict[str, tuple[str, int]], compression: str = "none") -> None:
+        """compression: `none`, `zstd` or `zstd:LEVEL`."""
         assert list(columns) == sorted(columns)
         self._folder, self._name = folder, name
         self._level = None if compression == "none" else int(compression.partition(":")[2] or LEVEL)

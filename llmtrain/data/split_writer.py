@@ -33,7 +33,7 @@ class SplitWriter:
         vocab_size: int,
         held_out: bool,
         counted: bool = True,
-        compression: str = "zstd",
+        compression: str = "none",
         pad_id: int | None = None,
     ) -> None:
         self.seq_len = seq_len

@@ -40,17 +40,22 @@ def made(tmp_path_factory) -> Path:
     for number in range(40):
         (root / f"texts/{number:02}.txt").write_text(text())
     (root / "more.jsonl").write_text("".join(json.dumps({"text": text()}) + "\n" for _ in range(60)))
-    config = PrepareConfig(
-        sources=[str(root / "texts"), str(root / "more.jsonl")],
-        out=str(root / "data"),
-        vocab_size=280,
-        seq_len=SEQ_LEN,
-        validation_fraction=0.2,
-        workers=1,
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitions, "PARTITION_BYTES", 10_000)
-        return prepare(config, progress=False).out
+        return prepare(made_of(root), progress=False).out
+
+
+def made_of(root: Path, **options: Any) -> PrepareConfig:
+    """Settings that prepare the sources in this folder."""
+    usual = {
+        "sources": [str(root / "texts"), str(root / "more.jsonl")],
+        "out": str(root / "data"),
+        "vocab_size": 280,
+        "seq_len": SEQ_LEN,
+        "validation_fraction": 0.2,
+        "workers": 1,
+    }
+    return PrepareConfig.model_validate(usual | options)
 
 
 @pytest.fixture
@@ -192,9 +197,9 @@ def test_verify_names_every_file_that_is_wrong_and_writes_nothing(command, folde
     status, text, errors = command("verify", folder)
     assert status == 0 and text.count(": good (") == 2 and errors == ""
     assert sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
-    shards = sorted((folder / "train").glob("*.zstd"))
+    shards = sorted((folder / "train").glob("*.mds"))
     flip(shards[0])
-    shards[1].rename(folder / "train/other.00000.mds.zstd")
+    shards[1].rename(folder / "train/other.00000.mds")
     (folder / "tokenizer/tokenizer.json").write_text("{}")
     rests, sidecar, *_ = sorted((folder / "partitions").glob("*.documents"), key=lambda path: path.name[0] != "r")
     rests.write_bytes(rests.read_bytes()[:-30])
@@ -205,7 +210,7 @@ def test_verify_names_every_file_that_is_wrong_and_writes_nothing(command, folde
     for name, why in (
         (shards[0].name, "its xxh64 is not the one in the index"),
         (shards[1].name, "missing"),
-        ("other.00000.mds.zstd", "is not in the index"),
+        ("other.00000.mds", "is not in the index"),
         ("tokenizer.json", "is not the one that manifest.json names"),
         (sidecar.name, "missing"),
     ):
@@ -213,7 +218,10 @@ def test_verify_names_every_file_that_is_wrong_and_writes_nothing(command, folde
     assert f"{rests} is damaged: " in text
 
 
-def test_verify_compares_unpacked_shards_and_counts(command, folder):
+def test_verify_compares_unpacked_shards_and_counts(command, made, tmp_path):
+    """Of shards that zstd packed."""
+    folder = tmp_path / "packed"
+    prepare(made_of(made.parent, out=str(folder), compression="zstd"), progress=False)
     index = json.loads((folder / "validation/index.json").read_text())
     shard = index["shards"][0]
     (folder / "validation" / shard["raw_data"]["basename"]).write_bytes(b"x" * shard["raw_data"]["bytes"])
@@ -234,7 +242,7 @@ def test_the_folder_of_several_streams_is_looked_into_as_one(command, made, tmp_
     assert names == ["code", "code", "web", "web"]
     status, text, _ = command("verify", streams)
     assert status == 0 and text.count(": good (") == 4
-    flip(next((streams / "web/validation").glob("*.zstd")))
+    flip(next((streams / "web/validation").glob("*.mds")))
     shutil.rmtree(streams / "code/validation")
     status, text, _ = command("verify", streams)
     wrong = [line for line in text.splitlines() if line.startswith("WRONG: ")]
@@ -251,7 +259,7 @@ def test_verify_goes_on_behind_a_damaged_index(command, made, tmp_path, monkeypa
     for name in ("code", "web"):
         shutil.copytree(made, tmp_path / "streams" / name)
     monkeypatch.chdir(tmp_path)
-    flip(next((tmp_path / "streams/web/train").glob("*.zstd")))
+    flip(next((tmp_path / "streams/web/train").glob("*.mds")))
     for split in ("train", "validation"):
         (tmp_path / "streams/code" / split / "index.json").write_text('{"version": 2')
     status, text, _ = command("verify", "./streams")

@@ -103,7 +103,7 @@ def test_a_folder_of_someone_else_is_never_touched(corpus, settings, tmp_path):
 
 def test_a_missing_shard_is_noticed(corpus, settings):
     out = prepare(settings(corpus), progress=False).out
-    next((out / "train").glob("*.zstd")).unlink()
+    next((out / "train").glob("*.mds")).unlink()
     with pytest.raises(PrepareError, match="missing or cut short"):
         prepare(settings(corpus), progress=False)
 

@@ -158,10 +158,10 @@ def test_shards_in_a_store_are_shown_and_verified(server, corpus, settings, monk
     assert shown.splitlines()[-1] in capsys.readouterr().out
     assert main(["data", "verify", address]) == 0
     assert capsys.readouterr().out.count(": good (") == 2
-    first, second = sorted((out / "train").glob("*.zstd"))[:2]
+    first, second = sorted((out / "train").glob("*.mds"))[:2]
     server.flip(f"prepared/train/{first.name}")
     server.client.delete_object(Bucket=BUCKET, Key=f"prepared/train/{second.name}")
-    put(server, "prepared/train/stray.00000.mds.zstd", b"x")
+    put(server, "prepared/train/stray.00000.mds", b"x")
     assert main(["data", "verify", address]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
     assert len(wrong) == 3 and any(first.name in line for line in wrong) and "stray" in wrong[2]
