@@ -19,8 +19,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,15 +31,21 @@ from llmtrain.errors import exit_with
 ROOT = Path(__file__).parents[1]
 GRACE = 10
 """Seconds for a program to end after SIGTERM."""
+TERMINATED = threading.Event()
+"""SIGTERM has come: programs are sessions of their own, which it does not reach."""
+LEAST = 20
+"""Seconds without which no program is begun."""
 TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """A command whose status is 0 once its whole result is there; run again, it goes on or begins anew."""
+    """A command whose status is 0 once its whole result is there; run again, it goes on or begins anew. last: it needs results of
+    the others of its part."""
 
     name: str
     command: list[str]
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,28 +57,29 @@ class Host:
     small: bool
     torchtitan: str | None
     settings: tuple[str, ...] = ()
+    steps: tuple[int, int] = (3, 8)
+    """Steps before those that are timed, and those."""
+    microbatch_7b: int = 4
 
-    def sweep(
-        self,
-        name: str,
-        model: str,
-        gpus: list[int],
-        batch: int,
-        *settings: str,
-        precisions: tuple[str, ...] = ("bf16",),
-    ) -> Program:
-        """`llmtrain bench train` of one model with so many sequences a step."""
-        steps = 2 if self.small else 10
+    def trained(self, model: str, gpus: int, batch: int, *settings: str, precision: str = "bf16") -> Program:
+        """`llmtrain bench train` of one case, with so many sequences a step."""
+        gpus = min(gpus, self.gpus)
+        warmup, steps = (2, 2) if self.small else self.steps
+        name = f"{Path(model).name}-{gpus}gpu-{precision}"
         found = {
             "models": [f"yamls/{model}.yaml"],
-            "gpus": sorted({min(count, self.gpus) for count in gpus}, reverse=True),
-            "precisions": list(precisions),
+            "gpus": [gpus],
+            "precisions": [precision],
             "steps": steps,
-            "warmup": 2 if self.small else 4,
+            "warmup": warmup,
             "settings": [f"train.global_batch_size={batch}", *settings, *self.reduced(model)],
         }
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
+        data = folder / "data"  # one for all models
+        (self.out / "data").mkdir(exist_ok=True)
+        if not data.is_symlink():
+            data.symlink_to(self.out / "data")
         (folder / "sweep.yaml").write_text(json.dumps(found, indent=1), encoding="utf-8")
         command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
         return Program(name, command)
@@ -89,25 +97,26 @@ class Host:
 
 
 def mpt_1b(host: Host) -> list[Program]:
-    return [host.sweep("mpt-1b", "bench/mpt-1b", [host.gpus, 1], 128 * host.gpus)]
+    return [host.trained("bench/mpt-1b", gpus, 128 * gpus) for gpus in (host.gpus, 1)]
 
 
 def mpt_7b(host: Host) -> list[Program]:
-    """Sweeps on all GPUs, and of the same global batch on a quarter of them."""
+    """All GPUs, and the same global batch on two of them."""
     model, batch = "pretrain/mpt-7b", 32 * host.gpus
-    settings = ("train.microbatch_size=auto", "train.activation_checkpointing={type: none}")
+    settings = (f"train.microbatch_size={host.microbatch_7b}", "train.activation_checkpointing={type: none}")
     return [
-        host.sweep("mpt-7b", model, [host.gpus], batch, *settings, precisions=("bf16", "tensorwise")),
-        host.sweep("mpt-7b-few", model, [max(host.gpus // 4, 1)], batch, *settings),
+        host.trained(model, host.gpus, batch, *settings),
+        host.trained(model, host.gpus, batch, *settings, precision="tensorwise"),
+        host.trained(model, 2, batch, *settings),
     ]
 
 
 def llama(host: Host) -> list[Program]:
     settings = ("train.microbatch_size=1", "train.activation_checkpointing={type: none}")
-    both = ("bf16", "tensorwise")
-    found = [host.sweep("llama3-8b", "pretrain/llama3-8b", [host.gpus], host.gpus, *settings, precisions=both)]
-    if host.torchtitan:
-        for precision in both:
+    found = []
+    for precision in ("bf16", "tensorwise"):
+        found.append(host.trained("pretrain/llama3-8b", host.gpus, host.gpus, *settings, precision=precision))
+        if host.torchtitan:
             file = host.out / f"torchtitan-{precision}.json"
             options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
             few = ["--layers=2", "--steps=2", "--warmup=2"] if host.small else []
@@ -117,7 +126,9 @@ def llama(host: Host) -> list[Program]:
 
 
 def zamba2(host: Host) -> list[Program]:
-    return [host.sweep("zamba2-2.7b", "pretrain/zamba2-2.7b", [host.gpus, 1], 16 * host.gpus)]
+    """As many sequences for each GPU, on all and on one."""
+    model = "pretrain/zamba2-2.7b"
+    return [host.trained(model, gpus, 16 * gpus, "train.microbatch_size=2") for gpus in (host.gpus, 1)]
 
 
 def context(host: Host) -> list[Program]:
@@ -147,10 +158,20 @@ def moving(host: Host) -> list[Program]:
     legs = ",".join(f"{count}{'ab'[number % 2]}" for number, count in enumerate(counts))
     every = 10 if host.small else 100
     folder = host.out / "moving"
-    sizes = [f"train.duration={every * len(counts)} steps", f"checkpoint.interval={every} steps", *host.settings]
+    sizes = [
+        f"train.duration={every * len(counts)} steps",
+        f"checkpoint.interval={every} steps",
+        f"schedule.warmup={every // 2} steps",
+        *host.settings,
+    ]
     script = str(ROOT / "scripts" / "gpu" / "moving_checkpoint.py")
     moves = ["--whole", f"{host.gpus}a", "--legs", legs, "--every", str(every)]
-    return [Program("moving", [sys.executable, script, str(folder), *sizes, *moves])]
+    command = [sys.executable, script, str(folder), *sizes, *moves, "--part"]
+    return [
+        Program("moving-whole", [*command, "prepare,whole"]),
+        Program("moving-legs", [*command, "prepare,moving"]),
+        Program("moving", [*command, "report"], last=True),
+    ]
 
 
 PARTS: dict[str, Callable[[Host], list[Program]]] = {
@@ -169,17 +190,27 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--beside", action="store_true", help="all programs at once, for a try: no figure of it counts")
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(3, 8), metavar=("WARMUP", "TIMED"), help="of bench train"
+    )
     parser.add_argument("--try", action="store_true", dest="small")
     parser.add_argument("--torchtitan", metavar="PYTHON")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="settings")
     args = parser.parse_args()
-    host = Host(args.out.absolute(), args.gpus, args.small, args.torchtitan, tuple(args.settings))
+    signal.signal(signal.SIGTERM, lambda *_: TERMINATED.set())
+    host = Host(args.out.absolute(), args.gpus, args.small, args.torchtitan, tuple(args.settings), tuple(args.steps))
     host.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
+    named = {program.name: program for part in args.only for program in PARTS[part](host)}
+    programs = list(named.values())
     failed, table = [], ""
-    for program in (program for part in args.only for program in PARTS[part](host)):
-        if not ended(program, host.out, deadline):
-            failed.append(program.name)
+    turns = [[program] for program in programs]
+    if args.beside:
+        turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
+    for beside in turns:
+        found = all_ended(beside, host.out, deadline)
+        failed += [program.name for program, has in zip(beside, found, strict=True) if not has]
         table = write(host.out, host.gpus)
     print(table)
     if failed:
@@ -192,40 +223,51 @@ def main() -> int:
 
 def ended(program: Program, out: Path, deadline: float) -> bool:
     """Run a program that lacks its result, if time is left. Returns whether it has one."""
-    marker = out / f"{program.name}.ended"
-    if marker.exists():
-        return True
-    left = deadline - time.monotonic()
-    if left < 20:
-        return False
-    print(f"{program.name} …", flush=True)
+    return all_ended([program], out, deadline) == [True]
+
+
+def all_ended(programs: Sequence[Program], out: Path, deadline: float) -> list[bool]:
+    """Run those programs that lack their results beside each other, if time is left. Returns whether each has one."""
+    running: list[tuple[Program, subprocess.Popen]] = []
     began = time.monotonic()
-    with (out / f"{program.name}.txt").open("wb") as log:
-        process = subprocess.Popen(
-            program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(left)
-        except subprocess.TimeoutExpired:
-            end(process)
-            status = None
-    print(
-        f"{program.name}: {'cut off' if status is None else f'status {status}'}, {time.monotonic() - began:.0f} s",
-        flush=True,
-    )
-    if status == 0:
-        marker.touch()
-    return status == 0
+    for program in programs:
+        if not (out / f"{program.name}.ended").exists() and deadline - began >= LEAST and not TERMINATED.is_set():
+            print(f"{program.name} …", flush=True)
+            with (out / f"{program.name}.txt").open("wb") as log:
+                process = subprocess.Popen(
+                    program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            running.append((program, process))
+    waited = list(running)
+    while waited:
+        if late := time.monotonic() > deadline or TERMINATED.is_set():
+            end([process for _, process in waited if process.poll() is None])
+        for one in list(waited):
+            program, process = one
+            status = process.poll()
+            if status is None and not late:
+                continue
+            waited.remove(one)
+            how = "cut off" if late and status else f"status {status}"
+            print(f"{program.name}: {how}, {time.monotonic() - began:.0f} s", flush=True)
+            if status == 0:
+                (out / f"{program.name}.ended").touch()
+        time.sleep(0.2)
+    return [(out / f"{program.name}.ended").exists() for program in programs]
 
 
-def end(process: subprocess.Popen) -> None:
-    """End a process and all that it has started, which may have to end runs of their own first."""
-    os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """End processes and all that they have started, which may have to end runs of their own first."""
+    for process in processes:
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

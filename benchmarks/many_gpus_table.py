@@ -51,12 +51,15 @@ def write(out: Path, gpus: int) -> str:
     return text
 
 
+def results(out: Path) -> dict[tuple[str, int, str], Result]:
+    """Results of `llmtrain bench train` by model, number of GPUs and precision."""
+    runs = [run for folder in sorted(out.iterdir()) for run in read_results(folder / RESULTS).values()]
+    return {(run["model"], run["gpus"], run["precision"]): run for run in runs if "error" not in run}
+
+
 def trained(out: Path, gpus: int) -> list[Row]:
     """MFU, float8 beside bf16, and what is kept of the speed on fewer GPUs."""
-    runs = [
-        run for folder in sorted(out.iterdir()) for run in read_results(folder / RESULTS).values() if "error" not in run
-    ]
-    found = {(run["model"], run["gpus"], run["precision"]): run for run in runs}
+    found = results(out)
 
     def fewest(model: str) -> Result | None:
         counts = sorted(
@@ -81,12 +84,10 @@ def trained(out: Path, gpus: int) -> list[Row]:
 
 
 def beside_torchtitan(out: Path, gpus: int) -> list[Row]:
-    ours = read_results(out / "llama3-8b" / RESULTS).values()
-    found = {run["precision"]: run for run in ours if "error" not in run and run["gpus"] == gpus}
-    rows = []
+    found, rows = results(out), []
     for precision, bar, stretch in (("bf16", 1.03, 1.08), ("tensorwise", 1.05, 1.12)):
         file = out / f"torchtitan-{precision}.json"
-        if file.exists() and (run := found.get(precision)):
+        if file.exists() and (run := found.get(("llama3-8b", gpus, precision))):
             peer = json.loads(file.read_text(encoding="utf-8"))
             said = f"{detail(run)}; torchtitan {peer['tokens_per_second_per_gpu']:,.0f}, {peer['peak_gib']:.1f} GiB"
             rows.append(
