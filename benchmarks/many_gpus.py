@@ -1,51 +1,37 @@
-"""The table that a host of several GPUs is needed for, part by part; what has been measured is kept.
+"""The table that a host of several GPUs is needed for, program by program; what has been measured is kept.
 
-    python -m benchmarks.many_gpus OUT --gpus 8 [--only mpt-1b …] [--seconds 540] [--try] [--torchtitan PYTHON] [--set a.b=c …]
+    python -m benchmarks.many_gpus OUT --gpus 8 [--only mpt-7b …] [--seconds 540] [--try] [--torchtitan PYTHON] [--set a.b=c …]
 
-Each part runs one model's programs one after the other: `llmtrain bench train`, `benchmarks.parallel`,
-`scripts/gpu/moving_checkpoint.py`, and torchtitan (peers/llama3_torchtitan.py) where a Python that has it is named. A program that
-has not ended after what is left of `--seconds` is killed, and the next call with the same OUT goes on with it. After each program
-OUT/table.md and OUT/table.png are written anew, from OUT alone: figures, bars, and beside each figure what `llmtrain describe
---nodes 1` predicts from the speed on the fewest GPUs. try: models of two layers and few steps, by the same programs, for a try on
-fewer GPUs; `--set a.b=c …` makes our models smaller still.
+Programs are `llmtrain bench train` of one case each, `benchmarks.parallel`, `scripts/gpu/moving_checkpoint.py`, and torchtitan
+(peers/llama3_torchtitan.py) where a Python that has it is named. First all shapes are compiled beside each other, by models of
+two layers and one step, whose graphs are those of the whole (not with --cold); then each program has its turn on the GPUs, while
+the next one's ranks import what they need. Those of fewer GPUs run beside each other. A program that has not ended after its time
+or what is left of `--seconds` is killed, and the next call with the same OUT goes on with it. After each turn OUT/table.md and
+OUT/table.png are written anew, from OUT alone: figures, the bars of eight GPUs, and what `llmtrain describe --nodes 1` predicts.
+try: only the models of two layers, all at once; `--set a.b=c …` makes our models smaller still.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.many_gpus_programs import ROOT, TERMINATED, Program, groups, run
 from benchmarks.many_gpus_table import write
 from llmtrain.errors import exit_with
 
-ROOT = Path(__file__).parents[1]
-GRACE = 10
-"""Seconds for a program to end after SIGTERM."""
-TERMINATED = threading.Event()
-"""SIGTERM has come: programs are sessions of their own, which it does not reach."""
-LEAST = 20
-"""Seconds without which no program is begun."""
 TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
-
-
-@dataclass(frozen=True)
-class Program:
-    """A command whose status is 0 once its whole result is there; run again, it goes on or begins anew. last: it needs results of
-    the others of its part."""
-
-    name: str
-    command: list[str]
-    last: bool = False
+TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.train.report"
+"""Modules of a rank of `llmtrain train`."""
+STEPS = "torch,llmtrain.models.causal_lm,llmtrain.train.parallel,llmtrain.train.optim,llmtrain.train.composer_model"
 
 
 @dataclass(frozen=True)
@@ -57,22 +43,39 @@ class Host:
     small: bool
     torchtitan: str | None
     settings: tuple[str, ...] = ()
-    steps: tuple[int, int] = (3, 8)
-    """Steps before those that are timed, and those."""
+    steps: tuple[int, int] = (1, 3)
+    """Steps of `bench train` before those that are timed, without the first, and those."""
+    tokens: int = 32_768
+    """Tokens of a sequence for each GPU that shares it; Llama has half of that."""
     microbatch_7b: int = 4
 
-    def trained(self, model: str, gpus: int, batch: int, *settings: str, precision: str = "bf16") -> Program:
-        """`llmtrain bench train` of one case, with so many sequences a step."""
+    def trained(
+        self,
+        model: str,
+        gpus: int,
+        microbatch: int,
+        microbatches: int,
+        *settings: str,
+        precision: str = "bf16",
+        steps: tuple[int, int] | None = None,
+    ) -> Program:
+        """`llmtrain bench train` of one case, with so many microbatches a step on each GPU."""
         gpus = min(gpus, self.gpus)
-        warmup, steps = (2, 2) if self.small else self.steps
+        batch = gpus * microbatch * (2 if self.small else microbatches)
+        warmup, timed = (1, 1) if self.small else steps or self.steps
         name = f"{Path(model).name}-{gpus}gpu-{precision}"
         found = {
             "models": [f"yamls/{model}.yaml"],
             "gpus": [gpus],
             "precisions": [precision],
-            "steps": steps,
+            "steps": timed,
             "warmup": warmup,
-            "settings": [f"train.global_batch_size={batch}", *settings, *self.reduced(model)],
+            "settings": [
+                f"train.global_batch_size={batch}",
+                f"train.microbatch_size={microbatch}",
+                *settings,
+                *self.reduced(model),
+            ],
         }
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,74 +85,86 @@ class Host:
             data.symlink_to(self.out / "data")
         (folder / "sweep.yaml").write_text(json.dumps(found, indent=1), encoding="utf-8")
         command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
-        return Program(name, command)
+        return Program(name, command, gpus, 150, TRAINER)
 
-    def parallel(self, name: str, model: str, *settings: str) -> Program:
+    def parallel(self, name: str, model: str, lengths: list[int], timed: int, *settings: str) -> Program:
+        """`benchmarks.parallel` over sequences that all GPUs share."""
         file = self.out / f"{name}.json"
-        steps = ["--steps", "1" if self.small else "3", "--warmup", "1"]
+        steps = ["--steps", "0" if self.small else str(timed), "--warmup", "1", "--lengths", *map(str, lengths)]
         common = ["train.sharding.strategy=full", "train.microbatch_size=1", *self.reduced(model)]
         command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings, *common]
-        return Program(name, [*command, "--nproc", str(self.gpus), *steps, "--out", str(file)])
+        command += ["--nproc", str(self.gpus), *steps]
+        command += ["--out", str(file), "--rows", str(file.with_suffix(".jsonl"))]
+        return Program(name, command, self.gpus, 240, STEPS)
 
     def reduced(self, model: str) -> list[str]:
         """Settings that make a model smaller, for a try."""
         return [*([f"model.layers={TRIED[Path(model).name]}"] if self.small else []), *self.settings]
 
 
-def mpt_1b(host: Host) -> list[Program]:
-    return [host.trained("bench/mpt-1b", gpus, 128 * gpus) for gpus in (host.gpus, 1)]
-
-
 def mpt_7b(host: Host) -> list[Program]:
-    """All GPUs, and the same global batch on two of them."""
-    model, batch = "pretrain/mpt-7b", 32 * host.gpus
-    settings = (f"train.microbatch_size={host.microbatch_7b}", "train.activation_checkpointing={type: none}")
-    return [
-        host.trained(model, host.gpus, batch, *settings),
-        host.trained(model, host.gpus, batch, *settings, precision="tensorwise"),
-        host.trained(model, 2, batch, *settings),
-    ]
+    return [mpt_7b_on(host, host.gpus), mpt_7b_on(host, host.gpus, "tensorwise")]
 
 
-def llama(host: Host) -> list[Program]:
-    settings = ("train.microbatch_size=1", "train.activation_checkpointing={type: none}")
-    found = []
-    for precision in ("bf16", "tensorwise"):
-        found.append(host.trained("pretrain/llama3-8b", host.gpus, host.gpus, *settings, precision=precision))
-        if host.torchtitan:
-            file = host.out / f"torchtitan-{precision}.json"
-            options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
-            few = ["--layers=2", "--steps=2", "--warmup=2"] if host.small else []
-            peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
-            found.append(Program(file.stem, [host.torchtitan, peer, str(file), *options, *few]))
-    return found
+def mpt_7b_on(host: Host, gpus: int, precision: str = "bf16") -> Program:
+    """The same global batch on any number of GPUs: 32 sequences for each of all."""
+    microbatches = 32 * host.gpus // gpus // host.microbatch_7b
+    plain = "train.activation_checkpointing={type: none}"
+    return host.trained("pretrain/mpt-7b", gpus, host.microbatch_7b, microbatches, plain, precision=precision)
+
+
+def mpt_1b(host: Host) -> list[Program]:
+    return [mpt_1b_on(host, host.gpus)]
+
+
+def mpt_1b_on(host: Host, gpus: int) -> Program:
+    return host.trained("bench/mpt-1b", gpus, 16, 8)
 
 
 def zamba2(host: Host) -> list[Program]:
-    """As many sequences for each GPU, on all and on one."""
-    model = "pretrain/zamba2-2.7b"
-    return [host.trained(model, gpus, 16 * gpus, "train.microbatch_size=2") for gpus in (host.gpus, 1)]
+    return [zamba2_on(host, host.gpus)]
+
+
+def zamba2_on(host: Host, gpus: int) -> Program:
+    return host.trained("pretrain/zamba2-2.7b", gpus, 2, 8)
+
+
+def fewer(host: Host) -> list[Program]:
+    """What predictions start from, and what is kept of."""
+    return [mpt_7b_on(host, 2), zamba2_on(host, 1), mpt_1b_on(host, 1)]
+
+
+def llama(host: Host) -> list[Program]:
+    plain = "train.activation_checkpointing={type: none}"
+    found = []
+    for precision in ("bf16", "tensorwise"):
+        ours = host.trained("pretrain/llama3-8b", host.gpus, 1, 1, plain, precision=precision, steps=(3, 8))
+        found.append(ours)
+        if host.torchtitan:
+            file = host.out / f"torchtitan-{precision}.json"
+            options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
+            few = ["--layers=2", "--steps=1", "--warmup=1"] if host.small else ["--steps=8", "--warmup=4"]
+            peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
+            command = [host.torchtitan, peer, str(file), *options, *few]
+            found.append(Program(file.stem, command, host.gpus, 150, "torch"))
+    return found
 
 
 def context(host: Host) -> list[Program]:
+    """Sequences that all GPUs share: of as many tokens for each GPU as the bar has on eight, then of the bar's own length."""
     shared = (f"train.parallel.context={host.gpus}", "train.global_batch_size=16")
-    tokens = 32_768 // (8 if host.small else 1)
-    return [
-        host.parallel(
-            "context-zamba2",
-            "pretrain/zamba2-2.7b",
-            *shared,
-            "train.activation_checkpointing.type=kernels",
-            f"data.seq_len={tokens * host.gpus}",
-        ),
-        host.parallel(
-            "context-llama",
-            "pretrain/llama3-8b",
-            *shared,
-            "train.activation_checkpointing.type=selective",
-            f"data.seq_len={tokens // 2 * host.gpus}",
-        ),
-    ]
+
+    def lengths(tokens: int) -> list[int]:
+        return sorted({tokens * host.gpus, tokens * 8})
+
+    kept = "train.activation_checkpointing.type"
+    llama = host.parallel(
+        "context-llama", "pretrain/llama3-8b", lengths(host.tokens // 2), 2, *shared, f"{kept}=selective"
+    )
+    zamba2 = host.parallel(
+        "context-zamba2", "pretrain/zamba2-2.7b", lengths(host.tokens), 1, *shared, f"{kept}=kernels"
+    )
+    return [llama, zamba2]
 
 
 def moving(host: Host) -> list[Program]:
@@ -168,18 +183,19 @@ def moving(host: Host) -> list[Program]:
     moves = ["--whole", f"{host.gpus}a", "--legs", legs, "--every", str(every)]
     command = [sys.executable, script, str(folder), *sizes, *moves, "--part"]
     return [
-        Program("moving-whole", [*command, "prepare,whole"]),
-        Program("moving-legs", [*command, "prepare,moving"]),
+        Program("moving-legs", [*command, "prepare,moving"], host.gpus, 300),
+        Program("moving-whole", [*command, "prepare,whole"], 0, 300),
         Program("moving", [*command, "report"], last=True),
     ]
 
 
 PARTS: dict[str, Callable[[Host], list[Program]]] = {
-    "mpt-1b": mpt_1b,
     "mpt-7b": mpt_7b,
     "llama": llama,
     "zamba2": zamba2,
+    "fewer": fewer,
     "context": context,
+    "mpt-1b": mpt_1b,
     "moving": moving,
 }
 
@@ -190,84 +206,51 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--beside", action="store_true", help="all programs at once, for a try: no figure of it counts")
     parser.add_argument(
-        "--steps", type=int, nargs=2, default=(3, 8), metavar=("WARMUP", "TIMED"), help="of bench train"
+        "--steps", type=int, nargs=2, default=(1, 3), metavar=("WARMUP", "TIMED"), help="of bench train"
     )
+    parser.add_argument("--tokens", type=int, default=32_768, help="of a shared sequence, for each GPU")
+    parser.add_argument("--microbatch-7b", type=int, default=4, help="of MPT-7B; 4 for 141 GB")
+    parser.add_argument("--cold", action="store_true", help="compile in each program's own turn")
     parser.add_argument("--try", action="store_true", dest="small")
     parser.add_argument("--torchtitan", metavar="PYTHON")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="settings")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: TERMINATED.set())
-    host = Host(args.out.absolute(), args.gpus, args.small, args.torchtitan, tuple(args.settings), tuple(args.steps))
-    host.out.mkdir(parents=True, exist_ok=True)
+    out, settings = args.out.absolute(), tuple(args.settings)
+    steps = tuple(args.steps)
+    host = Host(out, args.gpus, args.small, args.torchtitan, settings, steps, args.tokens, args.microbatch_7b)
     deadline = time.monotonic() + args.seconds
-    named = {program.name: program for part in args.only for program in PARTS[part](host)}
-    programs = list(named.values())
-    failed, table = [], ""
-    turns = [[program] for program in programs]
-    if args.beside:
-        turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
-    for beside in turns:
-        found = all_ended(beside, host.out, deadline)
-        failed += [program.name for program, has in zip(beside, found, strict=True) if not has]
-        table = write(host.out, host.gpus)
-    print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "4"
+    )  # the same in all programs: it is part of what caches go by
+    if not args.small and not args.cold:
+        compile_beside(host, args.only, deadline)
+    programs = programs_of(host, args.only)
+    turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
+    failed = run(turns if args.small else groups(programs, args.gpus), out, deadline, lambda: write(out, args.gpus))
+    print(write(out, args.gpus))
     if failed:
         print(
-            f"without a result: {', '.join(failed)}; their output is in {host.out}, the same command goes on",
+            f"without a result: {', '.join(failed)}; their output is in {out}, the same command goes on",
             file=sys.stderr,
         )
     return int(bool(failed))
 
 
-def ended(program: Program, out: Path, deadline: float) -> bool:
-    """Run a program that lacks its result, if time is left. Returns whether it has one."""
-    return all_ended([program], out, deadline) == [True]
+def programs_of(host: Host, parts: list[str]) -> list[Program]:
+    """Programs of parts, each once: on two GPUs, all of them are two of them."""
+    return list({program.name: program for part in parts for program in PARTS[part](host)}.values())
 
 
-def all_ended(programs: Sequence[Program], out: Path, deadline: float) -> list[bool]:
-    """Run those programs that lack their results beside each other, if time is left. Returns whether each has one."""
-    running: list[tuple[Program, subprocess.Popen]] = []
-    began = time.monotonic()
-    for program in programs:
-        if not (out / f"{program.name}.ended").exists() and deadline - began >= LEAST and not TERMINATED.is_set():
-            print(f"{program.name} …", flush=True)
-            with (out / f"{program.name}.txt").open("wb") as log:
-                process = subprocess.Popen(
-                    program.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            running.append((program, process))
-    waited = list(running)
-    while waited:
-        if late := time.monotonic() > deadline or TERMINATED.is_set():
-            end([process for _, process in waited if process.poll() is None])
-        for one in list(waited):
-            program, process = one
-            status = process.poll()
-            if status is None and not late:
-                continue
-            waited.remove(one)
-            how = "cut off" if late and status else f"status {status}"
-            print(f"{program.name}: {how}, {time.monotonic() - began:.0f} s", flush=True)
-            if status == 0:
-                (out / f"{program.name}.ended").touch()
-        time.sleep(0.2)
-    return [(out / f"{program.name}.ended").exists() for program in programs]
-
-
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes and all that they have started, which may have to end runs of their own first."""
-    for process in processes:
-        os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0))
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def compile_beside(host: Host, parts: list[str], deadline: float) -> None:
+    """Fill this machine's caches of compiled code, by every program but those that compile nothing."""
+    folder = Path(tempfile.gettempdir()) / f"many-gpus-compiled-{host.gpus}"
+    folder.mkdir(exist_ok=True)
+    small = replace(host, out=folder, small=True)
+    programs = programs_of(small, [part for part in parts if part != "moving"])
+    run([[replace(program, seconds=150) for program in programs]], folder, deadline, lambda: None)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,12 @@ class Row:
 
 
 def write(out: Path, gpus: int) -> str:
-    """Writes OUT/table.md and OUT/table.png. Returns the table."""
+    """Writes OUT/table.md and OUT/table.png. Returns the table. The bars are those of eight GPUs, whatever `gpus` is."""
     rows = [*trained(out, gpus), *beside_torchtitan(out, gpus), *shared_sequences(out), *moved(out)]
-    lines = ["| | measured | bar, stretch | | predicted (error) | |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"| | measured, {gpus} GPUs | bar, stretch of 8 GPUs | | predicted (error) | |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         sign = "at most " if row.most else ""
         bars = f"{sign}{row.bar:.3g}" + (f", {row.stretch:.3g}" if row.stretch else "")
@@ -47,7 +50,7 @@ def write(out: Path, gpus: int) -> str:
     text = "\n".join(lines) + "\n"
     (out / "table.md").write_text(text, encoding="utf-8")
     if rows:
-        draw(rows, out / "table.png")
+        draw(rows, out / "table.png", gpus)
     return text
 
 
@@ -98,11 +101,12 @@ def beside_torchtitan(out: Path, gpus: int) -> list[Row]:
 
 def shared_sequences(out: Path) -> list[Row]:
     rows = []
-    for file in sorted(out.glob("context-*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        for run in found.get("rows", []):
+    for file in sorted(out.glob("context-*.jsonl")):
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        for run in {line["seq_len"]: line for line in lines}.values():  # the newest of each length
             if run["mfu_causal"]:
-                what = f"{Path(found['file']).stem}, context {found['nproc']}, {run['seq_len']:,} tokens, MFU (causal)"
+                model = file.stem.removeprefix("context-")
+                what = f"{model}, context {run['gpus']}, {run['seq_len']:,} tokens, MFU (causal)"
                 said = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {run['memory'] / 2**30:.1f} GiB, {run['device']}"
                 rows.append(Row(what, said, run["mfu_causal"], 0.35, 0.45))
     return rows
@@ -159,7 +163,7 @@ def kept(run: Result, alone: float, device: Device) -> float:
     return next(point.kept for point in points if point.gpus == gpus)
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Row], path: Path, gpus: int) -> None:
     """Each figure over its bar; where the bar is the most, the bar over the figure."""
     from matplotlib.figure import Figure
 
@@ -172,5 +176,5 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.margins(x=0.3)
-    axes.set_xlabel("figure / bar")
+    axes.set_xlabel(f"figure on {gpus} GPUs / bar of 8")
     figure.savefig(path, dpi=120)

@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--tokens", type=int, default=131_072, help="with --scan")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="appended to after each length")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_intermixed_args()
     if (args.file is None) != args.scan:
@@ -56,7 +57,7 @@ def main() -> int:
         rows = (
             scan(args.tokens, args.warmup, args.steps)
             if args.scan
-            else steps(load(args), args.lengths, args.warmup, args.steps, args.kernels)
+            else steps(load(args), args.lengths, args.warmup, args.steps, args.kernels, args.rows)
         )
         if world_from_environment().is_main:
             print(json.dumps(rows), flush=True)
@@ -66,6 +67,8 @@ def main() -> int:
         what.append("--kernels")
     if args.lengths:
         what += ["--lengths", *map(str, args.lengths)]
+    if args.rows:
+        what += ["--rows", str(args.rows)]
     log = args.out and args.out.with_suffix(".txt")
     counts = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     found = on_ranks(args.nproc, "benchmarks.parallel", *counts, *what, log=log)
@@ -83,8 +86,12 @@ def load(args: argparse.Namespace) -> Config:
     return load_config(args.file, [*args.overrides, *fitted])
 
 
-def steps(config: Config, lengths: list[int], warmup: int, count: int, kernels: bool = False) -> dict[str, Any]:
-    """Steps of one microbatch per group, over sequences of each length (none: of the config's), every rank calling this."""
+def steps(
+    config: Config, lengths: list[int], warmup: int, count: int, kernels: bool = False, keep: Path | None = None
+) -> dict[str, Any]:
+    """Steps of one microbatch per group, over sequences of each length (none: of the config's), every rank calling this.
+
+    keep: file of JSON lines that gets each row as soon as there is one."""
     import torch
 
     made = Training(config)
@@ -92,6 +99,9 @@ def steps(config: Config, lengths: list[int], warmup: int, count: int, kernels: 
     for length in lengths or [config.data.seq_len]:
         rows.append(steps_of(made, config, length, warmup, count, kernels))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if keep and made.world.is_main:
+            with keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"gpus": made.world.size, **rows[-1]}) + "\n")
     found: dict[str, Any] = {"rows": rows}
     if len(rows) > 1 and made.device.type == "cuda":
         (n, m), (n2, m2) = ((row["seq_len"], row["memory"]) for row in rows[:2])

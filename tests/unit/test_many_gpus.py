@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.many_gpus import PARTS, Host, Program, ended
+from benchmarks.many_gpus import PARTS, Host, programs_of
+from benchmarks.many_gpus_programs import Program, groups, placed, run
 from benchmarks.many_gpus_table import Row, predicted, write
 from llmtrain.bench.train.sweep import cases, load_sweep
 
@@ -35,55 +36,98 @@ def kept(folder, *results: dict) -> None:
     (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "moving"])
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in ("context", "moving")])
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_a_part_s_sweeps_are_what_bench_train_takes(tmp_path, part, gpus):
-    programs = PARTS[part](Host(tmp_path, gpus, small=False, torchtitan=None))
-    assert programs
-    for sweep in tmp_path.glob("*/sweep.yaml"):
-        assert max(case.gpus for case in cases(load_sweep(sweep), sweep.parent)) <= gpus
+    for program in programs_of(Host(tmp_path, gpus, small=False, torchtitan=None), [part]):
+        [case] = cases(load_sweep(tmp_path / program.name / "sweep.yaml"), tmp_path / program.name)
+        assert case.gpus == program.gpus <= gpus
 
 
 def test_the_parts_measure_on_all_gpus(tmp_path):
     host = Host(tmp_path, 8, small=True, torchtitan="python")
-    commands = [" ".join(program.command) for part in PARTS.values() for program in part(host)]
+    commands = [" ".join(program.command) for program in programs_of(host, list(PARTS))]
     assert sum("llama3_torchtitan.py" in command for command in commands) == 2
     assert sum("train.parallel.context=8" in command for command in commands) == 2
     assert any("--legs 8a,4b,2a,1b" in command for command in commands)
 
 
-def program(folder: Path, code: str) -> Program:
-    script = folder / "program.py"
-    script.write_text("import pathlib, subprocess, sys\nhere = pathlib.Path(__file__).parent\n" + code)
-    return Program("one", [sys.executable, str(script)])
+def test_two_gpus_are_all_of_two(tmp_path):
+    names = [program.name for program in programs_of(Host(tmp_path, 2, small=False, torchtitan=None), list(PARTS))]
+    assert len(names) == len(set(names))
+
+
+def test_shared_sequences_have_the_bar_s_tokens_for_each_gpu_and_its_length(tmp_path):
+    [_, zamba2] = programs_of(Host(tmp_path, 4, small=False, torchtitan=None), ["context"])
+    assert "--lengths 131072 262144" in " ".join(zamba2.command)
+
+
+def test_programs_of_few_gpus_run_beside_each_other(monkeypatch):
+    two, one, other, four, report = (
+        Program("two", [], 2),
+        Program("one", [], 1),
+        Program("other", [], 1),
+        Program("four", [], 4),
+        Program("report", [], last=True),
+    )
+    beside = Program("beside", [], 0)
+    found = groups([four, two, one, other, report, four, beside], 4)
+    assert found == [[four], [two, one, other], [four, beside], [report]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [gpus for _, gpus in placed(found[1])] == ["4,5", "6", "7"]
+    assert [gpus for _, gpus in placed(found[2])] == [None, None]
+
+
+def program(folder: Path, code: str, **named) -> Program:
+    name = named.pop("name", "one")
+    script = folder / f"{name}.py"
+    script.write_text("import os, pathlib, subprocess, sys\nhere = pathlib.Path(__file__).parent\n" + code)
+    return Program(name, [sys.executable, str(script)], **named)
+
+
+def ended(turns, folder: Path, seconds: float = 60.0) -> list[str]:
+    return run(turns, folder, time.monotonic() + seconds, lambda: None)
 
 
 def test_a_program_is_run_until_it_has_its_result_and_not_again(tmp_path):
     """It fails the first time."""
     one = program(
-        tmp_path, "(here / f'run-{len(list(here.iterdir()))}').touch(); sys.exit(not list(here.glob('run-3')))"
+        tmp_path, "(here / f'run-{len(list(here.glob(\"run-*\")))}').touch(); sys.exit(not (here / 'run-1').exists())"
     )
-    assert [ended(one, tmp_path, time.monotonic() + 60) for _ in range(3)] == [False, True, True]
+    assert [ended([[one]], tmp_path) for _ in range(3)] == [["one"], [], []]
     assert len(list(tmp_path.glob("run-*"))) == 2
 
 
-def test_a_program_is_cut_off_when_time_is_over_with_all_that_it_has_started(tmp_path):
+@pytest.mark.parametrize("seconds", [1, 600])
+def test_a_program_is_cut_off_when_its_time_or_all_is_over_with_all_that_it_has_started(tmp_path, seconds):
     code = "child = subprocess.Popen(['sleep', '100']); (here / 'pid').write_text(str(child.pid)); child.wait()"
     began = time.monotonic()
-    assert not ended(program(tmp_path, code), tmp_path, began + 21)
+    assert ended([[program(tmp_path, code, seconds=seconds)]], tmp_path, 21) == ["one"]
     assert time.monotonic() - began < 40
     child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_program_is_not_begun_where_too_little_time_is_left(tmp_path):
-    assert not ended(program(tmp_path, "(here / 'run').touch()"), tmp_path, time.monotonic() + 5)
+    assert ended([[program(tmp_path, "(here / 'run').touch()")]], tmp_path, 5) == ["one"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_imports_while_the_turn_before_lasts_and_waits_for_its_own(tmp_path):
+    """The first program ends once the second one's rank has begun to wait, which is in its last import."""
+    (tmp_path / "imported.py").write_text("import pathlib; (pathlib.Path(__file__).parent / 'waits').touch()")
+    wait = "import time\nfor _ in range(300):\n    (here / 'waits').exists() or time.sleep(0.1)\n"
+    first = program(tmp_path, wait + "(here / 'first').touch(); sys.exit(not (here / 'waits').exists())", name="first")
+    rank = f"env = os.environ | {{'RANK': '0', 'PYTHONPATH': os.environ['PYTHONPATH'] + ':{tmp_path}'}}\n"
+    code = "import pathlib, sys; sys.exit(not (pathlib.Path(sys.argv[1]) / 'first').exists())"
+    start = f"sys.exit(subprocess.run([sys.executable, '-c', {code!r}, str(here)], env=env).returncode)"
+    second = program(tmp_path, rank + start, name="second", imports="imported")
+    assert ended([[first], [second]], tmp_path, 100) == []
 
 
 def test_figures_stand_beside_their_bars(tmp_path):
     kept(tmp_path / "mpt-7b", result("mpt-7b", 8, mfu=0.61), result("mpt-7b", 8, "tensorwise", 13_000))
-    kept(tmp_path / "mpt-7b-few", result("mpt-7b", 2, rate=10_100))
+    kept(tmp_path / "mpt-7b-2gpu", result("mpt-7b", 2, rate=10_100))
     kept(tmp_path / "llama3-8b", result("llama3-8b", 8, rate=10_500))
     peer = {"tokens_per_second_per_gpu": 10_000, "peak_gib": 90.0}
     (tmp_path / "torchtitan-bf16.json").write_text(json.dumps(peer))
