@@ -46,7 +46,7 @@ class Host:
     steps: tuple[int, int] = (1, 3)
     """Steps of `bench train` before those that are timed, without the first, and those."""
     tokens: int = 32_768
-    """Tokens of a sequence for each GPU that shares it; Llama has half of that."""
+    """Tokens for each of eight GPUs of a sequence that they share; Llama has half of that."""
     microbatch_7b: int = 4
 
     def trained(
@@ -87,15 +87,22 @@ class Host:
         command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
         return Program(name, command, gpus, 150, TRAINER)
 
-    def parallel(self, name: str, model: str, lengths: list[int], timed: int, *settings: str) -> Program:
+    def parallel(self, model: str, seq_len: int, timed: int, checkpointing: str) -> Program:
         """`benchmarks.parallel` over sequences that all GPUs share."""
+        name = f"context-{Path(model).name}-{seq_len}"
         file = self.out / f"{name}.json"
-        steps = ["--steps", "0" if self.small else str(timed), "--warmup", "1", "--lengths", *map(str, lengths)]
-        common = ["train.sharding.strategy=full", "train.microbatch_size=1", *self.reduced(model)]
-        command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings, *common]
-        command += ["--nproc", str(self.gpus), *steps]
-        command += ["--out", str(file), "--rows", str(file.with_suffix(".jsonl"))]
-        return Program(name, command, self.gpus, 240, STEPS)
+        settings = [
+            f"train.parallel.context={self.gpus}",
+            f"train.activation_checkpointing.type={checkpointing}",
+            "train.global_batch_size=16",
+            "train.sharding.strategy=full",
+            "train.microbatch_size=1",
+            *self.reduced(model),
+        ]
+        steps = ["--steps", "0" if self.small else str(timed), "--warmup", "1", "--lengths", str(seq_len)]
+        files = ["--out", str(file), "--rows", str(file.with_suffix(".jsonl"))]
+        command = [sys.executable, "-m", "benchmarks.parallel", f"yamls/{model}.yaml", *settings]
+        return Program(name, [*command, "--nproc", str(self.gpus), *steps, *files], self.gpus, 150, STEPS)
 
     def reduced(self, model: str) -> list[str]:
         """Settings that make a model smaller, for a try."""
@@ -110,7 +117,10 @@ def mpt_7b_on(host: Host, gpus: int, precision: str = "bf16") -> Program:
     """The same global batch on any number of GPUs: 32 sequences for each of all."""
     microbatches = 32 * host.gpus // gpus // host.microbatch_7b
     plain = "train.activation_checkpointing={type: none}"
-    return host.trained("pretrain/mpt-7b", gpus, host.microbatch_7b, microbatches, plain, precision=precision)
+    steps = (1, 2) if gpus < host.gpus else None  # long ones
+    return host.trained(
+        "pretrain/mpt-7b", gpus, host.microbatch_7b, microbatches, plain, precision=precision, steps=steps
+    )
 
 
 def mpt_1b(host: Host) -> list[Program]:
@@ -118,7 +128,7 @@ def mpt_1b(host: Host) -> list[Program]:
 
 
 def mpt_1b_on(host: Host, gpus: int) -> Program:
-    return host.trained("bench/mpt-1b", gpus, 16, 8)
+    return host.trained("bench/mpt-1b", gpus, 16, 8, steps=(2, 3))
 
 
 def zamba2(host: Host) -> list[Program]:
@@ -126,7 +136,7 @@ def zamba2(host: Host) -> list[Program]:
 
 
 def zamba2_on(host: Host, gpus: int) -> Program:
-    return host.trained("pretrain/zamba2-2.7b", gpus, 2, 8)
+    return host.trained("pretrain/zamba2-2.7b", gpus, 2, 8, steps=(2, 3))
 
 
 def fewer(host: Host) -> list[Program]:
@@ -151,20 +161,14 @@ def llama(host: Host) -> list[Program]:
 
 
 def context(host: Host) -> list[Program]:
-    """Sequences that all GPUs share: of as many tokens for each GPU as the bar has on eight, then of the bar's own length."""
-    shared = (f"train.parallel.context={host.gpus}", "train.global_batch_size=16")
-
-    def lengths(tokens: int) -> list[int]:
-        return sorted({tokens * host.gpus, tokens * 8})
-
-    kept = "train.activation_checkpointing.type"
-    llama = host.parallel(
-        "context-llama", "pretrain/llama3-8b", lengths(host.tokens // 2), 2, *shared, f"{kept}=selective"
-    )
-    zamba2 = host.parallel(
-        "context-zamba2", "pretrain/zamba2-2.7b", lengths(host.tokens), 1, *shared, f"{kept}=kernels"
-    )
-    return [llama, zamba2]
+    """Sequences that all GPUs share: of the bar's length, and of as many tokens for each GPU as the bar has on eight."""
+    zamba2, llama = host.tokens, host.tokens // 2
+    return [
+        host.parallel("pretrain/llama3-8b", llama * 8, 2, "selective"),
+        host.parallel("pretrain/zamba2-2.7b", zamba2 * host.gpus, 2, "kernels"),
+        host.parallel("pretrain/zamba2-2.7b", zamba2 * 8, 1, "kernels"),
+        host.parallel("pretrain/llama3-8b", llama * host.gpus, 2, "selective"),
+    ]
 
 
 def moving(host: Host) -> list[Program]:
@@ -249,7 +253,9 @@ def compile_beside(host: Host, parts: list[str], deadline: float) -> None:
     folder = Path(tempfile.gettempdir()) / f"many-gpus-compiled-{host.gpus}"
     folder.mkdir(exist_ok=True)
     small = replace(host, out=folder, small=True)
+    same = {"mpt-7b-2gpu-bf16"} - {f"mpt-7b-{host.gpus}gpu-bf16"}  # as two of the ranks of all GPUs
     programs = programs_of(small, [part for part in parts if part != "moving"])
+    programs = [program for program in programs if program.name not in same]
     run([[replace(program, seconds=150) for program in programs]], folder, deadline, lambda: None)
 
 

@@ -103,9 +103,9 @@ def shared_sequences(out: Path) -> list[Row]:
     rows = []
     for file in sorted(out.glob("context-*.jsonl")):
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        for run in {line["seq_len"]: line for line in lines}.values():  # the newest of each length
+        for run in list(lines)[-1:]:  # the newest
             if run["mfu_causal"]:
-                model = file.stem.removeprefix("context-")
+                model = file.stem.removeprefix("context-").rpartition("-")[0]
                 what = f"{model}, context {run['gpus']}, {run['seq_len']:,} tokens, MFU (causal)"
                 said = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {run['memory'] / 2**30:.1f} GiB, {run['device']}"
                 rows.append(Row(what, said, run["mfu_causal"], 0.35, 0.45))

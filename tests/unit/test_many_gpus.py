@@ -48,7 +48,7 @@ def test_the_parts_measure_on_all_gpus(tmp_path):
     host = Host(tmp_path, 8, small=True, torchtitan="python")
     commands = [" ".join(program.command) for program in programs_of(host, list(PARTS))]
     assert sum("llama3_torchtitan.py" in command for command in commands) == 2
-    assert sum("train.parallel.context=8" in command for command in commands) == 2
+    assert sum("train.parallel.context=8" in command for command in commands) == 2  # of the bars' lengths
     assert any("--legs 8a,4b,2a,1b" in command for command in commands)
 
 
@@ -57,9 +57,12 @@ def test_two_gpus_are_all_of_two(tmp_path):
     assert len(names) == len(set(names))
 
 
-def test_shared_sequences_have_the_bar_s_tokens_for_each_gpu_and_its_length(tmp_path):
-    [_, zamba2] = programs_of(Host(tmp_path, 4, small=False, torchtitan=None), ["context"])
-    assert "--lengths 131072 262144" in " ".join(zamba2.command)
+def test_shared_sequences_have_the_bar_s_length_and_its_tokens_for_each_gpu(tmp_path):
+    names = [program.name for program in programs_of(Host(tmp_path, 4, small=False, torchtitan=None), ["context"])]
+    assert names == [
+        f"context-{name}"
+        for name in ("llama3-8b-131072", "zamba2-2.7b-131072", "zamba2-2.7b-262144", "llama3-8b-65536")
+    ]
 
 
 def test_programs_of_few_gpus_run_beside_each_other(monkeypatch):
@@ -138,6 +141,21 @@ def test_figures_stand_beside_their_bars(tmp_path):
     assert "| llama3-8b, 8 GPUs, bf16, ours / torchtitan | 1.05 | 1.03, 1.08 | met |" in table
     assert (tmp_path / "table.md").read_text() == table
     assert (tmp_path / "table.png").stat().st_size > 1000
+
+
+def test_shared_sequences_stand_beside_their_bars(tmp_path):
+    """The newest row of a file counts."""
+    row = {
+        "gpus": 4,
+        "seq_len": 8,
+        "tokens_per_second_per_gpu": 5e3,
+        "memory": 2**30,
+        "device": "H200",
+        "mfu_causal": 0.1,
+    }
+    lines = [json.dumps(row), json.dumps(row | {"mfu_causal": 0.4})]
+    (tmp_path / "context-llama3-8b-8.jsonl").write_text("\n".join(lines) + "\n")
+    assert "| llama3-8b, context 4, 8 tokens, MFU (causal) | 0.4 | 0.35, 0.45 | met |" in write(tmp_path, 4)
 
 
 def test_runs_without_a_figure_are_left_out(tmp_path):
