@@ -140,7 +140,7 @@ def zamba2_on(host: Host, gpus: int) -> Program:
 
 
 def fewer(host: Host) -> list[Program]:
-    """What predictions start from, and what is kept of."""
+    """Speeds on fewer GPUs, which predictions start from."""
     return [mpt_7b_on(host, 2), zamba2_on(host, 1), mpt_1b_on(host, 1)]
 
 
