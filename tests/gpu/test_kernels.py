@@ -179,7 +179,8 @@ def test_the_heads_gradient_is_summed_in_fp32():
     """Where products add to the sum by themselves, no product of a chunk is rounded to bf16 before."""
     g = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(4, 512, 64, generator=g, device="cuda").bfloat16()
-    weight = torch.randn(1000, 64, generator=g, device="cuda").bfloat16().requires_grad_()
+    # As small as a head's are: with large scores the error is that of scores in bf16.
+    weight = (0.05 * torch.randn(1000, 64, generator=g, device="cuda")).bfloat16().requires_grad_()
     labels = torch.randint(0, 1000, (4, 512), generator=g, device="cuda")
     wide = weight.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(PlainLoss(LossConfig(), None)(hidden.double(), wide, labels).loss, wide)
@@ -189,7 +190,7 @@ def test_the_heads_gradient_is_summed_in_fp32():
         (found,) = torch.autograd.grad(loss, weight)
         return float((found.double() - exact).norm() / exact.norm())
 
-    assert error(True) < 0.95 * error(False)
+    assert error(True) < 0.85 * error(False)
 
 
 def test_weights_are_those_of_a_cpu():
