@@ -1,9 +1,10 @@
 """CUDA graphs of a microbatch: its forward and its backward pass, each launched by one call of the host.
 
 A model of a hundred million parameters launches some thousand kernels per microbatch, which may take the host longer than they
-take the GPU. The graphs hold all of them, with FSDP2's copies between its streams: on one rank it communicates nothing.
-Loss and gradients are those of the passes as they are, by the same kernels in the same order. Clipping, the optimizer, logging,
-validation and every microbatch of another shape run as before.
+take the GPU. The graphs hold all of them but the copies by which FSDP2 gathers weights and reduces gradients, which on one rank
+communicate nothing: weights are cast once a step (HeldWeights), gradients added to their sum as soon as they are there. Loss and
+gradients are those of the passes as they are, by the same kernels in the same order. Clipping, the optimizer, logging, validation
+and every microbatch of another shape run as before.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import RunError, UserError
 from llmtrain.kernels.platform import Platform
@@ -26,6 +27,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.fsdp_reset import reset_fsdp
+from llmtrain.train.held_weights import HeldWeights, local_parts
 
 MEMORY_LEFT = 0.06
 """Share of the device's memory that must be left beside the graphs, for the optimizer, validation and evaluation: memory of graphs
@@ -68,7 +70,8 @@ def graphed_loss(model: CausalLM, config: TrainConfig, world_size: int) -> Graph
 class GraphedLoss:
     """CausalLM.loss, which launches graphs once it has made them.
 
-    microbatches: of a step; the first step runs without graphs, since it compiles layers and allocates the optimizer's state.
+    microbatches: of a step; the first step runs without graphs, since it compiles layers and allocates the optimizer's state. 0:
+    there will be none, as an attempt has failed.
     required: an attempt that fails ends the run; otherwise a line says why, and the run goes on without graphs.
     """
 
@@ -92,7 +95,7 @@ class GraphedLoss:
     def _capture(self, *batch: Tensor | None) -> None:
         """Make the graphs, or never try again."""
         try:
-            self.graph = MicrobatchGraph(self.model, batch, accumulates=self.microbatches > 1)
+            self.graph = MicrobatchGraph(self.model, batch)
             run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
             return
         except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
@@ -109,16 +112,14 @@ class GraphedLoss:
         run_log.warning(f"CUDA graphs: off, as they cannot be made: {reason}")
 
 
-def replay_seconds(
-    model: CausalLM, batch: tuple[Tensor | None, ...], accumulates: bool, clock: Callable[[], float]
-) -> float | None:
+def replay_seconds(model: CausalLM, batch: tuple[Tensor | None, ...], clock: Callable[[], float]) -> float | None:
     """Time of one microbatch by its graphs, which are dropped again; None where they cannot be made. Gradients are None afterwards.
 
-    batch, accumulates: as for MicrobatchGraph. clock: the time in seconds, once the GPU has done everything so far.
+    batch: as for MicrobatchGraph. clock: the time in seconds, once the GPU has done everything so far.
     """
     seconds, graph = None, None
     try:
-        graph = MicrobatchGraph(model, batch, accumulates)
+        graph = MicrobatchGraph(model, batch)
         for _ in range(2):  # the first is slower
             began = clock()
             graph(*batch).loss.backward()
@@ -147,25 +148,27 @@ class NoGraph(Exception):
 class MicrobatchGraph:
     """Forward and backward pass of one microbatch's loss, as two graphs in one pool of memory.
 
-    Gradients have memory of their own there, which becomes the parameters' `grad` where they have none.
-    batch: input_ids, labels, document_ids or None, as CausalLM.loss; its values do not matter. accumulates: a step may have
-    several microbatches. Raises NoGraph, or what CUDA says against it.
+    They read weights of their own and add to sums of their own, one for each parameter that has a gradient, which is its `grad`
+    from the first microbatch of a step on. batch: input_ids, labels, document_ids or None, as CausalLM.loss; its values do not
+    matter. Raises NoGraph, or what CUDA says against it.
     """
 
-    def __init__(self, model: CausalLM, batch: tuple[Tensor | None, ...], accumulates: bool):
+    def __init__(self, model: CausalLM, batch: tuple[Tensor | None, ...]):
         self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.stream = torch.cuda.Stream()
         self._backward_of = self._forwards = 0
-        with self._without_gradients(), _collected():
-            self._rehearse()
+        self.weights = HeldWeights(model)
+        with _without_gradients(model), _collected():
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
-            self._record()
+            with self.weights.read():
+                reached = self._rehearse()
+                self.parameters = [self.weights.parameters[i] for i in reached]
+                self.sums = [torch.zeros_like(p) for p in self.parameters]
+                torch.cuda.empty_cache()
+                with _added([self.weights.leaves[i] for i in reached], local_parts(self.sums)):
+                    self._record()
             self.nbytes = torch.cuda.memory_reserved() - before
-            reached = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        self.parameters, self.gradients = [p for p, _ in reached], [g for _, g in reached]
-        self.sums = [torch.empty_like(g) for g in self.gradients] if accumulates else []
         self.anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
         free, total = torch.cuda.mem_get_info()
         if free < MEMORY_LEFT * total:
@@ -191,7 +194,8 @@ class MicrobatchGraph:
 
     def forward(self) -> tuple[Tensor, int]:
         """The loss, and the number of this forward pass, for `backward`."""
-        self._move_gradients()
+        if self._elsewhere():  # since the last microbatch there was a step
+            self.weights.refresh()
         self.forward_graph.replay()
         self._forwards += 1
         return self.loss.clone(), self._forwards
@@ -201,27 +205,27 @@ class MicrobatchGraph:
         if number != self._forwards or number == self._backward_of:
             raise RuntimeError("the graph of a backward pass follows that of its forward pass, once and at once")
         self._backward_of = number
+        self._take_gradients()
         self.d_loss.copy_(d_loss)
         self.backward_graph.replay()
-        sums, added = [], []
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                sums.append(parameter.grad)
-                added.append(gradient)
-        if sums:
-            torch._foreach_add_(_local(sums), _local(added))
 
-    def _move_gradients(self) -> None:
-        """Take gradients of earlier microbatches out of the graphs' memory. Both graphs write there: what the backward pass had
-        freed when it allocated the gradients, the forward pass uses."""
-        held = [i for i, (p, g) in enumerate(zip(self.parameters, self.gradients, strict=True)) if p.grad is g]
-        if held:
-            self.sums = self.sums or [torch.empty_like(g) for g in self.gradients]
-            torch._foreach_copy_(_local([self.sums[i] for i in held]), _local([self.gradients[i] for i in held]))
-            for i in held:
-                self.parameters[i].grad = self.sums[i]
+    def _elsewhere(self) -> list[int]:
+        """Indices of the parameters whose gradient is not the graphs' sum: there is none, or another microbatch's."""
+        pairs = enumerate(zip(self.parameters, self.sums, strict=True))
+        return [i for i, (parameter, total) in pairs if parameter.grad is not total]
+
+    def _take_gradients(self) -> None:
+        """Have every sum hold the gradient that there is so far, and be it from then on."""
+        none: list[Tensor] = []
+        for i in self._elsewhere():
+            parameter, total = self.parameters[i], self.sums[i]
+            if parameter.grad is None:
+                none.append(total)
+            else:
+                total.copy_(parameter.grad)
+            parameter.grad = total
+        if none:
+            torch._foreach_zero_(local_parts(none))
 
     def _loss(self) -> LossOutput:
         input_ids, labels, document_ids = self.batch
@@ -230,17 +234,19 @@ class MicrobatchGraph:
         self.context = self.model.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
         return self.model.loss_in(self.context, input_ids, labels)
 
-    def _rehearse(self) -> None:
-        """One microbatch without graphs, on the stream of the graphs. Raises NoGraph where the host waits for the GPU."""
+    def _rehearse(self) -> list[int]:
+        """One microbatch without graphs, on the stream of the graphs. Returns which of the weights have a gradient. Raises NoGraph
+        where the host waits for the GPU."""
         devices = [torch.cuda.current_device()]
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.random.fork_rng(devices), torch.cuda.stream(self.stream), _waits() as waits:
+        reached: set[int] = set()
+        taken = _taken(self.weights.leaves, lambda i, gradient: reached.add(i))
+        with torch.random.fork_rng(devices), torch.cuda.stream(self.stream), _waits() as waits, taken:
             self._loss().loss.backward()
         torch.cuda.current_stream().wait_stream(self.stream)
-        for parameter in self.parameters:
-            parameter.grad = None
         if waits:
             raise NoGraph(waits[0])
+        return sorted(reached)
 
     def _record(self) -> None:
         pool = torch.cuda.graph_pool_handle()
@@ -267,18 +273,6 @@ class MicrobatchGraph:
                 if forked:
                     self.stream.wait_stream(stream)
 
-    @contextlib.contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        kept = [p.grad for p in self.parameters]
-        parameters = self.parameters
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
-
 
 class _Replay(torch.autograd.Function):
     @staticmethod
@@ -303,8 +297,41 @@ def _fsdp_streams(model: CausalLM) -> list[torch.cuda.Stream]:
     return [getattr(context, name) for name in names if isinstance(getattr(context, name, None), torch.cuda.Stream)]
 
 
-def _local(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+@contextlib.contextmanager
+def _without_gradients(model: CausalLM) -> Iterator[None]:
+    """Parameters have no gradients within, and afterwards those of before."""
+    kept = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _taken(leaves: Sequence[Tensor], take: Callable[[int, Tensor], object]) -> Iterator[None]:
+    """Calls `take` with the index and the gradient of each leaf as soon as a backward pass has made it, and drops it."""
+
+    def hook(number: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        take(number, leaf.grad)
+        leaf.grad = None
+
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(partial(hook, i)) for i, leaf in enumerate(leaves) if leaf.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _added(leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Adds each leaf's gradient to its sum as soon as a backward pass has made it: none stays."""
+    return _taken(leaves, lambda i, gradient: sums[i].add_(gradient))
 
 
 @contextlib.contextmanager

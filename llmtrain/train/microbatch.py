@@ -270,8 +270,7 @@ def _attempt(
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
     if fits and graphs:
-        accumulates = config.train.global_batch_size > size
-        replayed = replay_seconds(model, (tokens, tokens, documents), accumulates, gauge.seconds)
+        replayed = replay_seconds(model, (tokens, tokens, documents), gauge.seconds)
         fits = replayed is not None or config.train.cuda_graphs != "on"
         seconds, peak = replayed or seconds, gauge.peak()
     if _most(0.0 if fits else 1.0, device):

@@ -201,8 +201,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, peaks),
-                # A graph is of one microbatch, and all alike; on one rank there is nothing to reduce.
-                *([] if graphs else [GradientSync(causal_lm, settled.train.sharding)]),
+                GradientSync(causal_lm, settled.train.sharding, graphs),
                 ReleaseAutograd(),
                 Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
                 *([average] if average is not None else []),

@@ -154,7 +154,7 @@ def test_a_microbatch_in_which_the_host_waits_has_no_graph(caplog: pytest.LogCap
     with pytest.raises(
         NoGraph, match=r"the host waits for the GPU within the microbatch \(.*test_cuda_graphs.py:\d+\)"
     ):
-        MicrobatchGraph(ours, batch(0), accumulates=False)
+        MicrobatchGraph(ours, batch(0))
     graphs = GraphedLoss(ours, 1)
     for seed in range(3):
         assert math.isfinite(step(ours, graphs, [batch(seed)])[0][0])

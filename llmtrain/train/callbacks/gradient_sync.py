@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.training import Sharding
+from llmtrain.train.cuda_graphs import GraphedLoss
 
 
 class GradientSync(Callback):
@@ -18,24 +19,29 @@ class GradientSync(Callback):
     a microbatch begins last, of the first layers and the embedding, go on beside the next one's forward pass.
 
     sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
-    saved by reducing after every microbatch.
+    saved by reducing after every microbatch. graphs: while they may launch microbatches, of which all are alike to them, nothing is
+    marked.
     """
 
-    def __init__(self, model: CausalLM, sharding: Sharding):
+    def __init__(self, model: CausalLM, sharding: Sharding, graphs: GraphedLoss | None = None):
         assert isinstance(model, FSDPModule)
-        self.model = model
+        self.model, self.graphs = model, graphs
         every_microbatch = sharding.sync_every_microbatch
         if every_microbatch is None:
             every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
         self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
         self._left = 0
+        self._marks = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
         assert state.device_train_microbatch_size is not None
+        self._marks = self.graphs is None or not self.graphs.microbatches
         self._left = -(-len(state.batch["sample_ids"]) // int(state.device_train_microbatch_size))
 
     def before_forward(self, state: State, logger: Logger) -> None:
+        if not self._marks:
+            return
         self._left -= 1
         last = self._left == 0
         if self.every_microbatch:

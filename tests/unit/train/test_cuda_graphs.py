@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ class Loss(nn.Module):
 def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monkeypatch, caplog):
     tried: list[int] = []
 
-    def fails(model: Loss, batch: object, accumulates: bool) -> None:
+    def fails(model: Loss, batch: object) -> None:
         tried.append(model.calls)
         raise NoGraph("it is Monday")
 
@@ -105,25 +106,25 @@ def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monk
 
 
 class Replayed(MicrobatchGraph):
-    """Two graphs whose backward pass writes 1, 2, 3 … into the gradients, times the gradient of the loss, and whose forward pass
-    uses the same memory."""
+    """Two graphs whose backward pass adds 1, 2, 3 … to the sums, times the gradient of the loss."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.gradients = parameters, [torch.zeros_like(p) for p in parameters]
-        self.batch, self.sums, self.anchor = (
-            (torch.zeros(1), torch.zeros(1), None),
-            [],
-            torch.zeros((), requires_grad=True),
-        )
+        self.parameters, self.sums = parameters, [torch.full_like(p, math.nan) for p in parameters]
+        self.batch, self.anchor = (torch.zeros(1), torch.zeros(1), None), torch.zeros((), requires_grad=True)
         self.loss = self.ce = self.z = self.n_tokens = torch.zeros(())
-        self.d_loss, self.replays, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
-        self.forward_graph: Any = self
+        self.d_loss, self.passes, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
+        self.weights: Any = self
+        self.refreshed: list[int] = []  # before which passes
+        self.forward_graph: Any = SimpleNamespace(replay=lambda: None)
         self.backward_graph: Any = self
 
+    def refresh(self) -> None:
+        self.refreshed.append(self.passes + 1)
+
     def replay(self) -> None:
-        self.replays += 1
-        for gradient in self.gradients:
-            gradient.fill_(self.replays / 2 if self.replays % 2 == 0 else math.nan).mul_(self.d_loss)
+        self.passes += 1
+        for total in self.sums:
+            total.add_(self.passes * self.d_loss)
 
     def step(self, *weights: float) -> list[float]:
         """The gradients after microbatches of these weights, of parameters that had none."""
@@ -142,6 +143,14 @@ def test_gradients_of_microbatches_are_added_up_and_those_of_the_step_before_are
     assert graph.step(1.0, 2.0) == [20.0, 20.0]  # 6 + 2 * 7
     (graph(torch.ones(1), torch.ones(1), None).loss).backward()
     assert [float(p.grad) for p in graph.parameters if p.grad is not None] == [28.0, 28.0]
+
+
+def test_weights_are_read_anew_by_the_first_microbatch_of_a_step_alone():
+    graph = Replayed([nn.Parameter(torch.zeros(())) for _ in range(2)])
+    graph.step(1.0)
+    graph.step(1.0, 1.0, 1.0)
+    graph.step(1.0)
+    assert graph.refreshed == [1, 2, 5]
 
 
 def test_gradients_that_another_microbatch_left_are_added_to():
