@@ -65,6 +65,13 @@ def select(
     return _select(kernel, dtype, tuple(shape[name] for name in KERNELS[kernel].shape), platform, seq_len, variant)
 
 
+def exact(
+    kernel: str, dtype: str, shape: Mapping[str, int], platform: Platform, variant: str | None = None
+) -> Row | None:
+    """The row of the device's own table for this very dtype, shape and variant, the user's before the shipped one; or None."""
+    return _exact(kernel, dtype, tuple(shape[name] for name in KERNELS[kernel].shape), platform, variant)
+
+
 def is_own(row: Row, platform: Platform) -> bool:
     """True for a row of the user's."""
     return row in _own_rows(platform.arch)
@@ -95,7 +102,7 @@ def own_file(arch: str) -> Path:
 
 def forget() -> None:
     """Read the files again at the next selection."""
-    for cached in (_select, _own_rows, read_shipped):
+    for cached in (_select, _exact, _own_rows, read_shipped):
         cached.cache_clear()
 
 
@@ -140,6 +147,14 @@ def _select(
             f"{f' ({limit} bytes of shared memory)' if limit else ''}: run `llmtrain bench tune` there, or use another backend"
         )
     return min(able, key=distance)
+
+
+@functools.cache
+def _exact(kernel: str, dtype: str, shape: tuple[int, ...], platform: Platform, variant: str | None) -> Row | None:
+    if platform.arch not in TABLES.get(platform.vendor, ()):
+        return None
+    rows, key = (*_own_rows(platform.arch), *table(platform).rows), (kernel, dtype, shape, variant)
+    return next((row for row in rows if (row.kernel, row.dtype, row.shape, row.variant) == key), None)
 
 
 def _version(arch: str) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ KERNELS: dict[str, Kernel] = {
     "attention.forward": Kernel(("head_dim",), attention.Launch),
     "attention.dq": Kernel(("head_dim",), attention.Launch),
     "attention.dkdv": Kernel(("head_dim",), attention.Launch),
+    # In place of dq and dkdv, for the very shapes and variants that have a row.
+    "attention.dscores": Kernel(("head_dim",), attention.StoredLaunch),
     # All kernels of a scan: they share chunks of one size.
     "ssd": Kernel(("head_dim", "d_state"), ssd.Launch),
     # Channels are in no key: a program does the same for any number of them.

@@ -1,7 +1,7 @@
 """The Triton attention kernels through Triton's interpreter, on a CPU; and what needs no kernel.
 
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in
-interpreted_attention.py and interpreted_prefix_trees.py.
+interpreted_attention.py, interpreted_stored_dscores.py and interpreted_prefix_trees.py.
 """
 
 import pytest
@@ -14,12 +14,12 @@ from tests.support.interpreter import run_interpreted
 
 def test_the_interpreted_kernels_agree_with_the_definition():
     """And scores of packed texts are those of a forward pass per request: interpreted_prefix_trees.py."""
-    run_interpreted("attention", "prefix_trees")
+    run_interpreted("attention", "stored_dscores", "prefix_trees")
 
 
 @pytest.mark.slow
 def test_all_of_their_cases():
-    run_interpreted("attention", "prefix_trees", cases="slow", timeout=3000)
+    run_interpreted("attention", "stored_dscores", "prefix_trees", cases="slow", timeout=3000)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
 from llmtrain.errors import UserError
+from llmtrain.kernels.attention import stored_dscores
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
 from llmtrain.kernels.attention.triton import Call
-from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
+from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import choose
 from llmtrain.kernels.platform import Platform
 
@@ -170,6 +171,12 @@ class Problem:
         return Call(self.q, self.k, self.v, *self.settings, launches=launches, platform=self.where)
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], dict[str, Tensor]]:
+        if part == "dscores":  # not tuned: a row says from which length on it takes the place of dq and dkdv
+            stored = StoredLaunch(**(launch or {}))
+            call = self._call({})
+            return lambda: dict(
+                zip(("dq", "dk", "dv"), stored_dscores.backward(call, stored, self.out, self.lse, self.dout, None), strict=True)
+            )
         call = self._call({} if launch is None else {part: Launch(**launch)})
 
         def run() -> dict[str, Tensor]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
-from llmtrain.kernels.attention import last_queries
+from llmtrain.kernels.attention import last_queries, stored_dscores
 from llmtrain.kernels.attention.documents import Documents, documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
-from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch
-from llmtrain.kernels.attention.triton_select import MIXED, choose, pairs_in_flight
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, StoredLaunch
+from llmtrain.kernels.attention.triton_select import MIXED, choose, choose_stored, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
 from llmtrain.kernels.operators import operator, register_autograd
@@ -244,9 +244,19 @@ class Call:
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv like q, k, v, contiguous."""
+        if (launch := self._stored(dout)) is not None:
+            return stored_dscores.backward(self, launch, out, lse, dout, dlse)
         delta = torch.empty_like(lse)
         dq = self.dq(out, lse, dout, dlse, delta)
         return dq, *self.dkdv(lse, dout, delta)
+
+    def _stored(self, dout: Tensor) -> StoredLaunch | None:
+        """Launch parameters of the backward pass by stored gradients of scores, for sequences in whole tiles; None: the kernels'."""
+        if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
+            return None
+        launch = choose_stored(*self.selection, self.variant)
+        whole = launch is not None and self.seq_len % launch.tile == 0
+        return launch if whole and dout.stride(-1) == 1 else None
 
     def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
         """dq; also fills delta, which dkdv reads."""

@@ -44,3 +44,27 @@ class Launch(Options):
         elif self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
         return options
+
+
+@dataclass(frozen=True)
+class StoredLaunch(Options):
+    """Backward pass by stored gradients of scores (stored_dscores.py). block_m: queries, block_n: keys of a tile.
+
+    heads, keys, queries: the most of a chunk. from_seq_len: shortest sequences for which it is the faster backward pass.
+    use_tma: store tiles through tensor descriptors.
+    """
+
+    block_m: Count
+    block_n: Count
+    num_warps: Count
+    num_stages: Count
+    heads: Count
+    keys: Count
+    queries: Count
+    from_seq_len: Count
+    use_tma: Flag = False
+
+    @property
+    def tile(self) -> int:
+        """Tokens of which chunks are multiples. So is `queries`."""
+        return max(self.block_m, self.block_n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.kernels import tuning
-from llmtrain.kernels.attention.triton_launch import Kernel, Launch
+from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
@@ -45,6 +45,12 @@ def choose(
     rows = [(select(name), name) for name in names]
     found = [row for row, name in rows if row.variant == name]
     return min(found, key=lambda row: (row.shape, not tuning.is_own(row, platform)), default=rows[-1][0]).launch
+
+
+def choose_stored(head_dim: int, dtype: str, platform: Platform, seq_len: int, variant: str) -> StoredLaunch | None:
+    """Launch parameters of the backward pass by stored gradients of scores, where it was measured to be the faster one."""
+    row = tuning.exact("attention.dscores", dtype, {"head_dim": head_dim}, platform, variant)
+    return row.launch if row is not None and seq_len >= row.launch.from_seq_len else None
 
 
 def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
