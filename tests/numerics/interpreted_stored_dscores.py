@@ -76,7 +76,9 @@ def test_tiles_stored_through_descriptors(monkeypatch, ran):
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("case, seq_len", [(CASES["window"], 64), (CASES["packed"], 64), (CASES["alibi-full"], 64), (Case(), 61)])
+@pytest.mark.parametrize(
+    "case, seq_len", [(CASES["window"], 64), (CASES["packed"], 64), (CASES["alibi-full"], 64), (Case(), 61)]
+)
 def test_what_it_does_not_serve(case, seq_len, monkeypatch, ran):
     use(monkeypatch)
     assert_agree(case, 1, seq_len)
@@ -102,4 +104,7 @@ def test_chunks_hold_a_bounded_number_of_scores():
         (slice(64, 128), [slice(64, 160)]),
         (slice(128, 160), [slice(128, 160)]),
     ]
-    assert [at for _, seen in stored_dscores.chunks(128, 64, 64, False) for at in seen] == [slice(0, 64), slice(64, 128)] * 2
+    assert [at for _, seen in stored_dscores.chunks(128, 64, 64, False) for at in seen] == [
+        slice(0, 64),
+        slice(64, 128),
+    ] * 2

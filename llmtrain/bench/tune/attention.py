@@ -175,7 +175,11 @@ class Problem:
             stored = StoredLaunch(**(launch or {}))
             call = self._call({})
             return lambda: dict(
-                zip(("dq", "dk", "dv"), stored_dscores.backward(call, stored, self.out, self.lse, self.dout, None), strict=True)
+                zip(
+                    ("dq", "dk", "dv"),
+                    stored_dscores.backward(call, stored, self.out, self.lse, self.dout, None),
+                    strict=True,
+                )
             )
         call = self._call({} if launch is None else {part: Launch(**launch)})
 

@@ -1,11 +1,10 @@
 """Attention's backward pass by stored gradients of scores, for wide heads and long sequences: five products instead of seven.
 
-The sums of dq, dk and dv in registers (triton_backward.py) leave wide heads small tiles, and none of the two kernels can use the
-other's scores. Here one kernel computes dv and stores dS^T, a chunk of keys and queries at a time, and cuBLAS, whose tiles are as
-wide as a head, multiplies dk = dS^T Q and dq = dS K. A key's gradients are whole after the chunks of its queries, a query's after all
-chunks of keys: sums of chunks are in fp32. Each element has one writer at a time: deterministic.
+The sums of dq, dk and dv in registers (triton_backward.py) leave wide heads small tiles, and neither kernel can use the other's
+scores. Here one kernel computes dv and stores dS^T, a chunk of keys and queries at a time; cuBLAS, whose tiles are as wide as a
+head, multiplies dk = dS^T Q and dq = dS K. Sums over chunks are in fp32. Each element has one writer at a time: deterministic.
 
-A chunk on the diagonal is multiplied whole though half of it is zeros, which is why it has few keys, of as many heads as fill a GPU.
+A chunk on the diagonal is multiplied whole though half of it is zeros: it has few keys, of as many heads as fill a GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +100,9 @@ class _Heads:
             whole = len(seen) == 1 and call.group == 1
             parts = [t[keys].transpose(0, 1) if whole else self._sums(_length(keys)) for t in (self.dk, self.dv)]
             for number, at in enumerate(seen):
-                dscores = stored[: self.heads * _length(keys) * _length(at)].view(self.heads, _length(keys), _length(at))
+                dscores = stored[: self.heads * _length(keys) * _length(at)].view(
+                    self.heads, _length(keys), _length(at)
+                )
                 self._dv_dscores(keys, at, dscores, parts[1], number > 0)
                 _multiply(dscores, self.q[at].transpose(0, 1), parts[0], number > 0)
                 keys_of_heads = self.k[keys].transpose(0, 1)
@@ -123,12 +124,14 @@ class _Heads:
         target = Descriptor(dscores, rows, [rows[1], 1], [launch.block_n, launch.block_m]) if use_tma else dscores
         strides = [stride for t in (q, k, v, dout) for stride in t.stride()[:2]]
         softcap = None if call.softcap is None else call.softcap * _LOG2_E
+        # Without causality every key lies far enough behind: by the same code, whose second loop ptxas does not serialize.
+        ahead = at.start - keys.start if call.causal else call.seq_len
         grid = (self.heads * (_length(keys) // launch.block_n),)
         attention_dv_dscores[grid](
             q, k, v, dout, self.lse[:, at], self.delta[:, at], target, dv, self.slopes,
             *strides, dv.stride(1), dv.stride(0), self.lse.stride(0),
-            _length(at), _length(keys), self.heads, at.start - keys.start, call.scale * _LOG2_E, softcap, call.scale,
-            CAUSAL=call.causal, GROUP=call.group, HEAD_DIM=call.head_dim, PARTS=parts_of(call.head_dim),
+            _length(at), _length(keys), self.heads, ahead, call.scale * _LOG2_E, softcap, call.scale,
+            GROUP=call.group, HEAD_DIM=call.head_dim, PARTS=parts_of(call.head_dim),
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, NUM_STAGES=launch.num_stages,
             USE_TMA=use_tma, PRECISION="tf32x3" if call.platform.vendor == "nvidia" else "ieee", ADD=add,
             num_warps=launch.num_warps, num_stages=launch.num_stages,

@@ -251,7 +251,7 @@ class Call:
         return dq, *self.dkdv(lse, dout, delta)
 
     def _stored(self, dout: Tensor) -> StoredLaunch | None:
-        """Launch parameters of the backward pass by stored gradients of scores, for sequences in whole tiles; None: the kernels'."""
+        """Launch parameters of the backward pass by stored gradients of scores, which takes whole tiles; None: dq and dkdv."""
         if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
             return None
         launch = choose_stored(*self.selection, self.variant)

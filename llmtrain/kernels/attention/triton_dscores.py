@@ -41,15 +41,15 @@ def attention_dv_dscores(
     q, k, v, dout, lse, delta, dscores, dv, slopes,
     q_token, q_head, k_token, k_head, v_token, v_head, do_token, do_head, dv_token, dv_head, stats_head,
     queries, keys, heads, ahead, scale, softcap, out_scale,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dv and dS^T of one sequence's `queries` and `keys`, both in whole tiles. Program: tile of BLOCK_N keys x query head.
 
     q, dout: [queries, heads, head_dim]; k, v: [keys, heads / GROUP, head_dim]; dv: like k but of all heads; lse, delta:
-    [heads, queries] in fp32, stats_head apart. dscores: out_scale * dS^T, [heads * keys, queries], by tensor descriptor with USE_TMA.
-    ahead: tokens from key 0 to query 0. Causal: query i sees key j <= i + ahead; what is not seen gets zeros.
+    [heads, queries] in fp32, stats_head apart. dscores: out_scale * dS^T, [heads * keys, queries]; with USE_TMA its descriptor.
+    ahead: tokens from key 0 to query 0: query i sees key j <= i + ahead, so all where ahead >= keys. What is not seen gets zeros.
     ADD: dv is added to. scale, softcap: times log2(e).
     """
     at = tl.program_id(0)
@@ -69,22 +69,20 @@ def attention_dv_dscores(
     acc = zeros(BLOCK_N, PARTS)
     if ADD:
         acc = load_rows(dv, 0, 0, begin, keys, dv_token, BLOCK_N, HEAD_DIM, PARTS, False, False)
-    first, seen_by_all = 0, 0
-    if CAUSAL:
-        first = tl.minimum(tl.maximum(begin - ahead, 0) // BLOCK_M * BLOCK_M, queries)
-        seen_by_all = tl.minimum(tl.maximum(tl.cdiv(begin + BLOCK_N - 1 - ahead, BLOCK_M) * BLOCK_M, first), queries)
-        nothing = tl.zeros((BLOCK_N, BLOCK_M), k_tile[0].dtype)
-        for start in range(0, first, BLOCK_M):
-            _store(dscores, nothing, row, start, queries, BLOCK_N, BLOCK_M, USE_TMA)
-        for start in tl.range(first, seen_by_all, BLOCK_M, num_stages=NUM_STAGES):
-            acc = _add_queries(
-                acc, k_tile, v_tile, q, dout, lse, delta, dscores, q_token, do_token, row, start, queries, j, begin, ahead,
-                scale, softcap, out_scale, slopes, slope, True, CAUSAL, HEAD_DIM, PARTS, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
-            )  # fmt: skip
+    first = tl.minimum(tl.maximum(begin - ahead, 0) // BLOCK_M * BLOCK_M, queries)
+    seen_by_all = tl.minimum(tl.maximum(tl.cdiv(begin + BLOCK_N - 1 - ahead, BLOCK_M) * BLOCK_M, first), queries)
+    nothing = tl.zeros((BLOCK_N, BLOCK_M), k_tile[0].dtype)
+    for start in range(0, first, BLOCK_M):
+        _store(dscores, nothing, row, start, queries, BLOCK_N, BLOCK_M, USE_TMA)
+    for start in tl.range(first, seen_by_all, BLOCK_M, num_stages=NUM_STAGES):
+        acc = _add_queries(
+            acc, k_tile, v_tile, q, dout, lse, delta, dscores, q_token, do_token, row, start, queries, j, begin, ahead,
+            scale, softcap, out_scale, slopes, slope, True, HEAD_DIM, PARTS, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
+        )  # fmt: skip
     for start in tl.range(seen_by_all, queries, BLOCK_M, num_stages=NUM_STAGES):
         acc = _add_queries(
             acc, k_tile, v_tile, q, dout, lse, delta, dscores, q_token, do_token, row, start, queries, j, begin, ahead,
-            scale, softcap, out_scale, slopes, slope, False, CAUSAL, HEAD_DIM, PARTS, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
+            scale, softcap, out_scale, slopes, slope, False, HEAD_DIM, PARTS, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
         )  # fmt: skip
     store_rows(dv, acc, 1.0, begin, keys, dv_token, BLOCK_N, HEAD_DIM, PARTS)
 
@@ -92,7 +90,7 @@ def attention_dv_dscores(
 @triton.jit
 def _add_queries(
     acc, k_tile, v_tile, q, dout, lse, delta, dscores, q_token, do_token, row, start, queries, j, begin, ahead,
-    scale, softcap, out_scale, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    scale, softcap, out_scale, slopes, slope, MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -105,11 +103,11 @@ def _add_queries(
     dout_tile = load_rows(dout, 0, 0, start, queries, do_token, BLOCK_M, HEAD_DIM, PARTS, False, False)
     dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
     lse_log2 = tl.load(lse + i) * LOG2_E
-    if slopes is not None and CAUSAL:
+    if slopes is not None:
         lse_log2 += slope * (place - begin)
     weight, d_softcap = _weights(
         score, lse_log2[None, :], (j - begin)[:, None], place[None, :] - j[:, None], j[:, None] <= place[None, :],
-        scale, softcap, slopes, slope, MASKED, CAUSAL,
+        scale, softcap, slopes, slope, MASKED, True,
     )  # fmt: skip
     acc = dot_accumulate(weight, dout_tile, acc, PARTS, PRECISION)
     # Scaled before it is rounded: products of stored numbers are final.
@@ -121,9 +119,7 @@ def _add_queries(
 
 
 @triton.jit
-def _store(
-    target, tile, row, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_TMA: tl.constexpr
-):
+def _store(target, tile, row, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_TMA: tl.constexpr):
     """Store a tile of target[rows, columns], a pointer or with USE_TMA a tensor descriptor, from (row, column) on."""
     if USE_TMA:
         target.store([row, column], tile)

@@ -1,0 +1,62 @@
+"""Which attention has a backward pass by stored gradients of scores."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmtrain.kernels import tuning, tuning_table
+from llmtrain.kernels.attention.triton import Call
+from llmtrain.kernels.attention.triton_launch import StoredLaunch
+from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning_table import Row
+
+HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
+LAUNCH = StoredLaunch(64, 128, 8, 2, heads=4, keys=4096, queries=32768, from_seq_len=2048)
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """A row of one's own for plain attention at head_dim 200, which no table has."""
+    row = Row("attention.dscores", "bfloat16", (200,), LAUNCH, 1, "compiled only", None, "plain")
+    tuning_table.save(tmp_path / "own.yaml", "sm90", [row])
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "own.yaml"))
+    tuning.forget()
+    yield
+    monkeypatch.undo()
+    tuning.forget()
+
+
+def stored(seq_len: int = 4096, head_dim: int = 200, where: Platform = HOPPER, n_kv: int = 4, **features):
+    q = torch.empty(1, seq_len, 4, head_dim, device="meta", dtype=features.pop("dtype", torch.bfloat16))
+    for name in ("slopes", "starts", "ends"):
+        if features.pop(name, False):
+            features[name] = torch.empty((4,) if name == "slopes" else (1, seq_len), device="meta", dtype=torch.int32)
+    return Call(q, q[:, :, :n_kv], q[:, :, :n_kv], 0.1, platform=where, **features)._stored(q)
+
+
+def test_from_the_length_of_its_row_on():
+    assert stored() == stored(2048) == stored(n_kv=2) == stored(causal=False) == stored(window=4096) == LAUNCH
+    assert stored(1024) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"head_dim": 128}, {"dtype": torch.float16}, {"slopes": True}, {"softcap": 9.0}, {"window": 100}],
+    ids=str,
+)
+def test_only_what_its_row_names(other):
+    assert stored(**{"seq_len": 2048, **other}) is None
+
+
+def test_sequences_of_whole_tiles():
+    assert stored(4096 + 64) is None and stored(4096 + 128) == LAUNCH
+
+
+def test_documents_have_the_other_kernels():
+    assert stored(starts=True, ends=True) is None
+
+
+def test_an_architecture_without_a_table_does_not_borrow_it():
+    """Unlike a tile that is known to fit, which of two ways is the faster one was measured on one GPU alone."""
+    assert stored(where=replace(HOPPER, arch="sm103")) is None
