@@ -14,13 +14,13 @@ from tests.support.attention import CASES, Case
 
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
 LAUNCH: dict[str, Any] = {
-    "block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1, "heads": 2, "keys": 64, "queries": 256, "from_seq_len": 1,
+    "block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1, "rows": 128, "keys": 64, "queries": 256, "from_seq_len": 1,
 }  # fmt: skip
 CHUNKS = {
     "in one chunk": {},
     "of keys": {"keys": 32},
     "of queries": {"keys": 32, "queries": 48},
-    "of one head": {"heads": 1, "keys": 32},
+    "of one head": {"rows": 32, "keys": 32},
     "square tiles": {"block_m": 32, "keys": 32},
     "wide tiles": {"block_m": 32, "block_n": 16, "keys": 32},
 }
@@ -64,7 +64,7 @@ def test_the_score_is_that_of_the_other_kernels(name, monkeypatch, ran):
 
 
 def test_heads_that_do_not_fill_the_last_chunk(monkeypatch, ran):
-    use(monkeypatch, keys=32)
+    use(monkeypatch, rows=64, keys=32)
     assert_agree(Case(n_heads=3, n_kv_heads=3), 1, 64)
     assert len(ran) == 1
 
@@ -93,11 +93,13 @@ def test_two_runs_are_equal_bit_by_bit(monkeypatch, ran):
 
 
 def test_chunks_hold_a_bounded_number_of_scores():
-    """As many heads x keys as the launch says, whatever shares keys."""
-    launch = StoredLaunch(**{**LAUNCH, "heads": 4, "keys": 4096})
-    assert stored_dscores.shares(launch, 1) == (4, 4096)
-    assert stored_dscores.shares(launch, 3) == (3, 5440)
-    assert stored_dscores.shares(launch, 32) == (32, 512)
+    """As many heads x keys as the launch says, whatever shares keys; with causality few keys, of more heads."""
+    launch = StoredLaunch(**{**LAUNCH, "rows": 16384, "keys": 4096})
+    assert stored_dscores.shares(launch, 1, 65536, True) == stored_dscores.shares(launch, 1, 4096, False) == (4, 4096)
+    assert stored_dscores.shares(launch, 1, 16384, True) == (8, 2048)
+    assert stored_dscores.shares(launch, 1, 4096, True) == (16, 1024)
+    assert stored_dscores.shares(launch, 3, 65536, True) == (3, 4096)
+    assert stored_dscores.shares(launch, 32, 65536, True) == (32, 512)
     plan = list(stored_dscores.chunks(160, 64, 96, True))
     assert plan == [
         (slice(0, 64), [slice(0, 96), slice(96, 160)]),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _LOG2_E = 1.4426950408889634
 DELTA_ROWS = 64
+LEAST_KEYS = 1024
+"""Of a chunk with causality: dq's sum is read and written once a chunk."""
 
 
 def chunks(seq_len: int, keys: int, queries: int, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
@@ -35,11 +37,15 @@ def chunks(seq_len: int, keys: int, queries: int, causal: bool) -> Iterator[tupl
         yield slice(first, min(first + keys, seq_len)), seen
 
 
-def shares(launch: StoredLaunch, group: int) -> tuple[int, int]:
-    """Query heads of a chunk, in whole groups that share keys, and its keys, in whole tiles: as many heads x keys as the launch
-    says."""
-    heads, tile = group * max(1, launch.heads // group), launch.tile
-    return heads, max(launch.heads * launch.keys // heads // tile, 1) * tile
+def shares(launch: StoredLaunch, group: int, seq_len: int, causal: bool) -> tuple[int, int]:
+    """Query heads of a chunk, in whole groups that share keys, and its keys, in whole tiles.
+
+    With causality an eighth of the keys at most: of the last chunk's scores half are multiplied though nothing sees them.
+    """
+    tile = launch.tile
+    keys = min(launch.keys, max(seq_len // 8, LEAST_KEYS)) if causal else launch.keys
+    heads = group * max(1, launch.rows // keys // group)
+    return heads, max(min(keys, launch.rows // heads) // tile, 1) * tile
 
 
 def backward(
@@ -49,7 +55,7 @@ def backward(
     q, k, v = call.q, call.k, call.v
     delta = _delta(call, out, lse, dout, dlse)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    count, keys = shares(launch, call.group)
+    count, keys = shares(launch, call.group, call.seq_len, call.causal)
     plan = list(chunks(call.seq_len, keys, launch.queries, call.causal))
     for batch in range(call.batch):
         for first in range(0, call.n_heads, count):

@@ -229,9 +229,11 @@ class Call:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output like q, and lse [batch, n_heads, T]."""
         q, k, v = self.q, self.k, self.v
+        launch, use_tma = self._choose_launch("forward", k, v)
+        if launch.cudnn and self.variant == "plain" and q.is_cuda:
+            return self._cudnn_forward()
         out = q.new_empty(q.shape)
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
-        launch, use_tma = self._choose_launch("forward", k, v)
         if use_tma:
             k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
@@ -239,6 +241,11 @@ class Call:
             q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
         )  # fmt: skip
         return out, lse
+
+    def _cudnn_forward(self) -> tuple[Tensor, Tensor]:
+        how = last_queries.How(self.scale, None)
+        out, lse = last_queries.KERNELS["cudnn"].forward(self.q, self.k, self.v, how, self.causal)
+        return out.contiguous(), lse.contiguous()
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None

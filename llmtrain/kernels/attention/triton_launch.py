@@ -19,7 +19,7 @@ class Launch(Options):
     use_tma: load tiles through tensor descriptors by Hopper's TMA where the tensors allow it.
     part: width of the tiles that make up head_dim, the last padded with zeros; None: powers of two that pad nothing.
     one_loop: all tiles in one loop, in which a branch masks those that need it.
-    maxnreg: most registers per thread (NVIDIA only). dv_first, single_loop, split: of dkdv; see attention_dkdv. split:
+    maxnreg: most registers per thread (NVIDIA only). cudnn: of the forward, cuDNN's in its place where that can serve. dv_first, single_loop, split: of dkdv; see attention_dkdv. split:
     dk and dv in launches of their own, which takes half the registers, and q k^T once more; dv_block_m: block_m of dv's.
     """
 
@@ -35,6 +35,7 @@ class Launch(Options):
     part: Count | None = None
     split: Flag = False
     dv_block_m: Count | None = None
+    cudnn: Flag = False
 
     def options(self, platform: Platform) -> dict[str, Any]:
         """Triton's own launch options, beside the kernel's arguments."""
@@ -50,15 +51,15 @@ class Launch(Options):
 class StoredLaunch(Options):
     """Backward pass by stored gradients of scores (stored_dscores.py). block_m: queries, block_n: keys of a tile.
 
-    heads, keys, queries: the most of a chunk. from_seq_len: shortest sequences for which it is the faster backward pass.
-    use_tma: store tiles through tensor descriptors.
+    A chunk: at most `keys` keys and `queries` queries, of as many heads as make `rows` rows of keys (bytes: 2 * rows * queries).
+    from_seq_len: shortest sequences for which it is the faster backward pass. use_tma: store tiles through tensor descriptors.
     """
 
     block_m: Count
     block_n: Count
     num_warps: Count
     num_stages: Count
-    heads: Count
+    rows: Count
     keys: Count
     queries: Count
     from_seq_len: Count

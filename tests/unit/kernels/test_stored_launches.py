@@ -12,7 +12,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
-LAUNCH = StoredLaunch(64, 128, 8, 2, heads=4, keys=4096, queries=32768, from_seq_len=2048)
+LAUNCH = StoredLaunch(64, 128, 8, 2, rows=16384, keys=4096, queries=32768, from_seq_len=2048)
 
 
 @pytest.fixture(autouse=True)
