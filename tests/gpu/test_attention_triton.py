@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmtrain.kernels.attention import triton as kernels
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.triton import attend
+from llmtrain.kernels.attention.triton_launch import StoredLaunch
 from tests.support import attention
 from tests.support.attention import CASES, Case
 from tests.support.selection import cases
@@ -152,4 +154,34 @@ def test_unaligned_inputs_do_without_descriptors():
     case = Case(64)
     fused = torch.randn(2, 300, 3 * 2 * 64 + 1, device="cuda").bfloat16()[..., 1:]
     tensors = [t.unflatten(-1, (2, 64)).detach().requires_grad_() for t in fused.split(128, dim=-1)]
+    assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)
+
+
+STORED = {
+    "160": Case(160),
+    "160, full": Case(160, causal=False),
+    "256, gqa": Case(256, 8, 2),
+    "160, softcap": Case(160, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("case", cases(STORED, *STORED))
+def test_the_backward_pass_by_stored_gradients_of_scores(case, monkeypatch):
+    """Several chunks of keys and of queries, with a gradient of the log-sum-exp; twice the same bits."""
+    tma = torch.version.hip is None and torch.cuda.get_device_capability()[0] >= 9
+    block_m, stages = (64, 3) if case.head_dim == 160 else (32, 2)
+    launch = StoredLaunch(block_m, 128, 8, stages, rows=2048, keys=256, queries=512, from_seq_len=1, use_tma=tma)
+    monkeypatch.setattr(kernels, "choose_stored", lambda *_: launch)
+    tensors = attention.inputs(case, 2, 1024, torch.bfloat16, "cuda")
+    found = [attention.ours(case, tensors) for _ in range(2)]
+    assert_near(found[0], attention.exact(case, tensors), 0.01)
+    assert all(torch.equal(found[0][part], found[1][part]) for part in found[0])
+
+
+@pytest.mark.parametrize("case", [Case(160), Case(160, causal=False), Case(160, 8, 2)], ids=["causal", "full", "gqa"])
+def test_the_forward_pass_may_be_cudnns(case):
+    """Where a row says so: on Hopper at head_dim 160. Its output and log-sum-exp serve our backward pass."""
+    tensors = attention.inputs(case, 2, 512, torch.bfloat16, "cuda")
+    call = kernels.Call(*(t.detach() for t in tensors), case.scale, case.causal)
+    assert call.launches["forward"].cudnn == (torch.cuda.get_device_capability() == (9, 0))
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)

@@ -44,6 +44,7 @@ MEASURED_SPILL = 64
 """Bytes a thread, of a row that was measured to be the fastest of its kind."""
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = (
+    "attention_delta",
     "_chunk_cumsum_fwd",
     "_chunk_cumsum_bwd",
     "_sum_head_blocks",
@@ -141,6 +142,9 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         base["variant"] = variant
         if variant == row.variant:
             yield variant, base, True
+        if row.kernel == "attention.dscores":  # for its head_dim alone
+            yield f"{variant}, grouped", {**base, "kv_heads": 2}, False
+            return
         if row.kernel == "attention.dkdv" and f"{variant}, {GROUPED}" not in _variants(arch, row) - {row.variant}:
             yield f"{variant}, grouped", {**base, "kv_heads": 2}, variant != row.variant
         if variant == "documents":

@@ -57,6 +57,11 @@ def test_documents_have_the_other_kernels():
     assert stored(starts=True, ends=True) is None
 
 
-def test_an_architecture_without_a_table_does_not_borrow_it():
+def test_an_architecture_does_not_borrow_the_row_of_another(tmp_path, monkeypatch):
     """Unlike a tile that is known to fit, which of two ways is the faster one was measured on one GPU alone."""
-    assert stored(where=replace(HOPPER, arch="sm103")) is None
+    monkeypatch.delenv("LLMTRAIN_TUNING")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    tuning.forget()
+    assert stored(16384, 160) is not None
+    assert stored(16384, 160, replace(HOPPER, arch="sm103")) is None
+    assert stored(16384, 160, Platform("amd", "gfx942", "", 1 << 36, 304)) is None
