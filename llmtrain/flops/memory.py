@@ -20,7 +20,8 @@ computation's format (2 in bf16, 4 in fp32):
                  with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
                  sequences (train.parallel.context) keep those of their tokens, what a block computes beside them
                  (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share layers
-                 (train.parallel.tensor), their part, and the whole inputs of mixer and MLP
+                 (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
+                 takes for a while, whatever the batch (workspace_bytes), of the layer that takes the most
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights
 
@@ -194,7 +195,10 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
     # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer.
     outside = 3 + checkpointing.offload
     batch = config.train.least_microbatch
-    return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts)))
+    used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    call = seq_len if context == 1 else seq_len // (2 * context)  # attention goes segment by segment
+    workspace = max(block.workspace_bytes(model.d_model, width, call) for block in used)
+    return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts))) + workspace
 
 
 def host_state_bytes(config: Config, sizes: ParameterSizes, world_size: int) -> int:

@@ -14,6 +14,10 @@ from llmtrain.kernels.platform import Platform
 
 _FLASH3 = "flash-attn-3 (from its sources, folder hopper)"
 
+STORED_BYTES, STORED_FROM = 1 << 30, 8192
+"""Most bytes of scores' gradients that the Triton backend's backward pass stores at a time (stored_dscores.py), and the shortest
+sequences for which it does, by any row."""
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -66,6 +70,11 @@ class AttentionSpec:
             return seq_len * seq_len
         window = min(self.sliding_window or seq_len, seq_len)
         return window * (window + 1) // 2 + (seq_len - window) * window
+
+    def workspace_bytes(self, seq_len: int) -> int:
+        """Most bytes that a backward pass takes beside its inputs and gradients, whatever the batch."""
+        plain = self.sliding_window is None and not self.documents and self.dtype != "float32"
+        return STORED_BYTES if plain and self.head_dim > 128 and seq_len >= STORED_FROM else 0
 
     def flops(self, seq_len: int, causal: bool) -> int:
         """Forward FLOP of one sequence: q k^T and p v, 2 * head_dim each per pair and head."""

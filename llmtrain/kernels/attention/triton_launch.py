@@ -18,7 +18,7 @@ class Launch(Options):
 
     use_tma: load tiles through tensor descriptors by Hopper's TMA where the tensors allow it.
     part: width of the tiles that make up head_dim, the last padded with zeros; None: powers of two that pad nothing.
-    one_loop: all tiles in one loop, in which a branch masks those that need it. cudnn: of the forward, cuDNN's in its place, on a GPU.
+    one_loop: all tiles in one loop, in which a branch masks those that need it. cudnn: of the forward, cuDNN's in its place.
     maxnreg: most registers per thread (NVIDIA only). dv_first, single_loop, split: of dkdv; see attention_dkdv. split:
     dk and dv in launches of their own, which takes half the registers, and q k^T once more; dv_block_m: block_m of dv's.
     """

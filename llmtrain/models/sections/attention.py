@@ -122,6 +122,10 @@ class AttentionSection(BlockSection):
         tokens = 2 * (context - 1) * min(reach, seq_len / (2 * context))
         return 2 * width * spec.n_kv_heads * spec.head_dim * tokens
 
+    def workspace_bytes(self, d_model: int, width: int, seq_len: int) -> int:
+        spec = self.spec(d_model, "bfloat16" if width == 2 else "float32")
+        return spec.workspace_bytes(seq_len) if self.backend in ("auto", "triton") else 0
+
     def width_problems(self, d_model: int) -> Iterator[Problem]:
         width = self.input_width(d_model)
         if self.head_dim is None and width % self.n_heads:

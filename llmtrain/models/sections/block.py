@@ -115,6 +115,10 @@ class BlockSection(Section):
         a forward pass; at most they are kept for the backward pass. width: bytes of an activation. Default: none."""
         return 0.0
 
+    def workspace_bytes(self, d_model: int, width: int, seq_len: int) -> int:
+        """Bytes that the layer's backward pass takes for a while, whatever the batch. seq_len: of a call. Default: none."""
+        return 0
+
     def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:
         """Bytes per token that training keeps beyond `saved_bytes` and `gathered_bytes` where ranks share sequences. Default: 0."""
         return SavedBytes(0, 0)

@@ -70,6 +70,9 @@ class ParallelMixersBlock(BlockSection):
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         return sum(part.gathered_bytes(d_model, width, seq_len, context) for part in self.mixers)
 
+    def workspace_bytes(self, d_model: int, width: int, seq_len: int) -> int:
+        return max(part.workspace_bytes(d_model, width, seq_len) for part in self.mixers)
+
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         mixers = {
             name: {key: value for key, value in part.function(d_model, norm).items() if key != "norm"}

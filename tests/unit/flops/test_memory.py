@@ -15,6 +15,8 @@ from llmtrain.flops.memory import (
     host_bytes,
     host_state_bytes,
 )
+from llmtrain.kernels import tuning
+from llmtrain.kernels.attention.spec import STORED_BYTES, STORED_FROM
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -287,3 +289,27 @@ def test_inputs_of_recomputed_layers_in_host_memory_are_not_the_gpus(kind, layer
     assert (host_bytes(here), host_bytes(there)) == (0, layers * one_input)
     before, after = (estimate_memory(one, SIZES, 1).activations for one in (here, there))
     assert before - after == (layers - 1) * one_input  # that of the next layer is on its way
+
+
+def test_wide_heads_and_long_sequences_store_gradients_of_scores():
+    """A GiB for a while, whatever the batch; a call's length is a segment's where ranks share sequences."""
+
+    def workspace(seq_len: int, context: int = 1) -> int:
+        length = [f"data.seq_len={seq_len}", f"train.parallel.context={context}", "train.microbatch_size=2"]
+        wide, narrow = (
+            estimate_memory(config(*length, f"model.blocks.attn.n_heads={heads}"), SIZES, 2).activations
+            for heads in (8, 16)
+        )
+        return wide - narrow + 4 * 8 * 24 * 2 * seq_len // context  # log-sum-exps of half as many heads
+
+    assert workspace(STORED_FROM) == STORED_BYTES
+    assert workspace(STORED_FROM // 2) == workspace(2 * STORED_FROM, context=2) == 0
+    assert workspace(4 * STORED_FROM, context=2) == STORED_BYTES
+
+
+def test_no_row_stores_more_or_shorter_sequences_than_is_counted():
+    rows = [row for archs in tuning.TABLES.values() for arch in archs for row in tuning.read_shipped(arch).rows]
+    stored = [row.launch for row in rows if row.kernel == "attention.dscores"]
+    assert stored
+    for launch in stored:
+        assert 2 * launch.rows * launch.queries <= STORED_BYTES and launch.from_seq_len >= STORED_FROM
