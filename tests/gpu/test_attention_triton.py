@@ -182,6 +182,7 @@ def test_the_backward_pass_by_stored_gradients_of_scores(case, monkeypatch):
 def test_the_forward_pass_may_be_cudnns(case):
     """Where a row says so: on Hopper at head_dim 160. Its output and log-sum-exp serve our backward pass."""
     tensors = attention.inputs(case, 2, 512, torch.bfloat16, "cuda")
-    call = kernels.Call(*(t.detach() for t in tensors), case.scale, case.causal)
+    q, k, v = (t.detach() for t in tensors)
+    call = kernels.Call(q, k, v, case.scale, case.causal)
     assert call.launches["forward"].cudnn == (torch.cuda.get_device_capability() == (9, 0))
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)

@@ -10,7 +10,7 @@ A chunk on the diagonal is multiplied whole though half of it is zeros: it has f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,30 @@ from llmtrain.kernels.attention.triton_dscores import attention_delta, attention
 from llmtrain.kernels.attention.triton_launch import StoredLaunch
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
-
-if TYPE_CHECKING:
-    from llmtrain.kernels.attention.triton import Call
+from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
 DELTA_ROWS = 64
 LEAST_KEYS = 1024
 """Of a chunk with causality: dq's sum is read and written once a chunk."""
+
+
+class Call(Protocol):
+    """The fields of triton.Call that are read here."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: int
+    seq_len: int
+    n_heads: int
+    group: int
+    head_dim: int
+    scale: float
+    causal: bool
+    softcap: float | None
+    slopes: Tensor | None
+    platform: Platform
 
 
 def chunks(seq_len: int, keys: int, queries: int, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
