@@ -27,6 +27,8 @@ FILE_BYTES = 64 << 20
 """Text of a file: a partition (PARTITION_BYTES of llmtrain/data/partitions.py), so that all workers have equal shares."""
 STARTUP_BYTES = 3 << 30
 """Memory that the largest of the programs needs beside its files."""
+WRITTEN = 0.6
+"""Bytes that the programs write for each byte of text, at most."""
 PEERS = ("datasets", "datatrove", "megatron")
 SMALL_FILE_MB = 8
 """That of programs that take a second for each MB."""
@@ -54,9 +56,14 @@ def pad(path: Path, nbytes: int) -> None:
 
 
 def use_memory(nbytes: int) -> None:
-    """Use so many bytes of memory once, in a process of its own: what this one has used counts for its children."""
-    code = "import numpy, sys; numpy.empty(int(sys.argv[1]) // 4096 * 4096, 'u1')[::4096] = 1"
-    subprocess.run([sys.executable, "-c", code, str(nbytes)], check=True)
+    """Use so many bytes of memory once, in processes of their own, one for each CPU: what this one has used counts for its
+    children."""
+    code = "import mmap, sys; pages = mmap.mmap(-1, int(sys.argv[1]))\nfor page in range(0, len(pages), 4096): pages[page] = 1"
+    cpus = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", code, str(nbytes // cpus + 1)]
+    for child in [subprocess.Popen(command) for _ in range(cpus)]:
+        if child.wait():
+            raise RunError("no memory to use")
 
 
 def link_corpus(folder: Path, file: Path, count: int) -> Path:
@@ -156,7 +163,7 @@ def main() -> None:
                         command += [str(args.megatron)] if name == "megatron" else []
                     rounds = []
                     for _ in range(args.rounds):
-                        use_memory(STARTUP_BYTES + count * chosen.stat().st_size)
+                        use_memory(STARTUP_BYTES + int(WRITTEN * count * chosen.stat().st_size))
                         with busy(others):
                             rounds.append(run(*command, cores=cores))
                         shutil.rmtree(out)

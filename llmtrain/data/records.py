@@ -343,7 +343,7 @@ def parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     except UnicodeDecodeError as error:
         return "", f"not UTF-8: {error.reason} at byte {error.start} of the line"
     except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg} at column {error.colno}"
+        return "", f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
     except RecursionError:
         return "", "not JSON that is read here: nested too deeply"
     except ValueError as error:  # an integer of thousands of digits

@@ -31,11 +31,14 @@ from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, read_index, ver
 from llmtrain.data.shard_reader import ShardReader, mds_reader
 from llmtrain.data.shared_memory import require_room
 from llmtrain.data.worker_samples import Reader, WorkerSamples
+from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 
 _ATTEMPTS = 8
 """To find a shard that was there a moment ago."""
 _READERS = 1024
+_SHARDS_IN_CACHE = 4
+"""That a cache has room for at least."""
 _REMOTE = ".llmtrain-remote"
 """The file in a folder that says what it caches."""
 _UNFINISHED = 86400
@@ -171,16 +174,20 @@ class TokenDataset(StreamingDataset):
         vocab_size: int | None = None,
         order: Callable[[TokenDataset], SampleOrder] | None = None,
         order_name: str = "streaming",
+        cache_limit: int | None = None,
         **kwargs: Any,
     ) -> None:
         """order: makes the order of samples once the shards are known; None: StreamingDataset's. order_name: what a position
-        calls it."""
+        calls it. cache_limit: bytes that the folders may hold. Raises UserError where a shard has no room in them."""
         self._cache_filelocks: dict[int, FileLock] = {}
         with (
             mock.patch.object(dataset_module, "Spanner", ShardSpanner),
             mock.patch.object(dataset_module, "get_shm_prefix", _shared_prefix),
         ):
             super().__init__(**kwargs)
+        self.cache_limit = cache_limit
+        if cache_limit is not None:
+            self._require_room_in_cache(cache_limit)
         self._make_order = order
         self.order_name = order_name
         self.seq_len = seq_len
@@ -190,6 +197,16 @@ class TokenDataset(StreamingDataset):
         self._readable: set[int] = set()
         self.epoch_finished = False
         """Set by TrainLoader after an epoch's last batch."""
+
+    def _require_room_in_cache(self, limit: int) -> None:
+        """StreamingDataset's own conditions."""
+        indexes = sum(stream.get_index_size() for stream in self.streams)
+        largest = max(shard.get_max_size() for shard in self.shards)
+        if limit < (least := max(indexes + 1, _SHARDS_IN_CACHE * largest)):
+            raise UserError(
+                f"data.cache_limit of {limit:,} bytes has no room for the shards: the largest of them has {largest:,} bytes, of "
+                f"which {_SHARDS_IN_CACHE} must fit, the index {indexes:,}; give at least {least:,}, or better several times that"
+            )
 
     def set_epoch_size(self, size: int) -> None:
         """Draw `size` samples per epoch, from each stream by its proportion (largest remainders rounded up).

@@ -156,7 +156,7 @@ def _json(stream: BinaryIO, begin: int, end: int, text_key: str, name: str) -> R
             except json.JSONDecodeError as error:
                 inside = error.pos < len(text) - _NEAR_THE_END and not error.msg.startswith("Unterminated string")
                 if ended or inside:
-                    raise OSError(f"not JSON: {error.msg} in record {row + 1}") from error
+                    raise OSError(f"not JSON: {error.msg.removesuffix(' at')} in record {row + 1}") from error
                 more = lines.read(wanted)
                 text, at, ended = text[at:] + more, 0, not more
                 wanted = max(_READ_CHARACTERS, len(text))  # so that a long value is not begun again too often

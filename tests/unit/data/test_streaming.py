@@ -24,6 +24,7 @@ from llmtrain.data import streaming
 from llmtrain.data.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.shard_index import ShardError, read_index
 from llmtrain.data.shard_reader import ShardReader, mds_reader
+from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
 
@@ -275,6 +276,21 @@ def test_a_cache_limit_bounds_what_a_remote_leaves_on_the_disk(data, tmp_path, w
             most = max(most, sum(file.stat().st_size for file in cache.glob("*.mds")))
     assert sorted(seen) == list(range(8000))
     assert total // 40 < most <= total // 20 + 2 * 600  # two threads may fetch a shard at a time
+
+
+@pytest.mark.parametrize("enough", [False, True])
+def test_a_cache_without_room_for_a_few_shards_is_the_users_to_change(data, tmp_path, write_shards, enough):
+    remote = write_shards(tmp_path / "far", 200, compression=None)
+    largest = max(file.stat().st_size for file in remote.glob("*.mds"))
+    index = (remote / "index.json").stat().st_size
+    limit = max(index + 1, 4 * largest) - (not enough)
+    streams = {"a": {"remote": str(remote), "local": str(tmp_path / "cache")}}
+    config = data({}, train={"streams": streams}, cache_limit=limit)
+    if not enough:
+        with pytest.raises(UserError, match=rf"data.cache_limit of {limit:,} bytes .* give at least {limit + 1:,}"):
+            build_train_loader(config, global_batch_size=4)
+    else:
+        build_train_loader(config, global_batch_size=4)
 
 
 def test_batches_hold_shifted_labels(data):
