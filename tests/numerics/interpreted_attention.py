@@ -193,6 +193,23 @@ def test_the_backend_agrees_with_the_reference():
     torch.testing.assert_close(out, reference(q, k, v, reference.prepare(37, device)), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole(packed, monkeypatch):
+    spec = AttentionSpec(4, 2, 32, 0.3, alibi_max_bias=8.0, sliding_window=20, documents=packed, dtype="float32")
+    leaves = [t.detach().requires_grad_() for t in attention.inputs(CASES["gqa"], 2, 37, torch.float32)]
+    ids = Case(packed=(20, 9, 5)).ids(2, 37) if packed else None
+    lengths, forward = [], kernels.Call.forward
+    monkeypatch.setattr(kernels.Call, "forward", lambda call: lengths.append(call.seq_len) or forward(call))
+    upstream, found = torch.randn(2, 37, 4, 32), []
+    both: tuple[Any, Any] = (kernels.build(spec, HOPPER, ""), ReferenceAttention(spec))
+    for kernel in both:
+        out = kernel(*leaves, kernel.prepare(37, torch.device("cpu"), ids))
+        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    assert lengths == [kernels.WHOLE]
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
+
+
 def test_strides_of_every_kind():
     """Heads before tokens, a gradient of stride 0, and a last dimension that is not contiguous."""
     case = Case()

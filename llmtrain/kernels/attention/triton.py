@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
@@ -27,6 +28,8 @@ from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
+WHOLE = 128
+"""Tokens that are whole tiles of every row of the tables."""
 PROGRAMS_PER_SM = 4
 """Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
 
@@ -40,23 +43,32 @@ class TritonContext:
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
-    return last_queries.LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec)
+    return last_queries.LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec, platform)
 
 
 class TritonAttention:
-    def __init__(self, spec: AttentionSpec):
+    """Attention of whole tiles: where T is not a multiple of WHOLE, on GPUs, tokens are added at the end, which no other sees.
+    Tiles with an edge are not loaded by TMA, and take two to four times as long."""
+
+    def __init__(self, spec: AttentionSpec, platform: Platform):
         self.spec, self.slopes = spec, Slopes(spec)
+        self.multiple = 1 if platform.vendor == "cpu" else WHOLE
 
     def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
         """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one document per sequence."""
+        if ids is not None and (added := -seq_len % self.multiple):
+            ids = F.pad(ids, (0, added), value=-1)
         return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous."""
-        spec, packed = self.spec, context.packed
-        return attend(
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous within a sequence."""
+        spec, packed, seq_len = self.spec, context.packed, q.shape[1]
+        if added := -seq_len % self.multiple:
+            q, k, v = (F.pad(t, (0, 0, 0, 0, 0, added)) for t in (q, k, v))
+        out, _ = attend(
             q, k, v, spec.scale, window=spec.sliding_window, softcap=spec.softcap, slopes=context.slopes, packed=packed
-        )[0]
+        )
+        return out[:, :seq_len] if added else out
 
 
 def attend(
