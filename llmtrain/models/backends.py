@@ -103,6 +103,8 @@ def _chosen_norm(where: str, norm: NormConfig, width: int, platform: Platform, d
 
 def _chosen(where: str, kernel: Kernel, platform: Platform, seq_len: int | None, beside: bool) -> Chosen:
     operation, spec, name = kernel
+    if operation == "attention" and seq_len is not None:
+        spec = spec.within(seq_len)  # as the mixer does
     if beside:
         return Chosen(where, kernel, registry.resolve_beside(operation, name, spec, platform).name, [])
     if reason := registry.refusal(operation, name, spec, platform):

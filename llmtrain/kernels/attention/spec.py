@@ -64,6 +64,11 @@ class AttentionSpec:
         first, count = self.heads_of or (0, self.n_heads)
         return alibi_slopes(count, self.alibi_max_bias)[first : first + self.n_heads]
 
+    def within(self, seq_len: int) -> AttentionSpec:
+        """The same function of sequences up to this length: without a window that hides nothing of them."""
+        hides = self.sliding_window is not None and self.sliding_window < seq_len
+        return self if hides or self.sliding_window is None else replace(self, sliding_window=None)
+
     def pairs(self, seq_len: int, causal: bool) -> int:
         """Query-key pairs of one sequence: all T^2, or with `causal` those that are not masked."""
         if not causal:

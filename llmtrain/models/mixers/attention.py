@@ -83,9 +83,14 @@ class Attention(Mixer):
         self.k_norm = Norm(self.widths[-2] if full else d_head, norm) if block.qk_norm != "none" else None
 
     def _choose(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
-        self.kernel = self.backend.build(spec, self.platform)
+        self.spec, short = spec, spec.within(self.max_seq_len)
+        self.backend = registry.resolve("attention", self.block.backend, short, self.platform, self.max_seq_len)
+        self.kernel = self.backend.build(short, self.platform)
+
+    def _longer_kernel(self) -> Any:
+        """Kernel of sequences beyond max_seq_len, where the window begins to hide something."""
+        backend = registry.resolve("attention", self.block.backend, self.spec, self.platform)
+        return backend.build(self.spec, self.platform)
 
     def split(self, ranks: TensorRanks) -> None:
         """Compute with this rank's heads. With fewer heads of keys and values than ranks, several ranks have the same one."""
@@ -113,6 +118,11 @@ class Attention(Mixer):
         rotary = None
         if self.rotary is not None:
             rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
+        whole = self.spec.within(self.max_seq_len)
+        if whole != self.spec and whole != self.spec.within(seq_len):
+            kernel = self._longer_kernel()
+            context = kernel.prepare(seq_len, device, document_ids)
+            return AttentionContext(rotary, None, lambda q, k, v: kernel(q, k, v, context))
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
 
     def enable_segments(self) -> None:
