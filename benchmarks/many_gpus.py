@@ -195,11 +195,11 @@ def moving(host: Host) -> list[Program]:
 
 PARTS: dict[str, Callable[[Host], list[Program]]] = {
     "mpt-7b": mpt_7b,
-    "llama": llama,
+    "mpt-1b": mpt_1b,
     "zamba2": zamba2,
     "fewer": fewer,
+    "llama": llama,
     "context": context,
-    "mpt-1b": mpt_1b,
     "moving": moving,
 }
 
