@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.many_gpus_predictions import Result, memory, predicted
 from llmtrain.bench.train.command import RESULTS, read_results
-from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.peaks import Device, find_device
-from llmtrain.flops.scaling import cluster, curve
-from llmtrain.schema.load import load_config
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ def write(out: Path, gpus: int) -> str:
         lines.append(
             f"| {row.what} | {row.value:.4g} | {bars} | {'met' if row.met else 'not met'} | {guess} | {row.detail} |"
         )
-    text = "\n".join(lines) + "\n"
+    text = "\n".join([*lines, "", *runs(out)]) + "\n"
     (out / "table.md").write_text(text, encoding="utf-8")
     if rows:
         draw(rows, out / "table.png", gpus)
@@ -58,6 +52,30 @@ def results(out: Path) -> dict[tuple[str, int, str], Result]:
     """Results of `llmtrain bench train` by model, number of GPUs and precision."""
     runs = [run for folder in sorted(out.iterdir()) for run in read_results(folder / RESULTS).values()]
     return {(run["model"], run["gpus"], run["precision"]): run for run in runs if "error" not in run}
+
+
+def runs(out: Path) -> list[str]:
+    """Lines of a table of what `describe` estimates of the memory of every run, beside its peak."""
+    lines = ["| | GPUs | tokens/s/GPU | peak GiB | estimated (error) |", "|---|---|---|---|---|"]
+    found = [
+        (f"{model}, {precision}", count, run["tokens_per_second_per_gpu"], run["peak_gib"], memory(run))
+        for (model, count, precision), run in sorted(results(out).items())
+    ]
+    found += [
+        (f"{name}, {row['seq_len']:,} tokens", row["gpus"], row["tokens_per_second_per_gpu"], *gib(row))
+        for name, row in shared(out)
+    ]
+    for name, count, rate, peak, estimate in found:
+        if peak is not None and estimate is not None:
+            guess = f"{estimate:.1f} ({estimate / peak - 1:+.1%})"
+            lines.append(f"| {name} | {count} | {rate:,.0f} | {peak:.1f} | {guess} |")
+    return lines
+
+
+def gib(row: Result) -> tuple[float | None, float | None]:
+    """Peak and estimate of a row of `benchmarks.parallel`, in GiB."""
+    peak, estimate = row["memory"], row.get("memory_estimated")
+    return peak and peak / 2**30, estimate and estimate / 2**30
 
 
 def trained(out: Path, gpus: int) -> list[Row]:
@@ -101,15 +119,20 @@ def beside_torchtitan(out: Path, gpus: int) -> list[Row]:
 
 def shared_sequences(out: Path) -> list[Row]:
     rows = []
-    for file in sorted(out.glob("context-*.jsonl")):
-        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        for run in list(lines)[-1:]:  # the newest
-            if run["mfu_causal"]:
-                model = file.stem.removeprefix("context-").rpartition("-")[0]
-                what = f"{model}, context {run['gpus']}, {run['seq_len']:,} tokens, MFU (causal)"
-                said = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {run['memory'] / 2**30:.1f} GiB, {run['device']}"
-                rows.append(Row(what, said, run["mfu_causal"], 0.35, 0.45))
+    for name, run in shared(out):
+        if run["mfu_causal"]:
+            what = f"{name}, context {run['gpus']}, {run['seq_len']:,} tokens, MFU (causal)"
+            said = f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {run['memory'] / 2**30:.1f} GiB, {run['device']}"
+            rows.append(Row(what, said, run["mfu_causal"], 0.35, 0.45))
     return rows
+
+
+def shared(out: Path) -> list[tuple[str, Result]]:
+    """Models with the newest row of each file of `benchmarks.parallel`."""
+    files = sorted(out.glob("context-*.jsonl"))
+    rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+    names = [file.stem.removeprefix("context-").rpartition("-")[0] for file in files]
+    return [(name, found[-1]) for name, found in zip(names, rows, strict=True) if found]
 
 
 def moved(out: Path) -> list[Row]:
@@ -140,27 +163,6 @@ def detail(run: Result) -> str:
 
 def ratio(one: Result, other: Result) -> float:
     return one["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
-
-
-def predicted(few: Result, run: Result) -> float:
-    """Tokens per second and GPU of `run` by `describe --nodes 1`, from the measured speed of the same model on fewer GPUs."""
-    device = find_device(run["gpu"])
-    if device is None:
-        return float("nan")
-    alone = few["tokens_per_second_per_gpu"]
-    if few["gpus"] > 1:
-        alone /= kept(few, alone, device)
-    return alone * kept(run, alone, device)
-
-
-def kept(run: Result, alone: float, device: Device) -> float:
-    """Share of one GPU's speed that each keeps, predicted. alone: tokens/s of one GPU."""
-    gpus = run["gpus"]
-    file = next(Path("yamls").glob(f"*/{run['model']}.yaml"))
-    config = load_config(file, run["key"]["settings"], world_size=gpus)
-    sizes = parameter_sizes(meta_model(config.model), float8=config.train.float8)
-    points = curve(config, sizes, alone, cluster(device, gpus, "ndr", None), device.memory_gb * 1e9, gpus)
-    return next(point.kept for point in points if point.gpus == gpus)
 
 
 def draw(rows: list[Row], path: Path, gpus: int) -> None:

@@ -116,9 +116,13 @@ def steps_of(
 ) -> dict[str, Any]:
     import torch
 
+    from llmtrain.flops.describe import meta_model, parameter_sizes
+    from llmtrain.flops.memory import estimate_memory
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.train.callbacks.throughput import token_cost
 
+    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+    of_length = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": length})})
     with torch.device("meta"):
         cost = token_cost(HybridLM(config.model), config.train, length, made.device)
     size = config.train.microbatch_size if isinstance(config.train.microbatch_size, int) else 1
@@ -152,6 +156,7 @@ def steps_of(
         "tokens_per_second_per_gpu": per_gpu,
         "mfu_causal": per_gpu * cost.causal / cost.peak.flops if cost.peak.flops else None,
         "memory": torch.cuda.max_memory_allocated() if made.device.type == "cuda" else None,
+        "memory_estimated": estimate_memory(of_length, sizes, made.world.size).total,
         "reserved": torch.cuda.max_memory_reserved() if made.device.type == "cuda" else None,
         "attention": sorted(attention_backends(made.model)),
         "losses": losses,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.many_gpus import PARTS, Host, programs_of
+from benchmarks.many_gpus_predictions import memory, predicted
 from benchmarks.many_gpus_programs import Program, groups, placed, run
-from benchmarks.many_gpus_table import Row, predicted, write
+from benchmarks.many_gpus_table import Row, write
 from llmtrain.bench.train.sweep import cases, load_sweep
 
 
@@ -160,12 +161,21 @@ def test_shared_sequences_stand_beside_their_bars(tmp_path):
 
 def test_runs_without_a_figure_are_left_out(tmp_path):
     kept(tmp_path / "mpt-1b", {"name": "mpt-1b", "key": {}, "error": "out of memory"})
-    assert write(tmp_path, 8).count("\n") == 2
+    assert (
+        len([line for line in write(tmp_path, 8).splitlines() if line.startswith("| ")]) == 2
+    )  # the heads of the two tables
 
 
 def test_a_bar_that_is_the_most_is_met_below_it():
     assert Row("loss", "", 0.001, 0.005, None, most=True).met
     assert not Row("loss", "", 0.006, 0.005, None, most=True).met
+
+
+def test_memory_is_estimated_beside_the_peak(tmp_path):
+    kept(tmp_path / "mpt-1b", result("mpt-1b", 8))
+    estimate = memory(result("mpt-1b", 8))
+    assert estimate and 4 < estimate < 40  # 1.3e9 parameters, of which 8 GPUs hold an eighth, and those gathered
+    assert f"| mpt-1b, bf16 | 8 | 10,000 | 50.0 | {estimate:.1f} ({estimate / 50 - 1:+.1%}) |" in write(tmp_path, 8)
 
 
 def test_a_prediction_starts_from_the_speed_on_the_fewest_gpus():
