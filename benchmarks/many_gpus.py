@@ -164,7 +164,9 @@ def context(host: Host) -> list[Program]:
     """Sequences that all GPUs share: of the bar's length, and of as many tokens for each GPU as the bar has on eight."""
     zamba2, llama = host.tokens, host.tokens // 2
     return [
-        host.parallel("pretrain/llama3-8b", llama * 8, 2, "selective"),
+        host.parallel(
+            "pretrain/llama3-8b", llama * 8, 2, "selective" if host.gpus >= 8 else "kernels"
+        ),  # 131 GiB on four
         host.parallel("pretrain/zamba2-2.7b", zamba2 * host.gpus, 2, "kernels"),
         host.parallel("pretrain/zamba2-2.7b", zamba2 * 8, 1, "kernels"),
         host.parallel("pretrain/llama3-8b", llama * host.gpus, 2, "selective"),
