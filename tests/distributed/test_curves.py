@@ -163,11 +163,13 @@ def test_loader_processes_do_not_change_what_is_resumed(ranks, shards, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_moves_over_four_two_one_and_four_ranks(ranks, shards, tmp_path, one_batch):
-    changes = {"checkpoint.interval": "3 steps", "train.microbatch_size": 2, "checkpoint.keep_last": 2}
+@pytest.mark.parametrize("legs", [((4, 6), (2, 12), (1, 18), (4, None)), ((8, 6), (4, 12), (2, 18), (1, None))])
+def test_a_run_moves_over_ranks(ranks, shards, tmp_path, one_batch, legs):
+    """legs: numbers of ranks, each with the step (from 0) before which it is killed."""
+    changes = {"checkpoint.interval": "3 steps", "train.microbatch_size": 1, "checkpoint.keep_last": 2}
     config = tiny_config(shards, tmp_path / "run", changes)
     samples: dict[int, list[int]] = {}
-    for size, stop_before in ((4, 6), (2, 12), (1, 18), (4, None)):
+    for size, stop_before in legs:
         runs = ranks(size).run(train, config, stop_before)
         assert all(run.samples == runs[0].samples for run in runs)
         assert min(runs[0].samples) == len(samples) + 1
