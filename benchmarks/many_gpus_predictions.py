@@ -1,4 +1,4 @@
-"""What `llmtrain describe` predicts of the runs of `llmtrain bench train`, from their results."""
+"""Predictions of `llmtrain describe` for the runs of `llmtrain bench train`, from their results."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
 # on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
 # serving wants PYTHON, an interpreter that has vLLM, in VLLM (benchmarks/peers/vllm.py says how); loader wants boto3 among the wheels.
-# eight measures on all GPUs of the machine, a part of benchmarks.many_gpus per call (scripts/gpu/session.sh eight OUT --only mpt-1b),
-# and the same call again goes on; it wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
+# eight measures on all GPUs of the machine by benchmarks.many_gpus, what there is time for (or some: eight OUT --only llama context);
+# the same call again goes on. It wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
