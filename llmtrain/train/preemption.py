@@ -28,13 +28,15 @@ class Preemption:
     group of its own and reads the result of the step before, which has long arrived: the signal takes effect one step
     late, at no cost.
 
+    group: for messages of the main thread in host memory; others may use it, all ranks in the same order.
+
     Use it as a context manager, in the main thread. A second SIGTERM, more than two seconds after the first, ends the
     process at once; so does the time limit, when nothing was saved by then.
     """
 
     def __init__(self, grace_seconds: float):
         self.grace_seconds = grace_seconds
-        self._group = gloo_group()
+        self.group = gloo_group()
         self._signalled_at: float | None = None
         self._timer: threading.Timer | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
@@ -51,7 +53,7 @@ class Preemption:
         # After another error a rank may be gone, and the reduction would never end.
         if self._pending is not None and kind in (None, Preempted):
             self._pending[1].wait()
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
     @property
     def seconds_left(self) -> float:
@@ -61,7 +63,7 @@ class Preemption:
     def signalled(self) -> bool:
         """True, on all ranks alike, if any rank had the signal one step ago. Every rank calls this after each step."""
         before, flag = self._pending, torch.tensor([self._signalled_at is not None], dtype=torch.int32)
-        self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         if before is None:
             return False
         result, work = before

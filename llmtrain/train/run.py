@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
 from composer.core import Callback, Evaluator, State
 
 from llmtrain.checkpoint import save_load
@@ -62,6 +61,7 @@ from llmtrain.train.settled import write_settled
 from llmtrain.train.shared_folder import require_shared
 from llmtrain.train.spike_window import SpikeWindow
 from llmtrain.train.tensor_gradients import TensorGradients
+from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.uploads import Uploads
 
 
@@ -185,7 +185,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     with set_aside(optimizer):
-        trainer = Trainer(
+        trainer = StepTrainer(
+            group=preemption.group,
             model=ComposerHybridLM(causal_lm, streams, segments, graphs),
             run_name=config.name,
             seed=config.seed,
