@@ -1,9 +1,9 @@
 """torchtitan's Llama 3 on the GPUs of this machine, beside which `benchmarks.many_gpus` puts ours.
 
-    python benchmarks/peers/llama3_torchtitan.py OUT.json --nproc 8 [--float8] [--seq-len 8192] [--batch 2] [--layers N]
+    python benchmarks/peers/llama3_torchtitan.py OUT.json --nproc 8 [--float8] [--seq-len 8192] [--batch 2] [--global-batch 64] [--layers N]
 
 Runs in a Python that has torchtitan (measured: 0.2.2) with datasets, torchdata, tyro, tomli, dill, multiprocess, docstring_parser,
-typeguard, shtab and torchao. Its flavor 8B, compiled, without recomputation, one microbatch a step, otherwise its defaults;
+typeguard, shtab and torchao. Its flavor 8B, compiled, without recomputation, a microbatch a step unless --global-batch has more, otherwise its defaults;
 float8: tensorwise with float8 all-gather and precomputed scales, head left out. Python's standard library is the text, a small
 tokenizer of it the tokenizer; the vocabulary stays the model's. OUT.json: tokens per second and GPU (median over the steps after
 `--warmup`), seconds of each step, losses, peak memory of rank 0.
@@ -32,7 +32,10 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a microbatch")
+    parser.add_argument(
+        "--global-batch", type=int, help="sequences of a step over all GPUs (default: a microbatch each)"
+    )
     parser.add_argument("--steps", type=int, default=12, help="timed ones")
     parser.add_argument("--warmup", type=int, default=4, help="steps before")
     parser.add_argument("--layers", type=int, default=32)
@@ -105,8 +108,9 @@ def rank(args: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         seconds = [end - begin for begin, end in itertools.pairwise(ends)]
         step = statistics.median(seconds[args.warmup :])
+        sequences = args.global_batch / args.nproc if args.global_batch else args.batch
         found = {
-            "tokens_per_second_per_gpu": args.batch * args.seq_len / step,
+            "tokens_per_second_per_gpu": sequences * args.seq_len / step,
             "step_seconds": seconds,
             "losses": losses,
             "peak_gib": max(peaks) / 2**30,
@@ -126,6 +130,7 @@ def settings(args: argparse.Namespace) -> list[str]:
         "model.hf_assets_path": "tokenizer",
         "training.dataset_path": "text",
         "training.local_batch_size": args.batch,
+        "training.global_batch_size": args.global_batch or args.batch * args.nproc,
         "training.seq_len": args.seq_len,
         "training.steps": args.warmup + args.steps,
         "metrics.log_freq": 1,
