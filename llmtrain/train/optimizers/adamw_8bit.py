@@ -66,14 +66,23 @@ class AdamW8bit(AdamWBesideMatrices):
         weight, gradient = _local(parameter), _local(cast("Tensor", parameter.grad))
         moments = [_local(state[name + part]) for name in _MOMENTS for part in ("_codes", "_scales")]
         rows = max(_ELEMENTS_AT_ONCE // weight.shape[1], 1)
+        for targets in zip(*(t.split(rows) for t in (weight, gradient, *moments)), strict=True):
+            if targets[0].numel():  # of a rank that has no row
+                self._step_rows(targets, state["step"], numbers)
+
+    def _step_rows(self, targets: tuple[Tensor, ...], step: Tensor, numbers: Tensor) -> None:
+        """targets: weight, gradient, and the codes and scales of both moments."""
+        weight, gradient, m_codes, m_scales, v_codes, v_scales = targets
+        columns = weight.shape[1]
+        m, v = (in_blocks(codes, zero) for codes, zero in zip((m_codes, v_codes), _zero_codes(), strict=True))
+        blocks = [in_blocks(weight), in_blocks(gradient), m, m_scales.flatten(), v, v_scales.flatten()]
+        if weight.is_cuda:
+            for tensor in blocks:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one compilation for matrices of all sizes
         update = _compiled_update() if weight.is_cuda else adamw_update
-        for weight_rows, gradient_rows, *rest in zip(
-            *(t.split(rows) for t in (weight, gradient, *moments)), strict=True
-        ):
-            if weight_rows.numel():  # of a rank that has no row
-                found = update(weight_rows, gradient_rows, rest, state["step"], numbers, _maps(weight.device))
-                for target, value in zip((weight_rows, *rest), found, strict=True):
-                    target.copy_(value)
+        found = update(*blocks[:2], blocks[2:], step, numbers, _maps(weight.device))
+        for target, value in zip((weight, m_codes, m_scales, v_codes, v_scales), found, strict=True):
+            target.copy_(value.view(len(target), -1)[:, : columns if value.dim() == 2 else None])
 
     def _begin(self, parameter: nn.Parameter) -> None:
         """Moments of 0, which have any code and the scale 0."""
@@ -91,7 +100,7 @@ def adamw_update(
 ) -> tuple[Tensor, ...]:
     """The weight after a step, then the moments.
 
-    weight, gradient: [rows, columns]. moments: codes [rows, columns] and scales [rows, blocks] of the average of gradients, then of
+    weight, gradient: [blocks, BLOCK]. moments: codes [blocks, BLOCK] and scales [blocks] of the average of gradients, then of
     that of their squares. step: the number of this step. numbers: lr, weight decay, both betas, eps. maps: the values [256] of
     signed and of unsigned codes.
     """
@@ -106,14 +115,13 @@ def adamw_update(
     return stepped.to(weight.dtype), *quantized(m, signed), *quantized(v, unsigned)
 
 
-def quantized(x: Tensor, code_map: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] as codes of the same shape, and the largest magnitude of each block [rows, blocks].
+def quantized(blocks: Tensor, code_map: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, BLOCK] as codes of the same shape, and the largest magnitude of each block [blocks].
 
     Where the map has no negative value, what is above 0 stays so: the root of an average square is divided by.
     """
-    blocks = _blocks(x)
     scales = blocks.abs().amax(-1)
-    scaled = (blocks / scales.clamp(min=1e-38)[..., None]).flatten(1)[:, : x.shape[1]]
+    scaled = blocks / scales.clamp(min=1e-38)[:, None]
     codes = nearest(scaled, code_map)
     return torch.where((scaled > 0) & (code_map[0] == 0), codes.clamp(min=1), codes), scales
 
@@ -130,26 +138,37 @@ def nearest(x: Tensor, code_map: Tensor) -> Tensor:
 
 
 def dequantized(codes: Tensor, scales: Tensor, code_map: Tensor) -> Tensor:
-    """The fp32 values [rows, columns] of codes and the scales of their blocks."""
-    blocks = _blocks(code_map[codes.int()])
-    return (blocks * scales[..., None]).flatten(1)[:, : codes.shape[1]]
+    """The fp32 values [blocks, BLOCK] of codes and the scales of their blocks."""
+    return code_map[codes.int()] * scales[:, None]
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """[rows, columns] -> [rows, blocks, BLOCK], with zeros at the end."""
-    return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+def in_blocks(x: Tensor, filler: int = 0) -> Tensor:
+    """[rows, columns] -> [blocks, BLOCK], those of a row one after another, the last one filled up: without a copy where BLOCK
+    divides the columns. Rows that the compiler would divide take it minutes."""
+    rest = -x.shape[1] % BLOCK
+    return (F.pad(x, (0, rest), value=filler) if rest else x).view(-1, BLOCK)
+
+
+@functools.cache
+def _values() -> tuple[list[float], ...]:
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return tuple(create_dynamic_map(signed) for signed in _MOMENTS.values())
+
+
+def _zero_codes() -> list[int]:
+    """The code of 0 in each map."""
+    return [values.index(0.0) for values in _values()]
 
 
 @functools.cache
 def _maps(device: torch.device) -> tuple[Tensor, ...]:
-    from torchao.optim.quant_utils import create_dynamic_map
-
-    return tuple(torch.tensor(create_dynamic_map(signed), device=device) for signed in _MOMENTS.values())
+    return tuple(torch.tensor(values, device=device) for values in _values())
 
 
 @functools.cache
 def _compiled_update() -> Callable[..., tuple[Tensor, ...]]:
-    return torch.compile(adamw_update, fullgraph=True, dynamic=True)
+    return torch.compile(adamw_update, fullgraph=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

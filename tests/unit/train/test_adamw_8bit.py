@@ -10,7 +10,7 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.schema.optimizers import AdamW8bitConfig
 from llmtrain.train.optimizers import adamw_8bit
-from llmtrain.train.optimizers.adamw_8bit import adamw_update, build, dequantized, quantized
+from llmtrain.train.optimizers.adamw_8bit import adamw_update, build, dequantized, in_blocks, quantized
 
 CONFIG = AdamW8bitConfig(type="adamw_8bit", lr=0.01)
 SIGNED, UNSIGNED = adamw_8bit._maps(torch.device("cpu"))
@@ -35,22 +35,29 @@ def of_blocks(x: torch.Tensor) -> torch.Tensor:
 def test_codes_keep_values_to_a_hundredth_of_their_blocks_largest(columns, size, code_map):
     x = random(3, columns) * size * torch.logspace(0, -6, columns)
     x = x if code_map is SIGNED else x.square()
-    codes, scales = quantized(x, code_map)
-    assert (codes.dtype, codes.shape) == (torch.uint8, x.shape)
-    assert (scales.dtype, scales.shape) == (torch.float32, (3, -(-columns // 256)))
-    found, largest = dequantized(codes, scales, code_map), of_blocks(x)
+    blocks = 3 * -(-columns // 256)
+    codes, scales = quantized(in_blocks(x), code_map)
+    assert (codes.dtype, codes.shape) == (torch.uint8, (blocks, 256))
+    assert (scales.dtype, scales.shape) == (torch.float32, (blocks,))
+    found, largest = dequantized(codes, scales, code_map).view(3, -1)[:, :columns], of_blocks(x)
     assert ((found - x).abs() <= 0.01 * largest).all()
     small = (x.abs() > 1e-2 * largest) & (x.abs() < 1e-1 * largest)
     assert ((found - x).abs()[small] <= 0.15 * x.abs()[small]).all()
 
 
 def test_a_block_of_zeros_stays_one_and_a_square_above_zero_stays_above():
-    x = torch.zeros(2, 300)
+    x = torch.zeros(2, 256)
     for code_map in (SIGNED, UNSIGNED):
         assert torch.equal(dequantized(*quantized(x, code_map), code_map), x)
     x[0, 0], x[0, 1] = 1.0, 1e-30
     found = dequantized(*quantized(x, UNSIGNED), UNSIGNED)
     assert found[0, 1] > 0 and torch.equal(found == 0, x == 0)
+
+
+def test_what_fills_up_a_block_is_zero_in_both_maps():
+    for code, code_map in zip(adamw_8bit._zero_codes(), (SIGNED, UNSIGNED), strict=True):
+        codes = in_blocks(torch.full((2, 300), 255, dtype=torch.uint8), code).view(2, 512)
+        assert (code_map[codes[:, 300:].int()] == 0).all() and (codes[:, :300] == 255).all()
 
 
 def stepped(kind: str, gradients: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
@@ -112,11 +119,13 @@ def test_torchao_is_asked_for(monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_it_is_the_same():
-    update = torch.compile(adamw_update, fullgraph=True, dynamic=True)
-    for rows, columns in ((5, 300), (7, 256), (3, 32)):
-        moments = [*quantized(random(rows, columns), SIGNED), *quantized(random(rows, columns).square(), UNSIGNED)]
+    update = torch.compile(adamw_update, fullgraph=True)
+    for blocks in (5, 7, 3):
+        moments = [*quantized(random(blocks, 256), SIGNED), *quantized(random(blocks, 256).square(), UNSIGNED)]
         numbers, step = torch.tensor([0.01, 0.1, 0.9, 0.95, 1e-8]), torch.tensor(3.0)
-        weight, gradient = random(rows, columns, seed=1), random(rows, columns, seed=2)
+        weight, gradient = random(blocks, 256, seed=1), random(blocks, 256, seed=2)
+        for tensor in (weight, gradient, *moments):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         found, expected = (
             one(weight, gradient, moments, step, numbers, (SIGNED, UNSIGNED)) for one in (update, adamw_update)
         )
