@@ -1,12 +1,12 @@
 """torchtitan's Llama 3 on the GPUs of this machine, beside which `benchmarks.many_gpus` puts ours.
 
-    python benchmarks/peers/llama3_torchtitan.py OUT.json --nproc 8 [--float8] [--seq-len 8192] [--batch 2] [--global-batch 64] [--layers N]
+    python benchmarks/peers/llama3_torchtitan.py OUT.json --nproc 8 [--float8] [--seq-len 8192] [--batch 2] [--layers N]
 
 Runs in a Python that has torchtitan (measured: 0.2.2) with datasets, torchdata, tyro, tomli, dill, multiprocess, docstring_parser,
-typeguard, shtab and torchao. Its flavor 8B, compiled, without recomputation, a microbatch a step unless --global-batch has more, otherwise its defaults;
-float8: tensorwise with float8 all-gather and precomputed scales, head left out. Python's standard library is the text, a small
-tokenizer of it the tokenizer; the vocabulary stays the model's. OUT.json: tokens per second and GPU (median over the steps after
-`--warmup`), seconds of each step, losses, peak memory of rank 0.
+typeguard, shtab and torchao. Its flavor 8B, compiled, without recomputation, a microbatch a step (or as many as --global-batch
+makes), otherwise its defaults; float8: tensorwise with float8 all-gather and precomputed scales, head left out. Python's standard
+library is the text, a small tokenizer of it the tokenizer; the vocabulary stays the model's. OUT.json: tokens per second and GPU
+(median over the steps after `--warmup`), seconds of each step, losses, peak memory of rank 0.
 """
 
 from __future__ import annotations

@@ -75,12 +75,13 @@ class AdamW8bit(AdamWBesideMatrices):
         weight, gradient, m_codes, m_scales, v_codes, v_scales = targets
         columns = weight.shape[1]
         m, v = (in_blocks(codes, zero) for codes, zero in zip((m_codes, v_codes), _zero_codes(), strict=True))
-        blocks = [in_blocks(weight), in_blocks(gradient), m, m_scales.flatten(), v, v_scales.flatten()]
+        moments = [m, m_scales.flatten(), v, v_scales.flatten()]
+        given = in_blocks(weight), in_blocks(gradient)
         if weight.is_cuda:
-            for tensor in blocks:
+            for tensor in (*given, *moments):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one compilation for matrices of all sizes
         update = _compiled_update() if weight.is_cuda else adamw_update
-        found = update(*blocks[:2], blocks[2:], step, numbers, _maps(weight.device))
+        found = update(*given, moments, step, numbers, _maps(weight.device))
         for target, value in zip((weight, m_codes, m_scales, v_codes, v_scales), found, strict=True):
             target.copy_(value.view(len(target), -1)[:, : columns if value.dim() == 2 else None])
 
