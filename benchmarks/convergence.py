@@ -1,6 +1,7 @@
 """Loss of several models over tokens and over wall time: the same text in the same order, the same batch and learning rate.
 
     python -m benchmarks.convergence [NAME=]FILE… [--set a.b=c …] [--for NAME a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
+    python -m benchmarks.convergence --picture PICTURE.png JSON…       # of the models of several such results
 
 Each FILE, a run's YAML, under a name of its own where it comes in several settings, is trained by `llmtrain train` in a process of
 its own on the text in --sources (default: Python's standard library) with a tokenizer trained on it. All start and compile beside
@@ -37,6 +38,7 @@ LOSS, SECONDS = "loss/train/cross_entropy", "throughput/step_seconds"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
+    parser.add_argument("--picture", type=Path, help="draw what was found, and train nothing")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="further settings of every run")
     parser.add_argument("--for", nargs="+", default=[], action="append", dest="special", metavar="NAME a.b=c",
                         help="further settings of the run of NAME, or of NAME.yaml; may be repeated")  # fmt: skip
@@ -47,8 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sources", nargs="+", default=["stdlib"])
     parser.add_argument("--max-bytes", type=int, default=150_000_000, help="of text")
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
+    if args.picture is not None:
+        return draw([Path(file) for file in args.files], args.picture)
+    if args.out is None:
+        parser.error("--out is needed")
     args.out.mkdir(parents=True, exist_ok=True)
     text = {"sources": args.sources, "out": str(args.out / "data"), "vocab_size": VOCAB, "seq_len": args.seq_len}
     common = [
@@ -107,6 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in table(found):
         print(line, flush=True)
     return 1 if failed else 0
+
+
+def draw(files: Sequence[Path], picture: Path) -> int:
+    """Draw the models of several convergence.json together, and print the table of them. Returns the exit status."""
+    found: dict[str, Any] = {}
+    for file in files:
+        found |= json.loads(file.read_text(encoding="utf-8"))["models"]
+    plot(found, picture)
+    for line in table(found):
+        print(line)
+    return 0
 
 
 class Run:

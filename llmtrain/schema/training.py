@@ -323,6 +323,9 @@ class LoggingConfig(Section):
 
     interval: PositiveInt = free(1)
     """Steps between two lines of metrics."""
+    step_times: PositiveInt | None = free(None)
+    """Look into one step in so many on rank 0, as train.profile does, for metrics of it: shares of its time in which the GPU
+    computes, waits for other ranks, for data, or for the host. Such a step takes some seconds longer. null: none."""
     tensorboard: bool = free(True)
     """Also write TensorBoard's files, to RUN/tensorboard."""
     wandb: WandbConfig | None = free(None)

@@ -42,6 +42,7 @@ from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.release_autograd import ReleaseAutograd
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
+from llmtrain.train.callbacks.step_times import StepTimes
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
@@ -208,6 +209,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([average] if average is not None else []),
                 Throughput(cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
+                *([StepTimes(step_times)] if (step_times := config.logging.step_times) and world.is_main else []),
                 *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
                 Checkpointing(
                     saver,

@@ -53,6 +53,19 @@ def test_a_trace_and_the_parts_of_a_step(ranks, shards, tmp_path, size):
     assert str(folder) in said
 
 
+def test_shares_of_a_steps_time_are_metrics_of_one_step_in_so_many(ranks, shards, tmp_path):
+    steps = {"train.duration": "8 steps"}
+    plain = ranks(2).run(train, tiny_config(shards, tmp_path / "plain", SETTINGS | steps))[0]
+    made = tiny_config(shards, tmp_path / "run", SETTINGS | steps | {"logging.step_times": 3})
+    assert ranks(2).run(train, made)[0].losses == plain.losses
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    shares = {line["step"]: {k: v for k, v in line.items() if k.startswith("step/")} for line in lines}
+    [(step, found)] = [(step, found) for step, found in shares.items() if found]
+    assert step == 6  # not 3, when the run has just begun
+    assert set(found) == {"step/gpu_busy", "step/communication", "step/data_wait", "step/gaps"}
+    assert sum(found.values()) == pytest.approx(1) and found["step/gpu_busy"] > 0
+
+
 def test_a_run_too_short_for_its_profile_says_so(ranks, shards, tmp_path):
     config = config_of(shards, tmp_path / "run", after=5, steps=2)
     assert len(ranks(1).run(train, config)[0].losses) == 6

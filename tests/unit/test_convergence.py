@@ -136,3 +136,12 @@ def run(tmp_path):
 def start(run, program):
     with run.log.open("ab") as log:
         run.process = subprocess.Popen([sys.executable, "-c", program], stdout=log, stderr=log, start_new_session=True)
+
+
+def test_results_of_several_calls_make_one_picture(tmp_path, capsys):
+    for name in ("muon", "adamw"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"models": {name: ONE}}))
+    picture = tmp_path / "both.png"
+    assert convergence.main(["--picture", str(picture), *(str(tmp_path / f"{n}.json") for n in ("muon", "adamw"))]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["| muon", "| adamw"]

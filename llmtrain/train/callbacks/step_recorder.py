@@ -1,0 +1,113 @@
+"""Steps recorded by PyTorch's profiler, with what `breakdown` needs to know about them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from llmtrain.train.step_profile import Span, StepProfile, innermost, step_profile
+
+_STEP, _DATA, _OPTIMIZER = "llmtrain.step", "llmtrain.data", "llmtrain.optimizer"
+_OF_TORCH = "Optimizer.step#"
+
+
+class StepRecorder(Callback):
+    """The base of what records steps: asks `wanted` before a step and `enough` after each that it recorded, then calls `finish`."""
+
+    def __init__(self) -> None:
+        self.recording: profile | None = None
+        self.gpu = torch.cuda.is_available()
+        self._ranges, self._data = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def wanted(self, state: State) -> bool:
+        """Whether to record from the next step on."""
+        raise NotImplementedError
+
+    def enough(self, state: State) -> bool:
+        """Whether the step that has ended is the last one to record."""
+        raise NotImplementedError
+
+    def finish(self, profiler: profile, state: State, logger: Logger) -> None:
+        """Use a profile, which was stopped."""
+        raise NotImplementedError
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if self.recording is None and self.wanted(state):
+            self.begin()
+        if self.recording is not None:
+            self._ranges.enter_context(record_function(_STEP))
+            self._data.enter_context(record_function(_DATA))
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self._data.close()
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Composer runs forward and backward passes within Optimizer.step; from here on it is the optimizer.
+        if self.recording is not None:
+            with record_function(_OPTIMIZER):
+                pass
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.recording is None:
+            return
+        last = self.enough(state)
+        if last and self.gpu:
+            torch.cuda.synchronize()
+        self._ranges.close()
+        if last:
+            self.finish(self.stop(), state, logger)
+
+    def begin(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of cycles, which a profile from start to stop has not
+            self.recording = profile(activities=activities)
+            self.recording.start()
+
+    def stop(self) -> profile:
+        profiler, self.recording = self.recording, None
+        assert profiler is not None
+        profiler.stop()
+        return profiler
+
+
+def breakdown(profiler: profile, steps: int) -> StepProfile:
+    """The parts of a stopped profile. Without a GPU, operators of the thread that trains stand for kernels."""
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events: list[Any] = profiler.profiler.kineto_results.events()
+    on_host = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
+    on_gpu = [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU]
+    named = {name: _spans(e for e in on_host if e.name() == name) for name in (_STEP, _DATA, _OPTIMIZER)}
+    window = Span(_STEP, min(s.start for s in named[_STEP]), max(s.end for s in named[_STEP]))
+    if on_gpu:
+        launches = {e.correlation_id(): e.start_ns() for e in on_host if e.correlation_id()}
+        kernels = [
+            Span(e.name(), e.start_ns(), e.end_ns(), launches.get(e.correlation_id()))
+            for e in on_gpu
+            if not e.is_user_annotation()  # spans of the kernels launched in a range, not kernels
+        ]
+    else:
+        thread = next(e.start_thread_id() for e in on_host if e.name() == _STEP)
+        kernels = innermost(_spans(e for e in on_host if not e.is_user_annotation() and e.start_thread_id() == thread))
+    of_torch = _spans(e for e in on_host if e.name().startswith(_OF_TORCH))
+    optimizer = [
+        replace(begin, end=around.end)
+        for begin in named[_OPTIMIZER]
+        for around in of_torch
+        if around.start <= begin.start < around.end
+    ]
+    return step_profile(kernels, window, steps, named[_DATA], optimizer)
+
+
+def _spans(events: Iterable[Any]) -> list[Span]:
+    return [Span(event.name(), event.start_ns(), event.end_ns()) for event in events]
