@@ -28,11 +28,11 @@ class StepRecorder(Callback):
         self._ranges, self._data = contextlib.ExitStack(), contextlib.ExitStack()
 
     def wanted(self, state: State) -> bool:
-        """Whether to record from the next step on."""
+        """True: record from the next step on."""
         raise NotImplementedError
 
     def enough(self, state: State) -> bool:
-        """Whether the step that has ended is the last one to record."""
+        """True: the step that has ended is the last one to record."""
         raise NotImplementedError
 
     def finish(self, profiler: profile, state: State, logger: Logger) -> None:
