@@ -23,7 +23,7 @@ from llmtrain.data.order import SampleOrder
 from llmtrain.data.shards import require_epoch
 from llmtrain.data.shared_memory import dataset_lock
 from llmtrain.data.streaming import CheckedStream, TokenDataset
-from llmtrain.distributed.processes import end_with_parent
+from llmtrain.distributed.processes import serve_parent
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig, StreamConfig
 
@@ -74,7 +74,7 @@ def _loader_options(data: DataConfig) -> dict[str, Any]:
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
-        "worker_init_fn": end_with_parent if num_workers else None,
+        "worker_init_fn": serve_parent if num_workers else None,
         "pin_memory": torch.cuda.is_available(),
         "collate_fn": collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id),
     }

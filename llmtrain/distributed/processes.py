@@ -64,6 +64,21 @@ def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def serve_parent(worker: int = 0) -> None:
+    """`end_with_parent`, and take SIGTERM from the parent alone: `timeout`, SLURM and systemd signal every process of a job at
+    once, and the parent, which then saves, still needs this one. Call it before there are threads. worker: as above."""
+    end_with_parent()
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_parents_sigterm, name="SIGTERM", daemon=True).start()
+
+
+def _await_parents_sigterm() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)  # as PyTorch's own handler in a loader's process does
+
+
 def end_with_launcher() -> None:
     """`end_with_parent` for a rank of our launcher, torchrun or Composer's. A rank that a shell started may outlive it."""
     if LAUNCHER in os.environ:

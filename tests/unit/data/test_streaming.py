@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import queue
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -291,6 +293,28 @@ def test_a_cache_without_room_for_a_few_shards_is_the_users_to_change(data, tmp_
             build_train_loader(config, global_batch_size=4)
     else:
         build_train_loader(config, global_batch_size=4)
+
+
+def test_a_signal_to_every_process_of_a_job_leaves_its_loader_at_work(data):
+    """The training process saves first. It still ends the loader's processes by the same signal."""
+    loader = build_train_loader(data({"a": 640}, num_workers=2), global_batch_size=4)
+    batches = iter(loader)
+    try:
+        next(batches)
+        running: Any = loader._iterator
+        workers = running._workers
+        for worker in workers:
+            command = f"import os, signal; os.kill({worker.pid}, signal.SIGTERM)"
+            subprocess.run([sys.executable, "-c", command], check=True)
+        assert len(list(batches)) == 159
+        assert all(worker.is_alive() for worker in workers)
+        for worker in workers:
+            worker.terminate()
+            worker.join(timeout=20)
+            assert worker.exitcode == 0
+    finally:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()
 
 
 def test_batches_hold_shifted_labels(data):
