@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from llmtrain.config.addresses import is_remote
-from llmtrain.config.base import parse_share
+from llmtrain.config.base import Problem, parse_share
 from llmtrain.errors import UserError
 from llmtrain.schema.data import PrepareConfig, stream_name
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def add_prepare(commands) -> None:
@@ -135,6 +140,17 @@ def _part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _wrong_options(error: ValidationError) -> Iterator[str]:
+    """A line for each option that cannot be taken."""
+    for one in error.errors():
+        rules: list[Problem] = one.get("ctx", {}).get("problems") or [
+            Problem(".".join(map(str, one["loc"])), None, one["msg"])
+        ]
+        for rule in rules:
+            name = "no-eos-token" if rule.path == "add_eos_token" else rule.path.replace("_", "-")
+            yield f"--{name}: {rule.message}"
+
+
 def run_prepare(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
@@ -167,8 +183,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     try:
         config = PrepareConfig.model_validate(fields)
     except ValidationError as error:
-        lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors()]
-        raise UserError("\n".join(lines)) from None
+        raise UserError("\n".join(_wrong_options(error))) from None
     if streams:
         print(prepare_streams(config, overwrite=args.overwrite).summary())
         return 0

@@ -13,7 +13,7 @@ from llmtrain.data.compression import DAMAGES, decompress
 from llmtrain.data.formats import NotText, sniff
 from llmtrain.data.prepare import prepare
 from llmtrain.data.prepared_folder import PreparedFolder, fingerprint, lock_folder
-from llmtrain.data.records import parse_line
+from llmtrain.data.record_text import parse_line
 from llmtrain.data.source_files import PrepareError, SourceFile, list_files
 from llmtrain.data.source_sample import proof_texts, training_texts
 from llmtrain.data.storage import open_file

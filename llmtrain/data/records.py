@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
 from llmtrain.data.compression import DAMAGES, decompress
 from llmtrain.data.formats import Format, NoSuchColumn, NotText, plain_name, sniff
+from llmtrain.data.record_text import extract_text, line_text
 from llmtrain.data.source_files import SourceFile
 from llmtrain.data.storage import open_file
-
-try:
-    import orjson
-except ImportError:  # of the extra `fast`
-    orjson = None
 
 BLOCK_BYTES = 1 << 20
 """A text longer than this is several pieces, each of the lines that begin in one block of the file."""
@@ -25,8 +19,6 @@ LONGEST_LINE = 8 << 20
 """A line of a text that is longer is cut, between two characters. A record is never cut."""
 _RECORD_BLOCK = 1 << 18
 """Bytes of JSON lines that are read at a time: they stay in a core's cache."""
-_LONGEST_FAST = 8 << 20
-"""Bytes of a line that orjson reads: it takes twelve times as much memory meanwhile."""
 _UNITS = {"text": "file", "jsonl": "line"}
 """What the number of a document counts; `record` for all other formats."""
 
@@ -289,7 +281,7 @@ def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
         while begin < size:
             end = data.find(b"\n", begin)  # not splitlines(): only \n separates records
             end = size if end < 0 else end
-            text, fault = _line_text(whole[begin:end], at + begin == 0, key)
+            text, fault = line_text(whole[begin:end], at + begin == 0, key)
             if text:
                 texts.append(text)
                 records.append(number)
@@ -308,22 +300,6 @@ def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
             yield Pieces(source.name, texts, records, places)
 
 
-def _line_text(line: memoryview, is_first: bool, text_key: str) -> tuple[str, str | None]:
-    """Return what parse_line does; both are empty for a blank line too. is_first: it may begin with a byte order mark."""
-    if orjson is not None and len(line) <= _LONGEST_FAST:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            pass
-        else:
-            text = record.get(text_key) if type(record) is dict else None
-            return (text, None) if type(text) is str else extract_text(record, text_key)
-    content = line.tobytes()
-    if not content.strip():
-        return "", None
-    return parse_line(content.removeprefix(codecs.BOM_UTF8) if is_first else content, text_key)
-
-
 def _line_at(source: _Source, offset: int) -> int:
     """Number of the first line of a slice. Slow (it reads all text before it), so for bad records only."""
     line = 1
@@ -334,65 +310,3 @@ def _line_at(source: _Source, offset: int) -> int:
                 offset -= len(block)
             line += bool(block) and not block.endswith(b"\n")  # the slice begins behind the line that `offset` is in
     return line
-
-
-def parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return (text, error) of a line of JSON; one of the two is empty."""
-    try:
-        record = _decoded(line)
-    except UnicodeDecodeError as error:
-        return "", f"not UTF-8: {error.reason} at byte {error.start} of the line"
-    except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-    except RecursionError:
-        return "", "not JSON that is read here: nested too deeply"
-    except ValueError as error:  # an integer of thousands of digits
-        return "", f"not JSON that is read here: {error}"
-    return extract_text(record, text_key)
-
-
-def _decoded(line: bytes) -> Any:
-    """The value of a line of JSON. orjson is three times as fast, and stricter: what it does not take, json says."""
-    if orjson is not None and len(line) <= _LONGEST_FAST:
-        with suppress(orjson.JSONDecodeError):
-            return orjson.loads(line)
-    return json.loads(line.decode())
-
-
-def extract_text(record: Any, text_key: str) -> tuple[str, str | None]:
-    """Return (text, error) of a record: a mapping, or the text itself; one of the two is empty."""
-    text = record
-    if isinstance(record, dict):
-        text = _field(record, text_key)
-        if text is _MISSING:
-            keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-            return "", f"has no key '{text_key}' (keys: {keys}); name another with text_key"
-    elif not isinstance(record, (str, bytes)) and record is not None:
-        return "", f"expected an object with the key '{text_key}', found {type(record).__name__}"
-    if isinstance(text, bytes):
-        try:
-            return text.decode(), None
-        except UnicodeDecodeError as error:
-            return "", f"'{text_key}' is not UTF-8: {error.reason} at byte {error.start}"
-    if not isinstance(text, str):
-        return "", f"'{text_key}' is {type(text).__name__}, not a string"
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError:
-        return "", f"'{text_key}' holds half of a surrogate pair, which is no text"
-    return text, None
-
-
-_MISSING = object()
-
-
-def _field(record: dict[str, Any], text_key: str) -> Any:
-    if text_key in record or "." not in text_key:
-        return record.get(text_key, _MISSING)
-    value: Any = record
-    for key in text_key.split("."):
-        if not isinstance(value, dict) or key not in value:
-            return _MISSING
-        value = value[key]
-    return value

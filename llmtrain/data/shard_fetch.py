@@ -43,13 +43,15 @@ TEMPORARY = ".download-"
 @dataclass(frozen=True)
 class Fetcher:
     """Fetches shards into one folder. download: None where there is no remote. hash_algorithm: None where the index has no hashes.
-    retries: further attempts after one that failed. keep_packed: leave packed files beside unpacked ones."""
+    retries: further attempts after one that failed. keep_packed: leave packed files beside unpacked ones. source: the remote's
+    folder, for messages."""
 
     folder: Path
     download: Download | None
     hash_algorithm: str | None
     retries: int
     keep_packed: bool
+    source: str = ""
 
     def prepare(self, number: int, entry: dict[str, Any]) -> None:
         """Have the unpacked file of a shard in the folder. entry: its own in the index. Raises ShardError, or OSError for a disk
@@ -131,7 +133,7 @@ class Fetcher:
                 reason = fault(content)
             except ImportError as error:
                 raise ShardError(
-                    f"{name} cannot be downloaded: the store's client is not installed ({error})"
+                    f"{self.source}{name} cannot be downloaded: the store's client is not installed ({error})"
                 ) from error
             except Exception as error:  # whatever the remote's client raises
                 content, reason = b"", f"{type(error).__name__}: {error}"
@@ -143,7 +145,7 @@ class Fetcher:
                 run_log.debug(f"{name}: attempt {attempt + 1} failed ({reason})")
                 time.sleep(wait * (0.5 + random.random()))
                 wait = min(2 * wait, _LONGEST_WAIT)
-        raise ShardError(f"{name} could not be downloaded in {self.retries + 1} attempts: {reason}")
+        raise ShardError(f"{self.source}{name} could not be downloaded in {self.retries + 1} attempts: {reason}")
 
     def _attempt(self, name: str) -> bytes:
         assert self.download is not None

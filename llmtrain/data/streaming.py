@@ -100,6 +100,7 @@ class CheckedStream(Stream):
             self.validate_hash or None,
             self.download_retry,
             self.safe_keep_zip,
+            os.path.join(self.remote, self.split, "") if self.remote else "",
         )
 
     def _download(self, name: str, path: str) -> None:

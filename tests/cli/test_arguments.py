@@ -24,6 +24,12 @@ def test_an_empty_argument_is_not_this_folder(arguments, capsys):
     assert "one of the arguments is empty" in capsys.readouterr().err
 
 
+def test_every_option_of_prepare_that_cannot_be_taken_is_named(capsys):
+    arguments = ["prepare", "x", "--out", "y", "--tokenizer", "z", "--compression", "gzip", "--no-eos-token"]
+    assert main(arguments) == 2
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["--no-eos-token", "--compression"]
+
+
 def test_an_empty_prompt_is_one(capsys):
     assert main(["generate", "/nowhere", "--prompt", ""]) == 2
     assert "/nowhere" in capsys.readouterr().err

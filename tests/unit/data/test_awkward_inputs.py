@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmtrain.data import records
+from llmtrain.data import record_text, records
 from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
 from llmtrain.data.source_files import PassedOver, list_files
 
@@ -212,7 +212,7 @@ BAD_RECORDS: dict[str, tuple[str, bytes, str]] = {
         b'{"n": ' + b"1" * 5000 + b"}",
         "a.jsonl:2: not JSON that is read here: Exceeds",
     ),
-    "no text": ("a.jsonl", b'{"text": null}', "a.jsonl:2: 'text' is NoneType, not a string"),
+    "no text": ("a.jsonl", b'{"text": null}', "a.jsonl:2: 'text' is null, not a string"),
     "another key": (
         "a.jsonl",
         b'{"body": "x"}',
@@ -368,6 +368,6 @@ def test_a_saved_data_set_is_its_rows(tmp_path):
 )
 def test_lines_are_read_alike_with_and_without_orjson(line, monkeypatch):
     pytest.importorskip("orjson")
-    fast = records.parse_line(line.encode(), "text")
-    monkeypatch.setattr(records, "orjson", None)
-    assert records.parse_line(line.encode(), "text") == fast
+    fast = record_text.parse_line(line.encode(), "text")
+    monkeypatch.setattr(record_text, "orjson", None)
+    assert record_text.parse_line(line.encode(), "text") == fast

@@ -144,7 +144,7 @@ def test_bad_settings_and_sources_leave_no_trace(settings, tmp_path):
     [
         (b"{not json}", "not JSON"),
         (b'{"body": "x"}', r"has no key 'text' \(keys: body\)"),
-        (b'{"text": 3}', "'text' is int, not a string"),
+        (b'{"text": 3}', "'text' is a number, not a string"),
         (b'["text"]', "expected an object"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
