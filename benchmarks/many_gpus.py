@@ -31,6 +31,8 @@ from llmtrain.errors import exit_with
 TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
 TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.train.report"
 """Modules of a rank of `llmtrain train`."""
+COMPILING = 100
+"""Seconds for compiling all shapes beside each other (86 on four H200s with 64 cores)."""
 STEPS = "torch,llmtrain.models.causal_lm,llmtrain.train.parallel,llmtrain.train.optim,llmtrain.train.composer_model"
 
 
@@ -231,11 +233,13 @@ def main() -> int:
     os.environ.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", "4"
     )  # the same in all programs: it is part of what caches go by
-    if not args.small and not args.cold:
-        compile_beside(host, args.only, deadline)
     programs = programs_of(host, args.only)
-    turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
-    failed = run(turns if args.small else groups(programs, args.gpus), out, deadline, lambda: write(out, args.gpus))
+    turns = groups(programs, args.gpus)
+    if args.small:
+        turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
+    elif not args.cold:
+        turns = [compiling(host, args.only), *turns]
+    failed = run(turns, out, deadline, lambda: write(out, args.gpus))
     print(write(out, args.gpus))
     if failed:
         print(
@@ -250,15 +254,17 @@ def programs_of(host: Host, parts: list[str]) -> list[Program]:
     return list({program.name: program for part in parts for program in PARTS[part](host)}.values())
 
 
-def compile_beside(host: Host, parts: list[str], deadline: float) -> None:
-    """Fill this machine's caches of compiled code, by every program but those that compile nothing."""
+def compiling(host: Host, parts: list[str]) -> list[Program]:
+    """Programs that fill this machine's caches of compiled code: all, but those that compile nothing."""
     folder = Path(tempfile.gettempdir()) / f"many-gpus-compiled-{host.gpus}"
     folder.mkdir(exist_ok=True)
-    small = replace(host, out=folder, small=True)
     same = {"mpt-7b-2gpu-bf16"} - {f"mpt-7b-{host.gpus}gpu-bf16"}  # as two of the ranks of all GPUs
-    programs = programs_of(small, [part for part in parts if part != "moving"])
-    programs = [program for program in programs if program.name not in same]
-    run([[replace(program, seconds=150) for program in programs]], folder, deadline, lambda: None)
+    programs = programs_of(replace(host, out=folder, small=True), [part for part in parts if part != "moving"])
+    return [
+        replace(program, name=f"compiling {program.name}", seconds=COMPILING, out=folder)
+        for program in programs
+        if program.name not in same
+    ]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Program:
 
     gpus: how many are its own while it has its turn; 0: it uses all of them beside others. seconds: time from its turn on after
     which it is cut off. imports: modules that its ranks import while they wait for their turn; none: it starts with its turn.
-    last: it needs the results of the others.
+    last: it needs the results of the others. out: folder of its output and of the mark that it has ended, if not that of all.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Program:
     seconds: float = 600
     imports: str = ""
     last: bool = False
+    out: Path | None = None
 
 
 @dataclass
@@ -99,6 +100,7 @@ def placed(turn: Sequence[Program]) -> list[tuple[Program, str | None]]:
 
 def begin(program: Program, out: Path, gpus: str | None) -> Running:
     """Start a program, whose ranks wait for a turn where it names imports. gpus: None: all."""
+    out = program.out or out
     turn = out / f"{program.name}.turn"
     turn.unlink(missing_ok=True)
     environment = dict(os.environ)
@@ -134,7 +136,7 @@ def wait(running: Sequence[Running], out: Path, deadline: float) -> None:
 
 
 def marker(out: Path, program: Program) -> Path:
-    return out / f"{program.name}.ended"
+    return (program.out or out) / f"{program.name}.ended"
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
