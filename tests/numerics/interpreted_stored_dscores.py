@@ -36,6 +36,7 @@ def ran(monkeypatch):
 
 def use(monkeypatch, **changes):
     monkeypatch.setattr(kernels, "choose_stored", lambda *_: StoredLaunch(**{**LAUNCH, **changes}))
+    monkeypatch.setattr(stored_dscores, "fills", lambda *_: True)
 
 
 def assert_agree(case: Case, batch: int, seq_len: int) -> None:
@@ -95,11 +96,16 @@ def test_two_runs_are_equal_bit_by_bit(monkeypatch, ran):
 def test_chunks_hold_a_bounded_number_of_scores():
     """As many heads x keys as the launch says, whatever shares keys; with causality few keys, of more heads."""
     launch = StoredLaunch(**{**LAUNCH, "rows": 16384, "keys": 4096})
-    assert stored_dscores.shares(launch, 1, 65536, True) == stored_dscores.shares(launch, 1, 4096, False) == (4, 4096)
-    assert stored_dscores.shares(launch, 1, 16384, True) == (8, 2048)
-    assert stored_dscores.shares(launch, 1, 4096, True) == (16, 1024)
-    assert stored_dscores.shares(launch, 3, 65536, True) == (3, 4096)
-    assert stored_dscores.shares(launch, 32, 65536, True) == (32, 512)
+    assert (
+        stored_dscores.shares(launch, 32, 1, 65536, True)
+        == stored_dscores.shares(launch, 32, 1, 4096, False)
+        == (4, 4096)
+    )
+    assert stored_dscores.shares(launch, 32, 1, 16384, True) == (8, 2048)
+    assert stored_dscores.shares(launch, 32, 1, 4096, True) == (16, 1024)
+    assert stored_dscores.shares(launch, 12, 3, 65536, True) == (3, 4096)
+    assert stored_dscores.shares(launch, 32, 32, 65536, True) == (32, 512)
+    assert stored_dscores.shares(launch, 2, 1, 16384, True) == (2, 2048)
     plan = list(stored_dscores.chunks(160, 64, 96, True))
     assert plan == [
         (slice(0, 64), [slice(0, 96), slice(96, 160)]),

@@ -23,8 +23,8 @@ from llmtrain.kernels.platform import Platform
 
 _LOG2_E = 1.4426950408889634
 DELTA_ROWS = 64
-LEAST_KEYS = 1024
-"""Of a chunk with causality: dq's sum is read and written once a chunk."""
+LEAST_KEYS, MOST_KEYS = 1024, 4096
+"""Keys of a chunk with causality: dq's sum is read and written once a chunk, and a chunk's last corner is multiplied in vain."""
 
 
 class Call(Protocol):
@@ -53,15 +53,22 @@ def chunks(seq_len: int, keys: int, queries: int, causal: bool) -> Iterator[tupl
         yield slice(first, min(first + keys, seq_len)), seen
 
 
-def shares(launch: StoredLaunch, group: int, seq_len: int, causal: bool) -> tuple[int, int]:
+def shares(launch: StoredLaunch, n_heads: int, group: int, seq_len: int, causal: bool) -> tuple[int, int]:
     """Query heads of a chunk, in whole groups that share keys, and its keys, in whole tiles.
 
-    With causality an eighth of the keys at most: of the last chunk's scores half are multiplied though nothing sees them.
+    With causality few keys: of the last chunk's scores half are multiplied though nothing sees them.
     """
     tile = launch.tile
-    keys = min(launch.keys, max(seq_len // 8, LEAST_KEYS)) if causal else launch.keys
-    heads = group * max(1, launch.rows // keys // group)
+    keys = min(launch.keys, max(min(seq_len // 8, MOST_KEYS), LEAST_KEYS)) if causal else launch.keys
+    keys = min(keys, seq_len)
+    heads = min(group * max(1, launch.rows // keys // group), n_heads)
     return heads, max(min(keys, launch.rows // heads) // tile, 1) * tile
+
+
+def fills(launch: StoredLaunch, n_heads: int, group: int, seq_len: int, causal: bool, num_sms: int) -> bool:
+    """True if a chunk has a program for nine in ten multiprocessors."""
+    heads, keys = shares(launch, n_heads, group, seq_len, causal)
+    return heads * (keys // launch.block_n) >= 0.9 * num_sms
 
 
 def backward(
@@ -71,7 +78,7 @@ def backward(
     q, k, v = call.q, call.k, call.v
     delta = _delta(call, out, lse, dout, dlse)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    count, keys = shares(launch, call.group, call.seq_len, call.causal)
+    count, keys = shares(launch, call.n_heads, call.group, call.seq_len, call.causal)
     plan = list(chunks(call.seq_len, keys, launch.queries, call.causal))
     for batch in range(call.batch):
         for first in range(0, call.n_heads, count):

@@ -273,9 +273,11 @@ class Call:
         """Launch parameters of the backward pass by stored gradients of scores, which takes whole tiles; None: dq and dkdv."""
         if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
             return None
-        launch = choose_stored(*self.selection, self.variant)
-        whole = launch is not None and self.seq_len % launch.tile == 0
-        return launch if whole and dout.stride(-1) == 1 else None
+        launch = choose_stored(*self.selection, self.variant, self.group > 1)
+        if launch is None or self.seq_len % launch.tile or dout.stride(-1) != 1:
+            return None
+        sizes = (self.n_heads, self.group, self.seq_len, self.causal)
+        return launch if stored_dscores.fills(launch, *sizes, self.platform.num_sms) else None
 
     def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
         """dq; also fills delta, which dkdv reads."""

@@ -47,9 +47,12 @@ def choose(
     return min(found, key=lambda row: (row.shape, not tuning.is_own(row, platform)), default=rows[-1][0]).launch
 
 
-def choose_stored(head_dim: int, dtype: str, platform: Platform, seq_len: int, variant: str) -> StoredLaunch | None:
+def choose_stored(
+    head_dim: int, dtype: str, platform: Platform, seq_len: int, variant: str, grouped: bool
+) -> StoredLaunch | None:
     """Launch parameters of the backward pass by stored gradients of scores, where it was measured to be the faster one."""
-    row = tuning.exact("attention.dscores", dtype, {"head_dim": head_dim}, platform, variant)
+    name = f"{variant}, {GROUPED}" if grouped else variant
+    row = tuning.exact("attention.dscores", dtype, {"head_dim": head_dim}, platform, name)
     return row.launch if row is not None and seq_len >= row.launch.from_seq_len else None
 
 

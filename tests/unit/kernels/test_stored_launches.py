@@ -27,22 +27,31 @@ def own(tmp_path, monkeypatch):
     tuning.forget()
 
 
-def stored(seq_len: int = 4096, head_dim: int = 200, where: Platform = HOPPER, n_kv: int = 4, **features):
-    q = torch.empty(1, seq_len, 4, head_dim, device="meta", dtype=features.pop("dtype", torch.bfloat16))
+def stored(
+    seq_len: int = 4096,
+    head_dim: int = 200,
+    where: Platform = HOPPER,
+    n_heads: int = 16,
+    n_kv: int | None = None,
+    **features,
+):
+    q = torch.empty(1, seq_len, n_heads, head_dim, device="meta", dtype=features.pop("dtype", torch.bfloat16))
     for name in ("slopes", "starts", "ends"):
         if features.pop(name, False):
-            features[name] = torch.empty((4,) if name == "slopes" else (1, seq_len), device="meta", dtype=torch.int32)
+            features[name] = torch.empty(
+                (n_heads,) if name == "slopes" else (1, seq_len), device="meta", dtype=torch.int32
+            )
     return Call(q, q[:, :, :n_kv], q[:, :, :n_kv], 0.1, platform=where, **features)._stored(q)
 
 
 def test_from_the_length_of_its_row_on():
-    assert stored() == stored(2048) == stored(n_kv=2) == stored(causal=False) == stored(window=4096) == LAUNCH
+    assert stored() == stored(2048) == stored(causal=False) == stored(window=4096) == LAUNCH
     assert stored(1024) is None
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"head_dim": 128}, {"dtype": torch.float16}, {"slopes": True}, {"softcap": 9.0}, {"window": 100}],
+    [{"head_dim": 128}, {"dtype": torch.float16}, {"slopes": True}, {"softcap": 9.0}, {"window": 100}, {"n_kv": 4}],
     ids=str,
 )
 def test_only_what_its_row_names(other):
@@ -51,6 +60,11 @@ def test_only_what_its_row_names(other):
 
 def test_sequences_of_whole_tiles():
     assert stored(4096 + 64) is None and stored(4096 + 128) == LAUNCH
+
+
+def test_heads_that_fill_the_device():
+    """Programs are tiles of 128 keys of one head, of 1,024 keys here: 15 heads make up 120 for 132 multiprocessors."""
+    assert stored(n_heads=15) == LAUNCH and stored(n_heads=14) is None
 
 
 def test_documents_have_the_other_kernels():
