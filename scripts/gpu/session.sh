@@ -264,9 +264,9 @@ convergence() { # four models of about 100M parameters, 20 s of training each
 curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
     local model=yamls/pretrain/mpt-125m.yaml site
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step curves 300 "$python" -m benchmarks.convergence "bf16=$model" "float8=$model" "muon=$model" --steps 2000 --seconds 60 \
-        --sources stdlib "$site/torch" "$site/numpy" --max-bytes 60000000 --out "$work/curves" \
-        --for float8 'train.float8={small_products: true}' --for muon optimizer.type=muon --set train.global_batch_size=8 \
+    step curves 300 "$python" -m benchmarks.convergence "bf16=$model" "float8=$model" "muon=$model" --steps 2000 --seconds 120 \
+        --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 100000000 --out "$work/curves" \
+        --for float8 'train.float8={small_products: true, all_gather: false}' --for muon optimizer.type=muon --set train.global_batch_size=8 \
         train.microbatch_size=8 'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
 }
 

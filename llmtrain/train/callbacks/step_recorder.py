@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,9 @@ from llmtrain.train.step_profile import Span, StepProfile, innermost, step_profi
 
 _STEP, _DATA, _OPTIMIZER = "llmtrain.step", "llmtrain.data", "llmtrain.optimizer"
 _OF_TORCH = "Optimizer.step#"
+_CALL = re.compile(r"(cuda|cu|hip)[A-Z]|INVALID")
+"""Names of calls of CUDA's and HIP's runtimes and drivers, some of which the profiler does not know. A kernel has the number of the
+call that launched it; operators have numbers of their own, which may be the same ones."""
 
 
 class StepRecorder(Callback):
@@ -90,7 +94,7 @@ def breakdown(profiler: profile, steps: int) -> StepProfile:
     named = {name: _spans(e for e in on_host if e.name() == name) for name in (_STEP, _DATA, _OPTIMIZER)}
     window = Span(_STEP, min(s.start for s in named[_STEP]), max(s.end for s in named[_STEP]))
     if on_gpu:
-        launches = {e.correlation_id(): e.start_ns() for e in on_host if e.correlation_id()}
+        launches = {e.correlation_id(): e.start_ns() for e in on_host if _CALL.match(e.name())}
         kernels = [
             Span(e.name(), e.start_ns(), e.end_ns(), launches.get(e.correlation_id()))
             for e in on_gpu
