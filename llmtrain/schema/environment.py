@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmtrain.config.base import Problem, Section, free
+from llmtrain.config.texts import LocalPath
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 _OF_THE_LAUNCHER = re.compile(
@@ -27,6 +28,9 @@ class Environment(Section):
     every new shape, and write the fastest to the folder; use: read them there, and time nothing."""
     tunable_op_folder: str | None = free(None)
     """Folder of the results. Default: RUN/tunableop."""
+    hipblaslt_tuning: LocalPath | None = free(None)
+    """On AMD, a file of solutions that were tuned for hipBLASLt (by its HIPBLASLT_TUNING_FILE, or hipblaslt-bench), which takes
+    them for the products in it. It belongs to one version of hipBLASLt. Other vendors' GPUs pass it over."""
     variables: dict[str, Annotated[str, Field(min_length=1)] | int] = free({})
     """Further variables, `{NCCL_IB_GID_INDEX: 3}`; they go before those of the preset."""
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.environment import PRESETS
 from llmtrain.kernels.platform import Vendor
 from llmtrain.schema.environment import Environment
@@ -21,6 +22,8 @@ def wanted_variables(config: Environment, vendor: Vendor, run_dir: str) -> dict[
             "PYTORCH_TUNABLEOP_TUNING": "1" if config.tunable_op == "tune" else "0",
             "PYTORCH_TUNABLEOP_FILENAME": str(folder / "results%d.csv"),  # %d: the GPU's number
         }
+    if config.hipblaslt_tuning is not None and vendor == "amd":
+        found["HIPBLASLT_TUNING_OVERRIDE_FILE"] = str(Path(config.hipblaslt_tuning).absolute())
     return found | {name: str(value) for name, value in config.variables.items()}
 
 
@@ -28,7 +31,10 @@ def apply_environment(
     config: Environment, vendor: Vendor, run_dir: str, environment: MutableMapping[str, str] = os.environ
 ) -> list[str]:
     """Sets the variables that the process does not have. Returns a line for each. Called before a GPU or a process group is
-    initialised."""
+    initialised. Raises UserError for a tuning that is not there, without which hipBLASLt would go on in silence."""
+    tuning = config.hipblaslt_tuning
+    if tuning is not None and vendor == "amd" and not Path(tuning).is_file():
+        raise UserError(f"train.environment.hipblaslt_tuning {tuning!r} is no file of this machine")
     lines = []
     for name, value in wanted_variables(config, vendor, run_dir).items():
         kept = environment.get(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.environment import PRESETS
 from llmtrain.schema.environment import Environment
 from llmtrain.schema.load import load_config
@@ -56,6 +57,16 @@ def test_tunable_op_has_a_file_for_each_gpu(tmp_path, mode, tuning):
 def test_an_earlier_tuning_lies_elsewhere(tmp_path):
     config = Environment(tunable_op="use", tunable_op_folder=str(tmp_path))
     assert wanted_variables(config, "amd", "run")["PYTORCH_TUNABLEOP_FILENAME"] == f"{tmp_path}/results%d.csv"
+
+
+def test_hipblaslt_reads_a_tuning_that_is_there_on_amd_alone(tmp_path):
+    file = tmp_path / "tuned.txt"
+    config, has = Environment(hipblaslt_tuning=str(file)), {}
+    with pytest.raises(UserError, match=r"train.environment.hipblaslt_tuning '.*tuned.txt' is no file of this machine"):
+        apply_environment(config, "amd", "run", has)
+    file.write_text("Git Version: 1\n")
+    assert apply_environment(config, "amd", "run", has) == [f"environment: HIPBLASLT_TUNING_OVERRIDE_FILE={file}"]
+    assert has == {"HIPBLASLT_TUNING_OVERRIDE_FILE": str(file)} and wanted_variables(config, "nvidia", "run") == {}
 
 
 @pytest.mark.parametrize(
