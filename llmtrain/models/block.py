@@ -48,7 +48,7 @@ class Block(nn.Module):
         both = norm.place == "both"
         self.post_norm = Norm(config.d_model, norm, platform, dtype) if both else None
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp else None
-        self.mlp = MLP(config.d_model, block.mlp) if block.mlp else None
+        self.mlp = MLP(config.d_model, block.mlp, platform) if block.mlp else None
         self.mlp_post_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp and both else None
 
     def split(self, ranks: TensorRanks) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.glu.reference import Activation, gelu_tanh
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
@@ -281,12 +282,13 @@ class LowRank(nn.Module):
 class MLP(nn.Module):
     """w_out(act(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
 
-    See MLPConfig.type, and Shazeer, arXiv:2002.05202.
+    See MLPConfig.type, and Shazeer, arXiv:2002.05202. platform: where it will run; None: in plain PyTorch.
     """
 
-    def __init__(self, d_model: int, config: MLPConfig, residual: bool = True):
+    def __init__(self, d_model: int, config: MLPConfig, platform: Platform | None = None, residual: bool = True):
         super().__init__()
         self.gated, self.activation = config.gated, _ACTIVATIONS[config.type]
+        self.glu = gated_unit(config.type, platform)
         self.activation_multiplier, self.out_multiplier = config.activation_multiplier, config.out_multiplier
         self.ranks: TensorRanks | None = None
         self.tokens_at_once: int | None = None
@@ -317,9 +319,15 @@ class MLP(nn.Module):
         h = self.w_in(x)
         if adapter is not None:
             h = h + adapter(x)
+        return multiplied(self.w_out(self._activate(h)), self.out_multiplier)
+
+    def _activate(self, h: Tensor) -> Tensor:
+        """[..., d_in] -> [..., d_ff]."""
+        if self.glu is not None and self.activation_multiplier == 1 and torch.is_grad_enabled():
+            return self.glu(h)
         gate, up = h.chunk(2, dim=-1) if self.gated else (h, None)
         h = self.activation(multiplied(gate, self.activation_multiplier))
-        return multiplied(self.w_out(h if up is None else h * up), self.out_multiplier)
+        return h if up is None else h * up
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
@@ -330,23 +338,30 @@ def multiplied(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": gelu_tanh,
     "relu2": _relu2,
     "swiglu": F.silu,
     "geglu": F.gelu,
-    "geglu_tanh": _gelu_tanh,
+    "geglu_tanh": gelu_tanh,
 }
 """By MLPConfig.type."""
+_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def gated_unit(kind: str, platform: Platform | None) -> Callable[[Tensor], Tensor] | None:
+    """act(gate) * up with our kernel for its gradient, by MLPConfig.type; None where there is none: without gates, and where the
+    kernel was not tried."""
+    if kind not in _GATED or platform is None or platform.vendor != "nvidia":
+        return None
+    from llmtrain.kernels.glu.triton import glu  # needs Triton
+
+    return partial(glu, activation=_GATED[kind])
 
 
 def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:

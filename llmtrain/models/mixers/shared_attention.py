@@ -57,7 +57,7 @@ class SharedAttention(nn.Module):
         self.norm = Norm(block.input_width(config.d_model), norm, platform, dtype)
         self.mixer = Attention(block, config, platform, dtype, documents, residual=False)
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype)
-        self.mlp = MLP(config.d_model, block.mlp, residual=False)
+        self.mlp = MLP(config.d_model, block.mlp, platform, residual=False)
 
     def split(self, ranks: TensorRanks) -> None:
         """Compute with this rank's heads and channels; the norms read this rank's tokens."""

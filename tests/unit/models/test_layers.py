@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform
+from llmtrain.kernels.platform import Platform
 from llmtrain.models.layers import MLP, Norm
 from llmtrain.models.sections.layers import MLPConfig, NormConfig
 
@@ -56,3 +57,31 @@ def test_an_mlp_that_reads_a_part_at_a_time_computes_the_same_and_keeps_nothing_
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
     assert most == [128, 128 if at_once >= 7 else 4]  # channels of what is kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "vendor", "multiplier", "mode", "ours"),
+    [
+        ("swiglu", "nvidia", 1.0, torch.enable_grad, True),
+        ("geglu", "nvidia", 1.0, torch.enable_grad, True),
+        ("swiglu", "nvidia", 1.0, torch.no_grad, False),
+        ("swiglu", "nvidia", 0.5, torch.enable_grad, False),
+        ("swiglu", "amd", 1.0, torch.enable_grad, False),
+        ("gelu", "nvidia", 1.0, torch.enable_grad, False),
+    ],
+)
+def test_gated_units_have_our_gradient_in_training_steps_on_nvidia(kind, vendor, multiplier, mode, ours):
+    config = MLPConfig(type=kind, d_ff=8, activation_multiplier=multiplier)
+    mlp: Any = MLP(4, config, Platform(vendor, "sm90", "", 1 << 30, 1))
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    with mode():
+        y = mlp(torch.randn(1, 3, 4))
+    names = set()
+    todo = [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            names.add(node.name())
+            todo += [before for before, _ in node.next_functions]
+    assert ("_GLUBackward" in names) == ours

@@ -1,0 +1,32 @@
+"""Gated linear units in PyTorch (Shazeer, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
+
+
+def glu(h: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up, gate and up being the two halves of h: [..., 2 width] -> [..., width]."""
+    gate, up = h.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def glu_bwd(dy: Tensor, h: Tensor, activation: Activation) -> Tensor:
+    """Gradient of h, from that of the result: [..., width] and [..., 2 width] -> like h."""
+    with torch.enable_grad():
+        leaf = h.detach().requires_grad_()
+        return torch.autograd.grad(glu(leaf, activation), leaf, dy)[0]
