@@ -162,12 +162,13 @@ class MicrobatchGraph:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             with self.weights.read():
-                reached = self._rehearse()
-                self.parameters = [self.weights.parameters[i] for i in reached]
-                self.sums = [torch.zeros_like(p) for p in self.parameters]
-                torch.cuda.empty_cache()
-                with _added([self.weights.leaves[i] for i in reached], local_parts(self.sums)):
+                sums = [torch.zeros_like(p) if p.requires_grad else p for p in self.weights.parameters]
+                with added_to(local_parts(sums), self.weights.leaves) as reached:
+                    self._rehearse()
+                    torch.cuda.empty_cache()
                     self._record()
+                self.parameters = [self.weights.parameters[i] for i in sorted(reached)]
+                self.sums = [sums[i] for i in sorted(reached)]
             self.nbytes = torch.cuda.memory_reserved() - before
         self.anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
         free, total = torch.cuda.mem_get_info()
@@ -234,19 +235,15 @@ class MicrobatchGraph:
         self.context = self.model.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
         return self.model.loss_in(self.context, input_ids, labels)
 
-    def _rehearse(self) -> list[int]:
-        """One microbatch without graphs, on the stream of the graphs. Returns which of the weights have a gradient. Raises NoGraph
-        where the host waits for the GPU."""
+    def _rehearse(self) -> None:
+        """One microbatch without graphs, on the stream of the graphs. Raises NoGraph where the host waits for the GPU."""
         devices = [torch.cuda.current_device()]
         self.stream.wait_stream(torch.cuda.current_stream())
-        reached: set[int] = set()
-        taken = _taken(self.weights.leaves, lambda i, gradient: reached.add(i))
-        with torch.random.fork_rng(devices), torch.cuda.stream(self.stream), _waits() as waits, taken:
+        with torch.random.fork_rng(devices), torch.cuda.stream(self.stream), _waits() as waits:
             self._loss().loss.backward()
         torch.cuda.current_stream().wait_stream(self.stream)
         if waits:
             raise NoGraph(waits[0])
-        return sorted(reached)
 
     def _record(self) -> None:
         pool = torch.cuda.graph_pool_handle()
@@ -311,27 +308,27 @@ def _without_gradients(model: CausalLM) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _taken(leaves: Sequence[Tensor], take: Callable[[int, Tensor], object]) -> Iterator[None]:
-    """Calls `take` with the index and the gradient of each leaf as soon as a backward pass has made it, and drops it."""
+def added_to(sums: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[set[int]]:
+    """Adds each leaf's gradient to its sum as soon as a backward pass has made it; none stays. Yields a set, which gets the indices
+    of the leaves that had one."""
+    from llmtrain.kernels.accumulate import accumulate  # needs Triton
 
-    def hook(number: int, leaf: Tensor) -> None:
+    reached: set[int] = set()
+
+    def add(number: int, leaf: Tensor) -> None:
         assert leaf.grad is not None
-        take(number, leaf.grad)
+        accumulate(sums[number], leaf.grad)
+        reached.add(number)
         leaf.grad = None
 
     hooks = [
-        leaf.register_post_accumulate_grad_hook(partial(hook, i)) for i, leaf in enumerate(leaves) if leaf.requires_grad
+        leaf.register_post_accumulate_grad_hook(partial(add, i)) for i, leaf in enumerate(leaves) if leaf.requires_grad
     ]
     try:
-        yield
+        yield reached
     finally:
-        for one in hooks:
-            one.remove()
-
-
-def _added(leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Adds each leaf's gradient to its sum as soon as a backward pass has made it: none stays."""
-    return _taken(leaves, lambda i, gradient: sums[i].add_(gradient))
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

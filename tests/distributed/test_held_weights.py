@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.schema.config import Config
-from llmtrain.train.cuda_graphs import _added
+from llmtrain.train.cuda_graphs import added_to
 from llmtrain.train.held_weights import HeldWeights, local_parts
 from tests.support import sharded
 from tests.support.tiny import tiny_config
@@ -38,9 +38,10 @@ def passes(config: Config) -> dict[str, Any]:
     with held.read():
         sums = [torch.zeros_like(p) for p in held.parameters]
         within = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        with _added(held.leaves, local_parts(sums)):
+        with added_to(local_parts(sums), held.leaves) as reached:
             for seed in (1, 2):
                 model.loss(*batch(seed)).loss.backward()
+        assert reached == set(range(len(sums)))
         left = [name for name, p in model.named_parameters() if p.grad is not None]
     found = dict(zip((names[id(p)] for p in held.parameters), local_parts(sums), strict=True))
     sharded_again = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
