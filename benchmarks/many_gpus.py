@@ -230,16 +230,14 @@ def main() -> int:
     host = Host(out, args.gpus, args.small, args.torchtitan, settings, steps, args.tokens, args.microbatch_7b)
     deadline = time.monotonic() + args.seconds
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "4"
-    )  # the same in all programs: it is part of what caches go by
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # the cores are shared by many ranks
     programs = programs_of(host, args.only)
     turns = groups(programs, args.gpus)
     if args.small:
         turns = [[one for one in programs if not one.last], [one for one in programs if one.last]]
     elif not args.cold:
         turns = [compiling(host, args.only), *turns]
-    failed = run(turns, out, deadline, lambda: write(out, args.gpus))
+    failed = run(turns, out, args.gpus, deadline, lambda: write(out, args.gpus))
     print(write(out, args.gpus))
     if failed:
         print(

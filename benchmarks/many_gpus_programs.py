@@ -58,11 +58,13 @@ def groups(programs: Sequence[Program], gpus: int) -> list[list[Program]]:
     return found + [[program] for program in programs if program.last]
 
 
-def run(turns: Sequence[Sequence[Program]], out: Path, deadline: float, after: Callable[[], object]) -> list[str]:
+def run(
+    turns: Sequence[Sequence[Program]], out: Path, gpus: int, deadline: float, after: Callable[[], object]
+) -> list[str]:
     """Run the programs that lack their results, those of a turn beside each other on GPUs of their own, and the next turn's ranks
     as far as their imports. Returns the names of programs without a result.
 
-    deadline: of time.monotonic(). after: is called when a turn is over.
+    gpus: of this machine. deadline: of time.monotonic(). after: is called when a turn is over.
     """
     wanted = [[program for program in turn if not marker(out, program).exists()] for turn in turns]
     wanted = [turn for turn in wanted if turn]
@@ -71,29 +73,29 @@ def run(turns: Sequence[Sequence[Program]], out: Path, deadline: float, after: C
         if deadline - time.monotonic() < LEAST or TERMINATED.is_set():
             break
         waiting = {one.program.name for one in ahead}
-        current = ahead + [begin(one, out, place) for one, place in placed(turn) if one.name not in waiting]
+        current = ahead + [begin(one, out, place) for one, place in placed(turn, gpus) if one.name not in waiting]
         for one in current:
             one.turn.touch()
             one.since = time.monotonic()
             print(f"{one.program.name} …", flush=True)
         following = wanted[number + 1] if number + 1 < len(wanted) else []
-        ahead = [begin(one, out, place) for one, place in placed(following) if one.imports]
+        ahead = [begin(one, out, place) for one, place in placed(following, gpus) if one.imports]
         wait(current, out, deadline)
         after()
     end([one.process for one in ahead if one.process.poll() is None])
     return [program.name for turn in wanted for program in turn if not marker(out, program).exists()]
 
 
-def placed(turn: Sequence[Program]) -> list[tuple[Program, str | None]]:
-    """Programs with the numbers of their GPUs, of those that this process may use; None: all of them, also where all that the
-    programs want is more than there are."""
+def placed(turn: Sequence[Program], gpus: int) -> list[tuple[Program, str | None]]:
+    """Programs with the numbers of their GPUs, of those that this process may use; None: all of them. Those of few GPUs share the
+    last ones where all that the programs want is more than there are."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = sum(program.gpus for program in turn)
-    names = visible.split(",") if visible else [str(number) for number in range(wanted)]
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    enough = sum(program.gpus for program in turn) <= len(names)
     found, first = [], 0
     for program in turn:
-        shares = wanted <= len(names) and 0 < program.gpus < wanted
-        found.append((program, ",".join(names[first : first + program.gpus]) if shares else None))
+        own = names[first : first + program.gpus] if enough else names[-program.gpus :]
+        found.append((program, ",".join(own) if 0 < program.gpus < len(names) else None))
         first += program.gpus
     return found
 

@@ -78,8 +78,11 @@ def test_programs_of_few_gpus_run_beside_each_other(monkeypatch):
     found = groups([four, two, one, other, report, four, beside], 4)
     assert found == [[four], [two, one, other], [four, beside], [report]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert [gpus for _, gpus in placed(found[1])] == ["4,5", "6", "7"]
-    assert [gpus for _, gpus in placed(found[2])] == [None, None]
+    assert [gpus for _, gpus in placed(found[1], 4)] == ["4,5", "6", "7"]
+    assert [gpus for _, gpus in placed(found[2], 4)] == [None, None]
+    assert [gpus for _, gpus in placed([four, one, two, four], 4)] == [None, "7", "6,7", None]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [gpus for _, gpus in placed(found[1], 4)] == ["0,1", "2", "3"]
 
 
 def program(folder: Path, code: str, **named) -> Program:
@@ -90,7 +93,7 @@ def program(folder: Path, code: str, **named) -> Program:
 
 
 def ended(turns, folder: Path, seconds: float = 60.0) -> list[str]:
-    return run(turns, folder, time.monotonic() + seconds, lambda: None)
+    return run(turns, folder, 4, time.monotonic() + seconds, lambda: None)
 
 
 def test_a_program_is_run_until_it_has_its_result_and_not_again(tmp_path):
