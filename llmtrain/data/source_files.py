@@ -251,7 +251,8 @@ def _folder(
 ) -> Iterator[SourceFile]:
     """Texts and records below `root`, without hidden files and folders. Links to folders are not followed.
 
-    A folder of `datasets.save_to_disk` gives its Arrow files; of one with several splits, `train`.
+    A folder of `datasets.save_to_disk` gives its Arrow files; of one with several splits, `train`. A folder that `prepare` makes
+    gives nothing: its tokenizer and records would pass for text. Raises OSError where it is `root`.
     """
 
     def fail(error: OSError) -> None:
@@ -260,9 +261,16 @@ def _folder(
     for folder, subfolders, names in os.walk(root, onerror=fail):
         relative = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if relative == "." else f"{relative}/"
+        subfolders.sort()  # what is passed over is named in the same order everywhere
         for name in sorted(name for name in subfolders if name in skipped or name.startswith(".")):
             subfolders.remove(name)
             passed_over.add("hidden or generated folders", f"{prefix}{name}")
+        if _is_prepared(folder, subfolders, names):
+            if relative == ".":
+                raise OSError("was made by `llmtrain prepare`: name its sources, or train on it as data.train.streams")
+            subfolders.clear()
+            passed_over.add("made by `llmtrain prepare`", relative)
+            continue
         if "dataset_dict.json" in names:
             names = []
             for name in [name for name in subfolders if name != "train" and "train" in subfolders]:
@@ -282,6 +290,12 @@ def _folder(
             else:
                 stat = os.stat(path)
                 yield SourceFile(path, f"{prefix}{name}", stat.st_size, stat.st_mtime_ns, True)
+
+
+def _is_prepared(folder: str, subfolders: list[str], names: list[str]) -> bool:
+    """True for a folder of shards, and for one in which they are being made."""
+    begun = "manifest.json" in names or folder.endswith(".partial")
+    return begun and {"partitions", "tokenizer", "train"} <= set(subfolders)
 
 
 def _saved_arrow(folder: str, names: list[str]) -> set[str] | None:

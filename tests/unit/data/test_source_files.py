@@ -49,6 +49,21 @@ def test_a_folder_gives_its_text_by_name_without_hidden_and_cached_files(tmp_pat
     ]
 
 
+def test_what_prepare_made_is_no_source(tmp_path):
+    """Its tokenizer and its records are files of JSON; a killed `prepare texts --out texts/data` leaves data.partial."""
+    (tmp_path / "a.txt").write_text("x")
+    for folder in ("data", "killed.partial"):
+        for name in ("tokenizer/tokenizer.json", "partitions/ab.json", "train/index.json"):
+            (tmp_path / folder / name).parent.mkdir(parents=True)
+            (tmp_path / folder / name).write_text("{}")
+    (tmp_path / "data/manifest.json").write_text("{}")
+    left_out = PassedOver()
+    assert [file.name for file in list_files([str(tmp_path)], left_out)] == ["a.txt"]
+    assert left_out.lines() == ["2 made by `llmtrain prepare`: data, killed.partial"]
+    with pytest.raises(PrepareError, match="data: was made by `llmtrain prepare`: name its sources"):
+        list_files([str(tmp_path / "data")])
+
+
 def test_every_missing_source_is_named_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(PrepareError) as error:
