@@ -417,7 +417,7 @@ def test_what_would_fail_later_is_refused_by_name(check, case):
         Path(folder).mkdir()
     Path("gone").symlink_to("nowhere")
     Path("texts/a.txt").write_text("word " * 20_000)
-    Path("made/manifest.json").write_text('{"inputs": {"vocab_size": 300, "seq_len": 256}}')
+    Path("made/manifest.json").write_text('{"inputs": {"vocab_size": 300, "seq_len": 256, "compression": "none"}}')
     Path("big.json").write_text(json.dumps({"model": {"vocab": {f"t{i}": i for i in range(900)}}}))
     override, path, message = REFUSED[case]
     start = time.process_time()
