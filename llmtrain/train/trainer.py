@@ -30,11 +30,11 @@ class StepTrainer(Trainer):
         self._group = group
         self._losses: dict[str, float] = {}
 
-    def _train_batch(self, use_grad_scaling: bool) -> dict[str, Tensor]:
-        """Nothing, for which Composer would wait. Losses are logged here."""
+    def _train_batch(self, use_grad_scaling: bool) -> Any:
+        """None, for Composer would wait for losses. They are logged, and told to callbacks, here."""
         super()._train_batch(use_grad_scaling)
+        self.state.total_loss_dict = self._losses
         self.logger.log_metrics(self._losses)
-        return {}
 
     def _train_microbatches(
         self, microbatches: Sequence[Any], total_loss_dict: dict[str, Tensor], ddp_sync: bool = True
