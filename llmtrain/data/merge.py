@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from llmtrain.schema.data import PrepareConfig
 
 TEXT_KEEPERS = 16
 """Number of partitions, the first, of which the held-out text is kept for the baseline of xz."""
+_ROUNDING = 1e-9
+"""Of sums of shares, relative: one of a hundred equal records is 1 %."""
 RESTS = "rests"
 """Name of the shards of what is left over in the partitions."""
 
@@ -125,17 +128,14 @@ def _keep_only(folder: Path, entries: list[dict[str, Any]]) -> None:
                 os.unlink(file.path)
 
 
-def refuse_bad(reports: Sequence[PartitionReport], done: int, total: int, max_bad: float) -> None:
-    """Raise PrepareError if more than `max_bad` of the text could not be read. done: stored bytes of the reports' partitions;
-    total: those of all sources.
+def refuse_bad(reports: Sequence[PartitionReport], total: int, max_bad: float) -> None:
+    """Raise PrepareError if more than `max_bad` of the text could not be read. total: stored bytes of all sources.
 
-    What is set aside whole counts by its stored bytes, as text and compressed text have no measure in common; a record, by its
-    share of the text that was read.
+    All counts by stored bytes, as text and compressed text have no other measure in common: what is set aside whole by its own, a
+    record by its share of its slice's.
     """
-    aside = sum(report.aside_bytes for report in reports)
-    records, read = (sum(getattr(report, name) for report in reports) for name in ("bad_bytes", "read_bytes"))
-    lost = (aside + (done - aside) * records / max(records + read, 1)) / max(total, 1)
-    if lost <= max_bad:
+    lost = math.fsum(report.aside_bytes + report.bad_bytes for report in reports) / max(total, 1)
+    if lost <= max_bad * (1 + _ROUNDING):
         return
     count = sum(report.bad_count for report in reports)
     raise PrepareError(

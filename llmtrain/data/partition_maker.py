@@ -126,7 +126,9 @@ class _Attempt:
         """Number of the slice that each of `pieces` is from."""
         self.characters = self.read_bytes = 0
         self.bad: list[BadRecord] = []
-        self.bad_count = self.bad_bytes = self.aside_bytes = self.passed_over = 0
+        self.bad_count = self.aside_bytes = self.passed_over = 0
+        self.bad_bytes = 0.0
+        self._bad_weight = 0  # of the slice that is read
         names = SPLITS if settings.validation_fraction > 0 else SPLITS[:1]
         self.recorder = DocumentRecorder(names)
         self.writers = {
@@ -168,6 +170,7 @@ class _Attempt:
         first, found, written = len(self.pieces), [], False
         before = self.left, self.characters
         document, copies, copied = 0, 0, []
+        weight = self._bad_weight = 0
         try:
             told = functools.partial(self.recorder.tell, self._slice)
             for item in read_pieces(part, self.settings.text_key, told):
@@ -175,6 +178,7 @@ class _Attempt:
                     self._stop_at(item)
                     found.append(item) if len(found) < NAMED_BAD_RECORDS else self._count(item)
                     continue
+                weight += item.weight
                 begun = document
                 document += len(item.texts) if item.ends else 0
                 if self.left_out:
@@ -199,9 +203,11 @@ class _Attempt:
                 raise _ReadAgain from error
             del self.pieces[first:], self.origins[first:]
             self.left, self.characters = before
-            found, copies, copied = [error.bad], 0, []
+            found, copies, copied, self._bad_weight = [error.bad], 0, [], 0
         for bad in found:
             self._note(bad)
+        if self._bad_weight:
+            self.bad_bytes += (part.end - part.begin) * self._bad_weight / (self._bad_weight + weight)
         self._leave_out(copies, copied)
 
     def _without_copies(self, item: Pieces, begun: int) -> tuple[Pieces, list[str]]:
@@ -264,8 +270,8 @@ class _Attempt:
     def _count(self, bad: BadRecord) -> None:
         if bad.fatal:
             self.bad_count += 1
-            self.aside_bytes += bad.nbytes * bad.is_slice
-            self.bad_bytes += bad.nbytes * (not bad.is_slice)
+            self.aside_bytes += bad.nbytes
+            self._bad_weight += bad.weight
         else:
             self.passed_over += 1
 

@@ -37,8 +37,8 @@ class PartitionReport:
     read_bytes: int
     """UTF-8 bytes of text that was read."""
     keeps_text: bool
-    bad_bytes: int = 0
-    """Of records that could not be read."""
+    bad_bytes: float = 0
+    """Of records that could not be read: their share, by weight, of the stored bytes of their slices."""
     aside_bytes: int = 0
     """Of slices that were set aside, as stored."""
     bad_count: int = 0

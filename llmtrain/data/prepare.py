@@ -304,8 +304,8 @@ class _Work:
                 assert report is not None
                 made[todo[at]] = report
                 if report.bad_count:
-                    self._refuse_bad(tasks, made)
-        self._refuse_bad(tasks, made)  # what was made before may have been allowed more
+                    self._refuse_bad(made)
+        self._refuse_bad(made)  # what was made before may have been allowed more
         before = sum(made[number].read_bytes for number in range(last))
         reports = [made[number] for number in range(last + 1)]
         if self.config.max_bytes is not None and last and before + reports[-1].read_bytes > self.config.max_bytes:
@@ -350,10 +350,9 @@ class _Work:
     def _serves(self, report: PartitionReport, task: Task) -> bool:
         return report.keeps_text >= task.keeps_text and not (report.bad_count and stops_at_bad(self.config))
 
-    def _refuse_bad(self, tasks: list[Task], made: dict[int, PartitionReport]) -> None:
+    def _refuse_bad(self, made: dict[int, PartitionReport]) -> None:
         if not self.config.skip_bad_records:
-            done = sum(tasks[number].partition.stored_bytes for number in made)
-            refuse_bad(list(made.values()), done, self.total, self.config.max_bad)
+            refuse_bad(list(made.values()), self.total, self.config.max_bad)
 
     def _results(
         self, tasks: list[Task], settings: MakeSettings, bar: ByteBar

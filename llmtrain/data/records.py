@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
 
 from llmtrain.data.compression import DAMAGES, decompress
 from llmtrain.data.formats import Format, NoSuchColumn, NotText, plain_name, sniff
@@ -49,6 +49,7 @@ class Pieces(NamedTuple):
     """Pieces of documents that follow one another in a slice: records, each a document, or one piece of a text.
 
     records: the number of each, as in DocumentPiece; places: the byte or row of each; None for a text, which has the file's name.
+    weight: of all records that were read for them; see BadRecord.
     """
 
     file: str
@@ -57,6 +58,7 @@ class Pieces(NamedTuple):
     places: list[int] | None
     begins: bool = True
     ends: bool = True
+    weight: int = 0
 
     def name(self, number: int) -> str:
         """Name of a piece's document."""
@@ -75,15 +77,16 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that could not be read. where: file:line (or the file); why: a phrase; nbytes: what is lost."""
+    """A record, or all of a slice, that could not be read. where: file:line (or the file); why: a phrase."""
 
     where: str
     why: str
     fatal: bool = True
     """False for a file found in a folder that turned out not to be text: always passed over and named."""
     nbytes: int = 0
-    is_slice: bool = False
-    """True for all of a slice; `nbytes` are then as stored, which may be compressed, and else of text."""
+    """Of a slice, as stored."""
+    weight: int = 0
+    """Of a record beside the others of its slice: bytes of a line of JSON, all fields counted; 1 in a table or an array."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
@@ -94,7 +97,7 @@ class SetAside(Exception):
 
     def __init__(self, bad: BadRecord) -> None:
         super().__init__(str(bad))
-        self.bad = replace(bad, is_slice=True)
+        self.bad = bad
 
 
 def whole(file: SourceFile) -> Slice:
@@ -181,24 +184,21 @@ def _rows(source: _Source) -> Iterator[Pieces | BadRecord]:
     part, kind = source.part, source.format.kind
     texts: list[str] = []
     numbers: list[int] = []
-    characters = 0
+    characters = weight = 0
     for row, value in tables.READERS[kind](source.stream, part.begin, part.end, source.text_key, part.file.name):
         text, fault = ("", value) if isinstance(value, tables.Fault) else extract_text(value, source.text_key)
+        weight += not fault
         if text:
             texts.append(text)
             numbers.append(row)
             characters += len(text)
         if texts and (fault or characters >= BLOCK_BYTES):
-            yield Pieces(source.name, texts, numbers, numbers)
-            texts, numbers, characters = [], [], 0
+            yield Pieces(source.name, texts, numbers, numbers, weight=weight)
+            texts, numbers, characters, weight = [], [], 0, 0
         if fault:
-            yield BadRecord(f"{part.file.path}: record {row + 1}", fault, nbytes=_length(value))
+            yield BadRecord(f"{part.file.path}: record {row + 1}", fault, weight=1)
     if texts:
-        yield Pieces(source.name, texts, numbers, numbers)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (bytes, str)) else len(str(value))
+        yield Pieces(source.name, texts, numbers, numbers, weight=weight)
 
 
 def _lines(source: _Source, block: int, longest: int = -1) -> Iterator[tuple[bytes, int, bool]]:
@@ -277,7 +277,7 @@ def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
     path, key, first, number = source.part.file.path, source.text_key, None, 0
     for data, at, _ in _lines(source, min(_RECORD_BLOCK, BLOCK_BYTES)):
         texts, records, places = [], [], []
-        begin, size, whole = 0, len(data), memoryview(data)
+        begin, told, size, whole = 0, 0, len(data), memoryview(data)
         while begin < size:
             end = data.find(b"\n", begin)  # not splitlines(): only \n separates records
             end = size if end < 0 else end
@@ -289,15 +289,16 @@ def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
                 places.append(at + begin)
             elif fault:
                 if texts:
-                    yield Pieces(source.name, texts, records, places)
+                    yield Pieces(source.name, texts, records, places, weight=begin - told)
                     texts, records, places = [], [], []
+                told = end + 1
                 first = first or _line_at(source, source.part.begin)
-                yield BadRecord(f"{path}:{first + number}", fault, nbytes=end - begin)
+                yield BadRecord(f"{path}:{first + number}", fault, weight=told - begin)
             number += 1
             begin = end + 1
         source.lines = number
         if texts:
-            yield Pieces(source.name, texts, records, places)
+            yield Pieces(source.name, texts, records, places, weight=begin - told)
 
 
 def _line_at(source: _Source, offset: int) -> int:

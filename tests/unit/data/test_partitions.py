@@ -302,6 +302,25 @@ def test_a_damaged_archive_counts_by_its_share_of_what_is_stored(corpus, with_to
     assert prepare(with_tokenizer(folder, max_bad=0.11), progress=False).manifest["skipped"]["count"] == 1
 
 
+def _of_equal_records(kind: str, bad: int) -> bytes:
+    """A hundred records of equal size, with far more of other fields than of text; one of them has no text."""
+    if kind == "csv":
+        rows = [f"{i:03} short text here,{'u' * 2000}" + ",more" * (i == bad) for i in range(100)]
+        return "\n".join(["text,meta", *rows]).encode()
+    lines = [json.dumps({"txt_" if i == bad else "text": f"{i:03} short", "meta": "u" * 2000}) for i in range(100)]
+    return gzip.compress("\n".join(lines).encode()) if kind == "jsonl.gz" else "\n".join(lines).encode()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv"])
+@pytest.mark.parametrize("bad", [4, 99])
+def test_one_of_a_hundred_equal_records_is_one_percent(with_tokenizer, tmp_path, kind, bad):
+    (tmp_path / f"records.{kind}").write_bytes(_of_equal_records(kind, bad))
+    source = tmp_path / f"records.{kind}"
+    with pytest.raises(PrepareError, match=r"1 unreadable .* are 1\.000% of the text; max_bad allows 0\.990%"):
+        prepare(with_tokenizer(source, max_bad=0.0099), progress=False)
+    assert prepare(with_tokenizer(source, max_bad="1%"), progress=False).manifest["skipped"]["count"] == 1
+
+
 @pytest.mark.parametrize(("written", "meant"), [("0.1 %", 0.001), ("2%", 0.02), ("0.5", 0.5), (0.25, 0.25)])
 def test_max_bad_may_be_a_percentage(settings, written, meant):
     assert settings("x", max_bad=written).max_bad == meant
