@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import csv
-import io
 import json
 import os
 import re
@@ -59,8 +57,8 @@ def plain_name(name: str) -> str:
 def sniff(stream: BinaryIO, name: str, text_key: str, from_folder: bool) -> Format:
     """The format of a file, read from its beginning.
 
-    from_folder: found in a folder, not named: then JSON and CSV without the field `text_key` are texts, as settings and
-    tables of a source tree are. Raises NotText, and one of DAMAGES for a file that cannot be read.
+    from_folder: found in a folder, not named: then JSON without the field `text_key` is a text, as settings of a source tree are.
+    A file named as a table is always one. Raises NotText, and one of DAMAGES for a file that cannot be read.
     """
     head = stream.read(HEAD_BYTES)
     compression = compression_of(head)
@@ -107,7 +105,7 @@ def _kind(head: bytes, name: str, text_key: str, from_folder: bool) -> Kind:
     if extension in JSONL_EXTENSIONS:
         return "jsonl"
     text = head.removeprefix(codecs.BOM_UTF8)
-    if extension in CSV_EXTENSIONS and (not from_folder or text_key in csv_columns(text, extension)):
+    if extension in CSV_EXTENSIONS:
         return "csv"
     return _json_kind(text, extension, text_key, from_folder) or "text"
 
@@ -122,15 +120,6 @@ def _refuse_binary(head: bytes) -> None:
             raise NotText(f"not text: {what}")
     if head[257:262] == b"ustar":
         raise NotText("not text: a tar archive; unpack it")
-
-
-def csv_columns(head: bytes, extension: str) -> list[str]:
-    """The names in the first row."""
-    try:
-        rows = csv.reader(io.StringIO(head.decode("utf-8", "replace"), newline=""), delimiter=delimiter(extension))
-        return next(rows, [])
-    except csv.Error:
-        return []
 
 
 def delimiter(extension: str) -> str:

@@ -271,6 +271,9 @@ def _folder(
             subfolders.clear()
             passed_over.add("made by `llmtrain prepare`", relative)
             continue
+        for name in [name for name in subfolders if os.path.islink(os.path.join(folder, name))]:
+            subfolders.remove(name)
+            passed_over.add("links to folders (name one to read it)", f"{prefix}{name}")
         if "dataset_dict.json" in names:
             names = []
             for name in [name for name in subfolders if name != "train" and "train" in subfolders]:

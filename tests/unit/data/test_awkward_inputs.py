@@ -308,6 +308,15 @@ def test_rows_of_tables_are_set_aside_alone(write):
     assert texts == ["a", "c"] and str(bad).endswith("a.csv: record 2: it has 1 columns, the first row 2")
 
 
+@pytest.mark.parametrize("name", ["a.csv", "folder/a.csv", "folder/a.tsv.gz"])
+def test_a_table_without_the_column_is_an_error_in_a_folder_too(write, name):
+    between = "\t" if "tsv" in name else ","
+    content = f"id{between}body\n1{between}x\n".encode()
+    texts, [bad] = read(write(name, gzip.compress(content) if name.endswith("gz") else content))
+    assert texts == [] and bad.fatal
+    assert "it has no column 'text' (columns: id, body); name another with text_key" in str(bad)
+
+
 def test_the_row_groups_of_slices_are_those_of_the_file(write, monkeypatch):
     path = write("a.parquet", parquet(pa.array([f"row {i}" for i in range(40)])))
     [file] = list_files([str(path)])

@@ -49,6 +49,18 @@ def test_a_folder_gives_its_text_by_name_without_hidden_and_cached_files(tmp_pat
     ]
 
 
+def test_links_to_folders_are_named_and_not_followed(tmp_path):
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("texts/deep/a.txt", "elsewhere/b.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "texts/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts/deep/up").symlink_to(tmp_path / "texts")
+    left_out = PassedOver()
+    assert [file.name for file in list_files([str(tmp_path / "texts")], left_out)] == ["deep/a.txt"]
+    assert left_out.lines() == ["2 links to folders (name one to read it): link, deep/up"]
+
+
 def test_what_prepare_made_is_no_source(tmp_path):
     """Its tokenizer and its records are files of JSON; a killed `prepare texts --out texts/data` leaves data.partial."""
     (tmp_path / "a.txt").write_text("x")
