@@ -351,10 +351,14 @@ def test_a_folder_of_the_earlier_format_is_used_as_it_is(corpus, settings):
     assert prepare(settings(corpus), progress=False).reused
 
 
-def test_a_folder_inside_of_its_source_is_refused(corpus, settings):
-    prepare(settings(corpus, out=str(corpus / "out")), progress=False)
+def test_a_folder_that_holds_its_source_is_refused(corpus, settings):
     with pytest.raises(PrepareError, match="lies inside a source"):
-        prepare(settings(corpus, out=str(corpus / "out")), progress=False, overwrite=True)
+        prepare(settings(corpus, out=str(corpus)), progress=False, overwrite=True)
+
+
+def test_a_folder_inside_of_its_source_is_no_part_of_it(corpus, settings):
+    prepare(settings(corpus, out=str(corpus / "out")), progress=False)
+    assert prepare(settings(corpus, out=str(corpus / "out")), progress=False).reused
 
 
 def test_the_command_takes_shares_and_parts(small, records, tmp_path, capsys):
