@@ -94,7 +94,10 @@ def add_prepare(commands) -> None:
     bad = sub.add_mutually_exclusive_group()
     bad.add_argument("--skip-bad-records", action="store_true", help="name and skip all that cannot be read")
     bad.add_argument(
-        "--max-bad", type=_share, default=0.0, metavar="X", help="skip as much: 0.1%% or 0.001 of the text (default 0)"
+        "--max-bad",
+        type=_share,
+        metavar="X",
+        help="skip as much: 0.1%% or 0.001 of the text (default 0, but a tenth of files in folders that are not UTF-8)",
     )
     sub.add_argument("--overwrite", action="store_true", help="replace shards made from other sources or settings")
     several = sub.add_mutually_exclusive_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmtrain.data.dedup import DocumentHashes, position
-from llmtrain.data.partition_maker import PartitionMaker, refuse_changed, unreadable
+from llmtrain.data.partition_maker import PartitionMaker, refuse_changed
 from llmtrain.data.partition_report import REPORTS
 from llmtrain.data.partitions import Partition
 from llmtrain.data.records import BadRecord, SetAside, Slice, read_slice
@@ -17,7 +17,7 @@ def hash_documents(maker: PartitionMaker, partition: Partition) -> None:
 
     Raises PrepareError at what cannot be read, where the settings say so.
     """
-    hashes, stop_at_bad = DocumentHashes(), maker.settings.stop_at_bad
+    hashes = DocumentHashes()
     for number, part in enumerate(partition.slices):
         mark = hashes.mark()
         try:
@@ -26,8 +26,7 @@ def hash_documents(maker: PartitionMaker, partition: Partition) -> None:
             else:
                 _hash_texts(maker, hashes, number, part)
         except SetAside as error:
-            if error.bad.fatal and stop_at_bad:
-                raise unreadable(error.bad) from error
+            maker.settings.refuse(error.bad)
             hashes.back_to(mark)
         refuse_changed(part)
         maker.advance(part.end - part.begin)
@@ -38,8 +37,7 @@ def _hash_texts(maker: PartitionMaker, hashes: DocumentHashes, number: int, part
     document, is_open = 0, False
     for item in read_slice(part, maker.settings.text_key):
         if isinstance(item, BadRecord):
-            if item.fatal and maker.settings.stop_at_bad:
-                raise unreadable(item)
+            maker.settings.refuse(item)
             continue
         hashes.add_text(item.text)
         is_open = not item.ends

@@ -134,10 +134,10 @@ def refuse_bad(reports: Sequence[PartitionReport], total: int, max_bad: float) -
     All counts by stored bytes, as text and compressed text have no other measure in common: what is set aside whole by its own, a
     record by its share of its slice's.
     """
-    lost = math.fsum(report.aside_bytes + report.bad_bytes for report in reports) / max(total, 1)
+    lost = math.fsum(r.aside_bytes + r.passed_over_bytes + r.bad_bytes for r in reports) / max(total, 1)
     if lost <= max_bad * (1 + _ROUNDING):
         return
-    count = sum(report.bad_count for report in reports)
+    count = sum(report.bad_count + report.passed_over_count for report in reports)
     raise PrepareError(
         f"{count:,} unreadable files or records are {lost:.3%} of the text; max_bad allows {max_bad:.3%}:\n  {_named(reports)}\n"
         "mend them, or raise max_bad (--max-bad); what is finished is kept"

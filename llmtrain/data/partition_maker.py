@@ -58,8 +58,15 @@ class MakeSettings:
     validation_fraction: float
     stop_at_bad: bool
     """Raise PrepareError at the first record that cannot be read."""
+    stop_at_no_text: bool = False
+    """The same at a file found in a folder that is not text."""
     store: StoredFolder | None = None
     """Gets each partition that is finished."""
+
+    def refuse(self, bad: BadRecord) -> None:
+        """Raise PrepareError for what is not to be set aside."""
+        if self.stop_at_bad if bad.fatal else self.stop_at_no_text:
+            raise unreadable(bad)
 
 
 class _ReadAgain(Exception):
@@ -126,7 +133,7 @@ class _Attempt:
         """Number of the slice that each of `pieces` is from."""
         self.characters = self.read_bytes = 0
         self.bad: list[BadRecord] = []
-        self.bad_count = self.aside_bytes = self.passed_over = 0
+        self.bad_count = self.aside_bytes = self.passed_over = self.passed_over_bytes = 0
         self.bad_bytes = 0.0
         self._bad_weight = 0  # of the slice that is read
         names = SPLITS if settings.validation_fraction > 0 else SPLITS[:1]
@@ -175,7 +182,7 @@ class _Attempt:
             told = functools.partial(self.recorder.tell, self._slice)
             for item in read_pieces(part, self.settings.text_key, told):
                 if isinstance(item, BadRecord):
-                    self._stop_at(item)
+                    self.settings.refuse(item)
                     found.append(item) if len(found) < NAMED_BAD_RECORDS else self._count(item)
                     continue
                 weight += item.weight
@@ -197,7 +204,7 @@ class _Attempt:
                     self._encode()
                     first, written = 0, True
         except SetAside as error:
-            self._stop_at(error.bad)
+            self.settings.refuse(error.bad)
             aside[part] = error.bad
             if written:
                 raise _ReadAgain from error
@@ -255,12 +262,8 @@ class _Attempt:
                 if self.left is not None and self.left <= 0:
                     break
         except SetAside as error:
-            self._stop_at(error.bad)
+            self.settings.refuse(error.bad)
             self._note(error.bad)
-
-    def _stop_at(self, bad: BadRecord) -> None:
-        if bad.fatal and self.settings.stop_at_bad:
-            raise unreadable(bad)
 
     def _note(self, bad: BadRecord) -> None:
         self._count(bad)
@@ -274,6 +277,7 @@ class _Attempt:
             self._bad_weight += bad.weight
         else:
             self.passed_over += 1
+            self.passed_over_bytes += bad.nbytes
 
     def _encode(self) -> None:
         if not self.pieces:
@@ -326,6 +330,7 @@ class _Attempt:
             bad_count=self.bad_count,
             bad=[str(bad) for bad in self.bad],
             passed_over_count=self.passed_over,
+            passed_over_bytes=self.passed_over_bytes,
             duplicate_count=self.duplicate_count,
             duplicates=self.duplicates,
         )

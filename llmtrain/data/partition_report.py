@@ -44,6 +44,8 @@ class PartitionReport:
     bad_count: int = 0
     bad: list[str] = field(default_factory=list)
     passed_over_count: int = 0
+    passed_over_bytes: int = 0
+    """Of files found in a folder that are not text, as stored."""
     duplicate_count: int = 0
     duplicates: list[str] = field(default_factory=list)
     """Names of the first of them."""

@@ -44,7 +44,7 @@ from llmtrain.data.prepared_folder import (
 )
 from llmtrain.data.ray_engine import make_partitions_on_ray
 from llmtrain.data.source_files import PassedOver, PrepareError, list_files, named_twice
-from llmtrain.data.source_sample import proof_texts, stops_at_bad, training_texts
+from llmtrain.data.source_sample import proof_texts, refuse_no_text, stops_at_bad, stops_at_no_text, training_texts
 from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from llmtrain.data.workers import Task, available_cores, make_partitions
@@ -303,7 +303,7 @@ class _Work:
                 at, report = next(results)
                 assert report is not None
                 made[todo[at]] = report
-                if report.bad_count:
+                if report.bad_count or report.passed_over_count:
                     self._refuse_bad(made)
         self._refuse_bad(made)  # what was made before may have been allowed more
         before = sum(made[number].read_bytes for number in range(last))
@@ -348,11 +348,19 @@ class _Work:
         return None
 
     def _serves(self, report: PartitionReport, task: Task) -> bool:
-        return report.keeps_text >= task.keeps_text and not (report.bad_count and stops_at_bad(self.config))
+        refused = (report.bad_count and stops_at_bad(self.config)) or (
+            report.passed_over_count and stops_at_no_text(self.config)
+        )
+        return report.keeps_text >= task.keeps_text and not refused
 
     def _refuse_bad(self, made: dict[int, PartitionReport]) -> None:
         if not self.config.skip_bad_records:
-            refuse_bad(list(made.values()), self.total, self.config.max_bad)
+            reports = [made[number] for number in sorted(made)]
+            if self.config.max_bad is None:
+                count, lost = (sum(getattr(r, f"passed_over_{of}") for r in reports) for of in ("count", "bytes"))
+                refuse_no_text(self.files, count, lost, [name for report in reports for name in report.bad])
+            else:
+                refuse_bad(reports, self.total, self.config.max_bad)
 
     def _results(
         self, tasks: list[Task], settings: MakeSettings, bar: ByteBar
@@ -393,6 +401,7 @@ class _Work:
             seed=config.seed,
             validation_fraction=config.validation_fraction,
             stop_at_bad=stops_at_bad(config),
+            stop_at_no_text=stops_at_no_text(config),
             store=self.store,
         )
 

@@ -82,7 +82,7 @@ class BadRecord:
     where: str
     why: str
     fatal: bool = True
-    """False for a file found in a folder that turned out not to be text: always passed over and named."""
+    """False for a file found in a folder that turned out not to be text: passed over and named, unless max_bad is given."""
     nbytes: int = 0
     """Of a slice, as stored."""
     weight: int = 0

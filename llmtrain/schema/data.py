@@ -92,9 +92,10 @@ class PrepareConfig(Section):
     """Leave out every document whose text equals that of an earlier one, in the order of the sources. All text is read twice."""
     skip_bad_records: bool = False
     """Name and skip all records that cannot be read, rather than stop at the first."""
-    max_bad: Share = free(0.0)
+    max_bad: Share | None = free(None)
     """Share of the text, such as `0.1 %`, that may be set aside because it cannot be read; damaged files and records are named
-    and counted. 0: stop at the first."""
+    and counted, and files of a folder that are not UTF-8 with them. 0: stop at the first. Default: stop at the first that is
+    damaged; files of a folder that are not UTF-8 are passed over, up to a tenth of what is found in folders."""
     seed: Seed = 17
     """Seed of the split into training and validation."""
     workers: Processes | None = free(None)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from llmtrain.data import partitions, prepared_folder
 from llmtrain.data import prepare as prepare_module
 from llmtrain.data.packing import is_held_out
-from llmtrain.data.prepare import PrepareError, prepare
+from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
 from llmtrain.data.prepared_folder import MANIFEST, lock_folder
 from llmtrain.data.tokenizer import TokenizerError, load_tokenizer, train_bpe
 from tests.support.prepared import digests, documents, stored_samples
@@ -184,6 +184,45 @@ def test_undecodable_files_of_a_folder_are_skipped_and_named_but_not_a_named_fil
     assert result.manifest["skipped"]["first"] == [f"{bad}:2: not UTF-8: invalid start byte at byte 5"]
     with pytest.raises(PrepareError, match=r"99.txt:2: not UTF-8"):
         prepare(settings("", sources=[str(corpus), str(bad)], out=str(corpus.parent / "other")), progress=False)
+
+
+def _in_latin_1(corpus: Path, count: int) -> None:
+    for file in sorted(corpus.rglob("*.txt"))[:count]:
+        file.write_bytes(b"na\xefve " * (file.stat().st_size // 6))
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+@pytest.mark.parametrize("count", [8, 40])
+def test_more_than_a_tenth_of_a_folder_in_another_encoding_is_an_error(
+    corpus, settings, tmp_path, count, with_tokenizer
+):
+    changes = {}
+    if with_tokenizer:
+        train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
+        changes = {"vocab_size": None, "tokenizer": str(tmp_path / "tokenizer")}
+    _in_latin_1(corpus, count)
+    said = rf"{count} files that are not UTF-8 text are \d+\.\d% of .*up to 10% .*:\n(  .*/\d+.txt:1: not UTF-8.*\n){{3}}  \.\.\.\n"
+    with pytest.raises(PrepareError, match=said + ".*iconv.*--max-bad"):
+        prepare(settings(corpus, **changes), progress=False)
+
+
+def test_files_in_another_encoding_count_against_max_bad_where_it_is_given(corpus, settings):
+    _in_latin_1(corpus, 2)
+    assert prepare(settings(corpus, out=f"{corpus}.1"), progress=False).manifest["skipped"]["count"] == 2
+    with pytest.raises(PrepareError, match=r"01.txt:1: not UTF-8: .*\nmend it"):
+        prepare(settings(corpus, max_bad=0), progress=False)
+    with pytest.raises(PrepareError, match=r"2 unreadable files or records are \d\.\d+% .* allows 1\.000%"):
+        prepare(settings(corpus, max_bad=0.01), progress=False)
+    assert prepare(settings(corpus, max_bad=0.5), progress=False).manifest["skipped"]["count"] == 2
+
+
+def test_what_was_passed_over_before_is_refused_by_a_later_max_bad_of_0(corpus, settings, tmp_path):
+    _in_latin_1(corpus, 2)
+    train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
+    changes = {"vocab_size": None, "tokenizer": str(tmp_path / "tokenizer")}
+    prepare_part(settings(corpus, **changes), Part(1, 1), progress=False)
+    with pytest.raises(PrepareError, match=r"01.txt:1: not UTF-8"):
+        prepare(settings(corpus, max_bad=0, **changes), progress=False)
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
