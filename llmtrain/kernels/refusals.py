@@ -12,9 +12,9 @@ _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
     """Reason that holds for all of our Triton kernels."""
     if dtype not in _TRITON_DTYPES:
-        return f"our Triton kernels take {', '.join(_TRITON_DTYPES)}, not {dtype}; use reference"
+        return f"our Triton kernels take {', '.join(_TRITON_DTYPES)}, not {dtype}"
     if platform is not None and platform.vendor == "cpu":
-        return "our Triton kernels need a GPU; use reference"
+        return "our Triton kernels need a GPU"
     if platform is not None:
         from llmtrain.kernels import tuning  # here: without a platform, as in `llmtrain check`, no table is read
 
@@ -46,7 +46,7 @@ def refuse_package(packages: tuple[str, ...], install: str, platform: Platform |
     if platform is None:
         return None
     if platform.vendor == "cpu":
-        return f"{packages[0]} needs a GPU; use reference"
+        return f"{packages[0]} needs a GPU"
     for name in packages:
         if not _installed(name):
             return f"{name} is not installed: pip install {install}"

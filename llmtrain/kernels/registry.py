@@ -41,7 +41,7 @@ class Backend:
 
     name: `family` or `family:variant`.
     module: imported only when the backend is built.
-    refusal: (spec, platform) -> why it cannot serve and what to change, or None (of a reference always).
+    refusal: (spec, platform) -> why it cannot serve, or None (of a reference always); `refusal` below adds those that can.
         platform=None asks only for reasons that hold on every machine.
     saved_ops: names of its operators whose outputs selective checkpointing keeps, since they are costly to compute and
         cheap to keep. As str() of a torch operator, without importing torch.

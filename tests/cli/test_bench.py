@@ -24,7 +24,7 @@ def test_doctor_says_what_serves_and_tests_it(capsys):
     assert status == 0, out
     lines = [line.split() for line in out.splitlines()]
     assert ["vendor", "cpu"] in lines and ["torch", torch.__version__.split("+")[0]] in [line[:2] for line in lines]
-    assert "our Triton kernels need a GPU; use reference" in out
+    assert "our Triton kernels need a GPU" in out
     passed = [line for line in lines if "pass," in line]
     assert {line[0] for line in passed} >= {"attention", "ssd", "conv1d"}
     assert "sdpa:cpu" in next(line for line in passed if "auto" in line)

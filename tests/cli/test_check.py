@@ -121,14 +121,14 @@ MISTAKES = {
         "n_heads: 4, backend: sdpa:flash,",
         "model.blocks.a.backend",
         8,
-        "flash kernel has no ALiBi; use flex or reference",
+        "flash kernel has no ALiBi",
     ),
     "backend that sees across documents": (
         "position: {type: alibi}, mlp: {type: gelu, d_ff: 256}}\n  layers: m*2 (m a)*2\ndata:\n",
         "backend: sdpa, mlp: {type: gelu, d_ff: 256}}\n  layers: m*2 (m a)*2\ndata:\n  mask_documents: true\n",
         "model.blocks.a.backend",
         8,
-        "no document mask; use flex or reference",
+        "no document mask",
     ),
     "unknown block type": ("mamba2", "mamba", "model.blocks.m.type", 7, "'mamba': unknown type; did you mean mamba2?"),
     "block that is not defined": (

@@ -1,6 +1,6 @@
 """Specification of an attention operation, and the backends that can serve it. No torch here.
 
-A refusal is a sentence that says why a backend cannot serve and what to change. With `platform=None`
+A refusal says why a backend cannot serve, and names no other: registry.refusal adds those that can. With `platform=None`
 only reasons that hold on every machine are given.
 """
 
@@ -105,7 +105,7 @@ def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | 
     if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-3", spec):
         return reason
     if platform is not None and platform.arch != "sm90":
-        return f"FlashAttention-3 runs on Hopper (sm90) only, not {platform.arch}; use sdpa:flash"
+        return f"FlashAttention-3 runs on Hopper (sm90) only, not {platform.arch}"
     return refusals.refuse_package(("flash_attn_interface",), _FLASH3, platform)
 
 
@@ -113,9 +113,9 @@ def refuse_sdpa_flash4(spec: AttentionSpec, platform: Platform | None) -> str | 
     if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-4", spec):
         return reason
     if platform is not None and (platform.vendor != "nvidia" or platform.arch[:-1] not in ("sm9", "sm10")):
-        return f"FlashAttention-4 runs on Hopper and data-center Blackwell (sm90, sm100), not {platform.arch}; use sdpa:flash"
+        return f"FlashAttention-4 runs on Hopper and data-center Blackwell (sm90, sm100), not {platform.arch}"
     if platform is not None and platform.arch != "sm90" and 128 < spec.head_dim < 256:
-        return f"FlashAttention-4 takes a head_dim up to 128, or 256, on Blackwell, not {spec.head_dim}; use sdpa:flash"
+        return f"FlashAttention-4 takes a head_dim up to 128, or 256, on Blackwell, not {spec.head_dim}"
     return refusals.refuse_package(("flash_attn.cute",), "flash-attn-4", platform)
 
 
@@ -123,7 +123,7 @@ def refuse_sdpa_cudnn(spec: AttentionSpec, platform: Platform | None) -> str | N
     if reason := _refuse_fused("cuDNN", spec):
         return reason
     if platform is not None and platform.vendor == "amd":
-        return "cuDNN runs on NVIDIA GPUs only; use sdpa:flash"
+        return "cuDNN runs on NVIDIA GPUs only"
     return _refuse_platform("cuDNN", spec, platform, max_head_dim=128)
 
 
@@ -131,9 +131,9 @@ def refuse_sdpa_efficient(spec: AttentionSpec, platform: Platform | None) -> str
     if reason := _refuse_sdpa(spec):
         return reason
     if platform is not None and platform.vendor == "cpu":
-        return "memory-efficient attention needs a GPU; use sdpa"
+        return "memory-efficient attention needs a GPU"
     if spec.head_dim % 8:
-        return f"memory-efficient attention needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
+        return f"memory-efficient attention needs a head_dim divisible by 8, not {spec.head_dim}"
     return None
 
 
@@ -141,15 +141,15 @@ def refuse_sdpa_cpu(spec: AttentionSpec, platform: Platform | None) -> str | Non
     if reason := _refuse_sdpa(spec):
         return reason
     if platform is not None and platform.vendor != "cpu":
-        return "runs on CPUs only; use sdpa:flash"
+        return "runs on CPUs only"
     return None
 
 
 def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
     if spec.head_dim < 16:
-        return f"FlexAttention needs head_dim >= 16, not {spec.head_dim}; use reference"
+        return f"FlexAttention needs head_dim >= 16, not {spec.head_dim}"
     if platform is not None and platform.vendor == "cpu":
-        return "FlexAttention has no backward pass on CPUs; use auto or reference"
+        return "FlexAttention has no backward pass on CPUs"
     return None
 
 
@@ -157,20 +157,18 @@ def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """PyTorch's FlashAttention-2 in its form for documents, which has windows too; `sdpa:flash` is the form without either."""
     lacks = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
     if lacks:
-        return f"PyTorch's varlen attention has no {' or '.join(lacks)}; use flex or reference"
+        return f"PyTorch's varlen attention has no {' or '.join(lacks)}"
     if reason := _refuse_last_queries("varlen", spec):
         return reason
     if spec.head_dim % 8:
-        return f"PyTorch's varlen attention needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
+        return f"PyTorch's varlen attention needs a head_dim divisible by 8, not {spec.head_dim}"
     return _refuse_platform("varlen", spec, platform, max_head_dim=256)
 
 
 def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """Reason that holds for our kernels on whole sequences and on one new token alike."""
     if spec.head_dim % 8 or spec.head_dim > 256:
-        return (
-            f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
-        )
+        return f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
     return refusals.refuse_triton(spec.dtype, platform)
 
 
@@ -180,7 +178,7 @@ def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> st
     if spec.lower_right and not replace(spec, softcap=None).only_causal:
         return (
             "the Triton kernel takes ALiBi, windows and documents of whole sequences, not of a part of the queries "
-            + ("(train.parallel.context); use flex")
+            "(train.parallel.context)"
         )
     return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
 
@@ -188,11 +186,11 @@ def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> st
 def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
     if spec.documents:
-        return "flash_attn is called with whole sequences, which keeps no documents apart; use flex or reference"
+        return "flash_attn is called with whole sequences, which keeps no documents apart"
     if reason := _refuse_last_queries("flash_attn", spec):
         return reason
     if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}; use reference"
+        return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"flash_attn takes bfloat16 or float16, not {spec.dtype}; use precision amp_bf16"
     return refusals.refuse_package(("flash_attn",), "flash-attn", platform)
@@ -220,7 +218,7 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:
     """Reason that holds for every kernel behind PyTorch's SDPA, even with a bias."""
     lacks = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
-    return lacks and f"PyTorch's SDPA has no {lacks}; use flex or reference"
+    return lacks and f"PyTorch's SDPA has no {lacks}"
 
 
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
@@ -236,25 +234,25 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
         if value is not None
     ]
     if lacks:
-        return f"SDPA's {kernel} kernel has no {' or '.join(lacks)}; use flex or reference"
+        return f"SDPA's {kernel} kernel has no {' or '.join(lacks)}"
     if spec.head_dim % 8:
-        return f"SDPA's {kernel} kernel needs a head_dim divisible by 8, not {spec.head_dim}; use reference"
+        return f"SDPA's {kernel} kernel needs a head_dim divisible by 8, not {spec.head_dim}"
     return None
 
 
 def _refuse_last_queries(kernel: str, spec: AttentionSpec) -> str | None:
     if not spec.lower_right:
         return None
-    return f"{kernel} is called with whole sequences, not a part of the queries (train.parallel.context); use auto"
+    return f"{kernel} is called with whole sequences, not a part of the queries (train.parallel.context)"
 
 
 def _refuse_platform(kernel: str, spec: AttentionSpec, platform: Platform | None, max_head_dim: int) -> str | None:
     if spec.head_dim > max_head_dim:
-        return f"SDPA's {kernel} kernel takes head_dim up to {max_head_dim}, not {spec.head_dim}; use auto"
+        return f"SDPA's {kernel} kernel takes head_dim up to {max_head_dim}, not {spec.head_dim}"
     if platform is None:
         return None
     if platform.vendor == "cpu":
-        return f"SDPA's {kernel} kernel needs a GPU; use sdpa"
+        return f"SDPA's {kernel} kernel needs a GPU"
     if spec.dtype not in ("bfloat16", "float16"):
-        return f"SDPA's {kernel} kernel needs bfloat16, not {spec.dtype}; use sdpa:efficient, or precision amp_bf16"
+        return f"SDPA's {kernel} kernel needs bfloat16, not {spec.dtype}; use precision amp_bf16"
     return None

@@ -25,12 +25,12 @@ class Conv1dSpec:
 
 
 def refuse_aten(spec: Conv1dSpec, platform: Platform | None) -> str | None:
-    return "F.conv1d keeps no documents apart; use reference" if spec.documents else None
+    return "F.conv1d keeps no documents apart" if spec.documents else None
 
 
 def refuse_triton_sequence(spec: Conv1dSpec, platform: Platform | None) -> str | None:
     if spec.width > 4:
-        return f"our Triton convolution takes a width up to 4, not {spec.width}; use reference"
+        return f"our Triton convolution takes a width up to 4, not {spec.width}"
     return refuse_triton(spec.dtype, platform)
 
 
@@ -38,7 +38,7 @@ def refuse_causal_conv1d(spec: Conv1dSpec, platform: Platform | None) -> str | N
     if not 2 <= spec.width <= 4 or spec.channels % 8:
         return (
             f"causal_conv1d takes a width of 2 to 4 and channels that are a multiple of 8, not {spec.width} and "
-            f"{spec.channels}; use reference"
+            f"{spec.channels}"
         )
     return refuse_package(("causal_conv1d", "causal_conv1d_cuda"), "causal-conv1d", platform)
 

@@ -42,17 +42,17 @@ class GatedDeltaSpec:
 
 def refuse_triton_chunks(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
     if spec.dtype not in ("bfloat16", "float16"):
-        return f"our Triton gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
+        return f"our Triton gated delta rule takes bfloat16 or float16, not {spec.dtype}"
     if spec.key_head_dim > 256:
-        return f"our Triton kernels take a key_head_dim up to 256, not {spec.key_head_dim}; use reference"
+        return f"our Triton kernels take a key_head_dim up to 256, not {spec.key_head_dim}"
     return refuse_triton(spec.dtype, platform)
 
 
 def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
     if spec.dtype not in ("bfloat16", "float16"):
-        return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}; use reference"
+        return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}"
     if spec.key_head_dim > 256:
-        return f"fla's gated delta rule takes a key_head_dim up to 256, not {spec.key_head_dim}; use reference"
+        return f"fla's gated delta rule takes a key_head_dim up to 256, not {spec.key_head_dim}"
     missing = refuse_package(("fla",), "fla-core", platform)
     if (
         missing is None
@@ -64,7 +64,7 @@ def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
         if (3, 4, 0) <= tuple(map(int, re.findall(r"\d+", triton)[:3])) < (3, 7, 1):
             return (
                 f"fla-core refuses to compute gradients on Hopper with Triton {triton}, by which they come out wrong (its "
-                "issue 640); install tilelang beside it, or use reference"
+                "issue 640); install tilelang beside it"
             )
     return missing
 

@@ -25,7 +25,7 @@ class GatedNormSpec:
 
 def refuse_triton_rows(spec: GatedNormSpec, platform: Platform | None) -> str | None:
     if spec.group_size > 8192:
-        return f"our Triton norm takes groups of up to 8192 channels, not {spec.group_size}; use reference"
+        return f"our Triton norm takes groups of up to 8192 channels, not {spec.group_size}"
     return refuse_triton(spec.dtype, platform)
 
 

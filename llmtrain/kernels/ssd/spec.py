@@ -42,7 +42,7 @@ class SSDSpec:
 def refuse_triton_scan(spec: SSDSpec, platform: Platform | None) -> str | None:
     for name, size, largest in (("head_dim", spec.head_dim, 128), ("d_state", spec.d_state, 256)):
         if size > largest:
-            return f"our Triton scan takes a {name} up to {largest}, not {size}; use reference"
+            return f"our Triton scan takes a {name} up to {largest}, not {size}"
     sizes = {"head_dim": spec.head_dim, "d_state": spec.d_state}
     return refuse_triton(spec.dtype, platform) or refuse_untuned(("ssd",), spec.dtype, sizes, platform)
 
@@ -51,7 +51,7 @@ def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
     if spec.d_state > 256 or spec.chunk_size & (spec.chunk_size - 1) or spec.chunk_size < 16:
         return (
             f"mamba_ssm takes a d_state up to 256 and a chunk_size that is a power of two from 16 on, not {spec.d_state} and "
-            f"{spec.chunk_size}; use reference"
+            f"{spec.chunk_size}"
         )
     return refuse_package(("mamba_ssm",), "mamba-ssm", platform)
 

@@ -256,7 +256,7 @@ def test_sequences_longer_than_learned_positions_are_refused():
 def test_a_backend_that_cannot_serve_is_refused_at_construction():
     with pytest.raises(ValueError, match="no ALiBi"):
         build({"a": BLOCKS["alibi"] | {"backend": "sdpa:flash"}}, "a")
-    with pytest.raises(ValueError, match="need a GPU; use reference"):
+    with pytest.raises(ValueError, match="need a GPU"):
         build({"a": ATTENTION}, "a", norm={"backend": "triton"})
 
 
@@ -278,7 +278,7 @@ def test_norms_that_a_backend_cannot_serve_are_problems_of_the_config():
     ((path, message),) = found("s+m t+m", norm="triton", s=shared, t=shared)
     assert path == "norm.backend" and "blocks s, t take model.norm at 10240 channels" in message
     ((path, message),) = found(norm="triton", s=shared, d_model=9216)
-    assert path == "norm.backend" and "not 9216; use reference" in message and "block" not in message
+    assert path == "norm.backend" and "not 9216" in message and "block" not in message
     own = {"norm": {"backend": "reference"}}
     ((path, _),) = found(norm="triton", m={"type": "mamba2"} | own, s=shared | own, d_model=9216)
     assert path == "norm.backend"  # the final norm's
