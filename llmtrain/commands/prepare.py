@@ -89,7 +89,9 @@ def add_prepare(commands) -> None:
         help="what they are: processes of this machine, or a Ray cluster whose nodes share DIR (default processes)",
     )
     sub.add_argument(
-        "--dedup", action="store_true", help="leave out documents whose text equals that of an earlier one"
+        "--dedup",
+        action="store_true",
+        help="leave out documents whose text equals that of an earlier one; with --stream, of an earlier one of the same stream",
     )
     bad = sub.add_mutually_exclusive_group()
     bad.add_argument("--skip-bad-records", action="store_true", help="name and skip all that cannot be read")

@@ -59,11 +59,12 @@ def merge(
         for name in names
     }
     counts = {name: np.zeros(vocab_size, np.int64) for name in names}
-    merged = MergedDocuments(config.sources)
+    merged, copies = MergedDocuments(config.sources), []
     for number, (partition, report) in enumerate(zip(partitions, reports, strict=False), 1):
         arrays, documents = report.arrays(folder), read_documents(folder / REPORTS, report.id)
         assert documents is not None  # or the report would not count as finished
         merged.begin(report.id, partition, documents)
+        copies += [merged.place(*copy) for copy in report.copies[: NAMED_BAD_RECORDS - len(copies)]]
         for name, writer in writers.items():
             counts[name] += arrays[f"counts_{name}"]
             tokens = len(arrays[f"rest_{name}"])
@@ -109,15 +110,14 @@ def merge(
             "first": bad[:NAMED_BAD_RECORDS],
         },
         "passed_over": passed_over.reasons,
-        **({"duplicates": _duplicates(reports)} if config.dedup else {}),
+        **(
+            {"duplicates": {"count": sum(report.duplicate_count for report in reports), "first": copies}}
+            if config.dedup
+            else {}
+        ),
         "partitions": [report.id for report in reports],
         "baselines": _baselines(folder, reports, counts, splits),
     }
-
-
-def _duplicates(reports: Sequence[PartitionReport]) -> dict[str, Any]:
-    names = [name for report in reports for name in report.duplicates]
-    return {"count": sum(report.duplicate_count for report in reports), "first": names[:NAMED_BAD_RECORDS]}
 
 
 def _keep_only(folder: Path, entries: list[dict[str, Any]]) -> None:

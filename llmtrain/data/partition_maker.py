@@ -122,7 +122,7 @@ class _Attempt:
     ) -> None:
         self.maker, self.partition = maker, partition
         self.left_out = frozenset(duplicates.tolist() if duplicates is not None else ())
-        self.duplicates: list[str] = []
+        self.copies: list[tuple[int, int]] = []
         self.duplicate_count = 0
         settings = self.settings = maker.settings
         self._untold = 0  # stored bytes of the slice that advance() was not called with yet
@@ -189,9 +189,9 @@ class _Attempt:
                 begun = document
                 document += len(item.texts) if item.ends else 0
                 if self.left_out:
-                    item, names = self._without_copies(item, begun)
-                    copies += len(names)
-                    copied += names[: NAMED_BAD_RECORDS - len(copied)]
+                    item, records = self._without_copies(item, begun)
+                    copies += len(records)
+                    copied += records[: NAMED_BAD_RECORDS - len(copied)]
                 if self.left is not None:
                     item = self._in_time(item)
                 if item.texts:
@@ -217,12 +217,12 @@ class _Attempt:
             self.bad_bytes += (part.end - part.begin) * self._bad_weight / (self._bad_weight + weight)
         self._leave_out(copies, copied)
 
-    def _without_copies(self, item: Pieces, begun: int) -> tuple[Pieces, list[str]]:
-        """The pieces that are not to be left out, and the names of documents that end in the others. begun: number of the first
+    def _without_copies(self, item: Pieces, begun: int) -> tuple[Pieces, list[int]]:
+        """The pieces that are not to be left out, and the records of documents that end in the others. begun: number of the first
         one's document in its slice."""
         left_out = [position(self._slice, begun + number) in self.left_out for number in range(len(item.texts))]
         kept = item.select([number for number, out in enumerate(left_out) if not out])
-        return kept, [item.name(number) for number, out in enumerate(left_out) if out and item.ends]
+        return kept, [item.records[number] for number, out in enumerate(left_out) if out and item.ends]
 
     def _in_time(self, item: Pieces) -> Pieces:
         """The pieces up to the one that reaches the limit."""
@@ -233,10 +233,10 @@ class _Attempt:
                 return item.select(list(range(number + 1)))
         return item
 
-    def _leave_out(self, count: int, names: Sequence[str]) -> None:
-        """Note duplicates. names: of the first of them."""
+    def _leave_out(self, count: int, records: Sequence[int]) -> None:
+        """Note duplicates of the open slice. records: of the first of them."""
         self.duplicate_count += count
-        self.duplicates += names[: NAMED_BAD_RECORDS - len(self.duplicates)]
+        self.copies += [(self._slice, record) for record in records[: NAMED_BAD_RECORDS - len(self.copies)]]
 
     def _read_tokens(self, part: Slice, kind: TokenKind) -> None:
         self._encode()  # what comes before
@@ -254,7 +254,7 @@ class _Attempt:
                 else:
                     in_time = np.ones(len(chosen), bool)
                 copies = np.array(records)[in_time & ~chosen]
-                self._leave_out(len(copies), [f"{part.file.name}@{record}" for record in copies[:NAMED_BAD_RECORDS]])
+                self._leave_out(len(copies), copies[:NAMED_BAD_RECORDS].tolist())
                 chosen &= in_time
                 self.recorder.tell(self._slice, unit, 0)
                 some = np.array(records, np.int64)[chosen]
@@ -332,7 +332,7 @@ class _Attempt:
             passed_over_count=self.passed_over,
             passed_over_bytes=self.passed_over_bytes,
             duplicate_count=self.duplicate_count,
-            duplicates=self.duplicates,
+            copies=self.copies,
         )
         layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}
         replace_file(arrays_path(settings.folder, id), pack_arrays(arrays))

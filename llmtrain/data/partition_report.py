@@ -47,8 +47,8 @@ class PartitionReport:
     passed_over_bytes: int = 0
     """Of files found in a folder that are not text, as stored."""
     duplicate_count: int = 0
-    duplicates: list[str] = field(default_factory=list)
-    """Names of the first of them."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """The first of them, each as the number of its slice and of its record there: see provenance.DocumentTable."""
 
     def arrays(self, folder: Path) -> dict[str, NDArray]:
         """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""

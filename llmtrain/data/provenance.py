@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from llmtrain.data.best_fit import Layout
 from llmtrain.data.partitions import Partition
 from llmtrain.data.records import Slice
 from llmtrain.data.source_files import PrepareError
+from llmtrain.data.storage import fixed_folder, has_pattern
 
 SOURCES = "sources"
 """File with the sources of all partitions, beside their reports."""
@@ -185,6 +187,14 @@ class DocumentRecorder:
         return PartitionDocuments([SourceSlice(**about) for about in self._slices], tables, layouts)
 
 
+def place_of(source: str, file: str) -> str:
+    """A file of a source as one finds it: below a folder that was given, or below the last folder of a glob without a wildcard."""
+    source = source.rstrip("/")
+    if has_pattern(source) and not Path(source).exists():
+        return os.path.join(fixed_folder(source), file)
+    return source if source.rpartition("/")[2] == file else f"{source}/{file}"
+
+
 class MergedDocuments:
     """Collector, partition by partition, of the sources of all slices, and of the documents of what the partitions leave over,
     which is packed when they are merged."""
@@ -203,12 +213,20 @@ class MergedDocuments:
         self._documents = documents
         self._of_slice = [part.file.source for part in partition.slices[: len(documents.slices)]]
         self._partitions[id] = _runs(self._of_slice)
+        self._before: list[int] = []  # lines, of each slice
         for source, part in zip(self._of_slice, documents.slices, strict=True):
             before = self._lines.get((source, part.file), 0) if part.begin else 0
+            self._before.append(before)
             if before:
                 self._lines_before.append((source, part.file, part.begin, before))
             if part.unit == "line":
                 self._lines[source, part.file] = before + part.records
+
+    def place(self, number: int, record: int) -> str:
+        """Where one finds a document of the open partition: see SourceDocument. number: of its slice; record: as in the tables."""
+        part = self._documents.slices[number]
+        place = place_of(self._sources[self._of_slice[number]], part.file)
+        return place if part.unit == "file" else f"{place}:{self._before[number] + record + 1}"
 
     def add_rest(self, split: str, tokens: int, closing: int) -> None:
         """Note the last `tokens` of the open partition's split, and end-of-document tokens that were added behind them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import numpy as np
 
 from llmtrain.data.best_fit import Layout
 from llmtrain.data.partition_report import REPORTS
-from llmtrain.data.provenance import PartitionDocuments, Sources, read_documents, read_sources
+from llmtrain.data.provenance import PartitionDocuments, Sources, place_of, read_documents, read_sources
 from llmtrain.data.shard_index import Index
-from llmtrain.data.storage import fixed_folder, has_pattern
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,8 @@ class SourceDocument:
 
     @property
     def place(self) -> str:
-        """The file as one finds it: below a folder that was given, or below the last folder of a glob without a wildcard."""
-        source = self.source.rstrip("/")
-        if has_pattern(source) and not Path(source).exists():
-            return os.path.join(fixed_folder(source), self.file)
-        return source if source.rpartition("/")[2] == self.file else f"{source}/{self.file}"
+        """The file as one finds it: see place_of."""
+        return place_of(self.source, self.file)
 
     def __str__(self) -> str:
         return self.place if self.number is None else f"{self.place}:{self.number}"

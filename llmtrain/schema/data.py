@@ -89,7 +89,8 @@ class PrepareConfig(Section):
     max_bytes: ByteCount | None = None
     """Stop reading sources after this many bytes of text."""
     dedup: bool = False
-    """Leave out every document whose text equals that of an earlier one, in the order of the sources. All text is read twice."""
+    """Leave out every document whose text equals that of an earlier one, in the order of the sources; with `streams`, of an earlier
+    one of the same stream. All text is read twice."""
     skip_bad_records: bool = False
     """Name and skip all records that cannot be read, rather than stop at the first."""
     max_bad: Share | None = free(None)

@@ -17,6 +17,7 @@ from llmtrain.data import dedup, partitions
 from llmtrain.data.dedup import DocumentHashes, find_duplicates
 from llmtrain.data.partitions import Partition
 from llmtrain.data.prepare import Part, PreparedFolder, PrepareError, prepare, prepare_part
+from llmtrain.data.prepare_streams import prepare_streams
 from llmtrain.data.sample_documents import SourceDocument
 from llmtrain.data.stored_stream import open_place
 from llmtrain.data.tokenizer import train_bpe
@@ -98,7 +99,8 @@ def test_of_equal_documents_the_first_stays(config):
     every = originals(config)
     left_out = made.manifest["duplicates"]
     assert left_out["count"] == len(every) - len(kept) > 100
-    assert len(left_out["first"]) == 20 and all("@" in name for name in left_out["first"])
+    copies = [place for place, _ in every if place not in kept]
+    assert left_out["first"] == copies[:20]
     texts = [one for split in ("train", "validation") for one in documents(made.out, split)]
     whole = Counter(texts) & Counter(content for _, content in every)
     assert max(whole.values()) == 1 and len(whole) > 150  # where partitions meet, documents are cut
@@ -164,7 +166,7 @@ def test_documents_of_token_files_are_compared(config, tmp_path):
     update = {"sources": [str(tmp_path / "file.npy")], "validation_fraction": 0.0, "seq_len": 4}
     made = prepare(config.model_copy(update=update), progress=False)
     assert made.split("train")["documents"] == 3 and made.manifest["duplicates"]["count"] == 117
-    assert made.manifest["duplicates"]["first"][0] == "file.npy@7"
+    assert made.manifest["duplicates"]["first"][0] == f"{tmp_path}/file.npy:8"
 
 
 def test_max_bytes_counts_what_stays(config):
@@ -173,6 +175,36 @@ def test_max_bytes_counts_what_stays(config):
     read = np.cumsum([len(content.encode()) for content in firsts])
     wanted = int(np.searchsorted(read, 20_000)) + 1
     assert sum(made.split(split)["documents"] for split in ("train", "validation")) == wanted
+
+
+def test_copies_are_named_by_their_source_and_line_in_every_partition_and_format(config, tmp_path):
+    """Of two sources that both hold a part.jsonl, of which the second's is of several partitions and full of copies."""
+    lines = [json.dumps({"text": text(number)}) + "\n" for number in range(300)]
+    for name, content in (
+        ("one", lines),
+        ("two", lines[:2] + [f'{{"text": "{n} {text(n)}"}}\n' for n in range(280)] + lines),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.jsonl").write_text("".join(content))
+    (tmp_path / "texts/again.txt").write_text(text(7))
+    sources = [f"{tmp_path}/one/part.jsonl", f"{tmp_path}/tw*/*.jsonl", f"{tmp_path}/texts/again.txt"]
+    made = prepare(config.model_copy(update={"sources": sources}), progress=False)
+    assert len(made.manifest["partitions"]) > 5
+    assert made.manifest["duplicates"] == {
+        "count": 303,
+        "first": [f"{tmp_path}/two/part.jsonl:{line}" for line in (1, 2, *range(283, 301))],
+    }
+    alone = prepare(config.model_copy(update={"sources": sources[::2], "out": str(tmp_path / "alone")}), progress=False)
+    assert alone.manifest["duplicates"] == {"count": 1, "first": [f"{tmp_path}/texts/again.txt"]}
+    assert "documents that equal earlier ones:\n    " + sources[2] in alone.summary()
+
+
+def test_each_stream_is_compared_with_itself_alone(config, tmp_path):
+    lines = [json.dumps({"text": text(number % 90)}) + "\n" for number in range(100)]
+    (tmp_path / "same.jsonl").write_text("".join(lines))
+    streams = {name: [str(tmp_path / "same.jsonl")] for name in ("web", "code")}
+    made = prepare_streams(config.model_copy(update={"sources": [], "streams": streams}), progress=False)
+    assert made.summary().count("left out 10 documents that equal earlier ones") == 2
 
 
 def test_the_memory_to_compare_is_bounded(tmp_path, monkeypatch):
