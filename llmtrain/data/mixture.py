@@ -116,15 +116,45 @@ def unchanged_steps(
 
     before: as a checkpoint stores them. samples: of each stream.
     """
-    earlier = data.model_copy(update={"mixture": [MixturePhase.model_validate(phase) for phase in before]})
-    phases = [mixture_phases(one, global_batch_size, samples) for one in (earlier, data)]
-    if not all(phases):  # of one stream
+    first, second = (_blocks(one, global_batch_size, samples) for one in (_with_phases(data, before), data))
+    if first is None or second is None:  # of one stream
         return None
-    lanes = math.gcd(global_batch_size, data.num_canonical_nodes)
-    share = global_batch_size // lanes
-    first, second = (MixtureBlocks(one, share, lanes, data.shuffle_seed, even=data.stratified) for one in phases)
     same = first.same_draws(second)
-    return None if same is None else same // share
+    return None if same is None else same // _share(data, global_batch_size)
+
+
+def allowed_change(
+    before: Sequence[Mapping[str, Any]], data: DataConfig, global_batch_size: int, samples: Sequence[int], read: int
+) -> str:
+    """Sentence on what of the phases `before` a run that has read so many steps, one at least, may change. before, samples: as in
+    unchanged_steps."""
+    blocks, share = _blocks(_with_phases(data, before), global_batch_size, samples), _share(data, global_batch_size)
+    assert blocks is not None  # of one stream, all is the same
+    begin, earliest, end = blocks.earliest_end(read * share)
+    ends = [] if end is None else [f"where it does, at step {end // share:,}"]
+    if end is None or earliest < end:
+        ends.append(f"at step {-(-earliest // share):,} or later")
+    return (
+        f"The phase from step {begin // share:,} on is at work: it may {'have no end, or ' if end is None else ''}end "
+        f"{', or '.join(ends)}; its shares and the phases before it must stay, and so must the smallest share of all phases, about"
+    )
+
+
+def _with_phases(data: DataConfig, phases: Sequence[Mapping[str, Any]]) -> DataConfig:
+    return data.model_copy(update={"mixture": [MixturePhase.model_validate(phase) for phase in phases]})
+
+
+def _share(data: DataConfig, global_batch_size: int) -> int:
+    """Samples of a lane in a step."""
+    return global_batch_size // math.gcd(global_batch_size, data.num_canonical_nodes)
+
+
+def _blocks(data: DataConfig, global_batch_size: int, samples: Sequence[int]) -> MixtureBlocks | None:
+    """The draws of data.mixture; None for one stream. samples: of each stream."""
+    phases, share = mixture_phases(data, global_batch_size, samples), _share(data, global_batch_size)
+    if not phases:
+        return None
+    return MixtureBlocks(phases, share, global_batch_size // share, data.shuffle_seed, even=data.stratified)
 
 
 def mixture_report(data: DataConfig, order: SampleOrder, samples: Sequence[int], steps: int) -> list[str]:

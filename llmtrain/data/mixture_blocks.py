@@ -96,6 +96,14 @@ class MixtureBlocks:
             before = mine
         return None
 
+    def earliest_end(self, drawn: int) -> tuple[int, int, int | None]:
+        """(begin, earliest, end) of the phase that the last of so many draws of a lane, one at least, is in: with an end at
+        `earliest` or later these draws stay the same. end: None for the last phase."""
+        number = int(np.searchsorted(self._firsts, drawn, side="left")) - 1
+        begin = int(self._firsts[number])
+        end = int(self._firsts[number + 1]) if number + 1 < len(self._firsts) else None
+        return begin, begin - (begin - drawn) // self._size * self._size, end
+
     def _counted(self, phase: int, drawn: int) -> NDArray[np.int64]:
         """Draws of each lane from each source, after so many of a lane in the phase, where a block ends. int64 [lanes, sources]"""
         counts = []

@@ -9,7 +9,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.local import folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
-from llmtrain.data.mixture import unchanged_steps
+from llmtrain.data.mixture import allowed_change, unchanged_steps
 from llmtrain.data.shard_index import ShardError
 from llmtrain.data.shards import data_fingerprint, stream_samples
 from llmtrain.logs import log
@@ -95,12 +95,14 @@ def _without_later_phases(changed: list[str], config: Config, checkpoint: Checkp
         return changed
     if (samples := stream_samples(config.data)) is None:
         return others  # indexes to be made or downloaded first; train() compares again after that
-    same = unchanged_steps(before, config.data, config.train.global_batch_size, samples)
+    batch = config.train.global_batch_size
+    same = unchanged_steps(before, config.data, batch, samples)
     read = checkpoint.step + sum(count for _, count in checkpoint.require().data.get("passed_over", []))
     if same is None or read <= same:
         return others
     return [
         *others,
         f"data.mixture: other samples would have been read from step {same + 1:,} on, and the run is at step {read:,}. "
-        "Phases may be changed or added behind that; the one at work must end later, and no share be smaller than those so far",
+        f"{allowed_change(before, config.data, batch, samples, read)}. For other data from here on, start a new run from the "
+        "weights with init_from",
     ]

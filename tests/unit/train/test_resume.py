@@ -60,6 +60,25 @@ def test_phases_behind_what_was_read_may_change(tmp_path, shards):
     resume(old, config(tmp_path, [OPEN[0], {"proportions": {"web": 1, "code": 3}}]), 20)
 
 
+def test_a_refusal_names_the_ends_that_the_phase_at_work_may_have(tmp_path, shards):
+    def ended(step: int) -> Config:
+        return config(tmp_path, [OPEN[0], OPEN[1] | {"until": f"{step} steps"}, {"proportions": {"web": 1, "code": 3}}])
+
+    old = config(tmp_path, OPEN)
+    with pytest.raises(
+        CheckpointError, match=r"from step 20 on is at work: it may have no end, or end at step 148 or later;"
+    ):
+        resume(old, ended(147), 85)
+    resume(old, ended(148), 85)
+    with pytest.raises(
+        CheckpointError, match=r"may end where it does, at step 200, or at step 84 or later; .* init_from"
+    ):
+        resume(ended(200), ended(83), 84)
+    resume(ended(200), ended(84), 84)
+    with pytest.raises(CheckpointError, match="may end where it does, at step 100;"):
+        resume(ended(100), ended(500), 85)
+
+
 def test_other_differences_are_told_beside_it(tmp_path, shards):
     old = config(tmp_path, OPEN)
     new = config(tmp_path, [OPEN[0], {"proportions": {"web": 1, "code": 3}}])
