@@ -223,7 +223,7 @@ class MergedDocuments:
                 self._lines[source, part.file] = before + part.records
 
     def place(self, number: int, record: int) -> str:
-        """Where one finds a document of the open partition: see SourceDocument. number: of its slice; record: as in the tables."""
+        """Path and record of a document of the open partition. number: of its slice; record: as in the tables."""
         part = self._documents.slices[number]
         place = place_of(self._sources[self._of_slice[number]], part.file)
         return place if part.unit == "file" else f"{place}:{self._before[number] + record + 1}"
