@@ -67,6 +67,7 @@ def stand_in() -> None:
 def cases() -> dict[str, Callable[[], Tensor]]:
     """Name -> a call whose result has a gradient."""
     from llmtrain.kernels.attention import triton as attention
+    from llmtrain.kernels.attention import triton_call
     from llmtrain.kernels.attention.spec import AttentionSpec
     from llmtrain.kernels.conv1d.spec import Conv1dSpec
     from llmtrain.kernels.gated_norm.spec import GatedNormSpec
@@ -79,7 +80,7 @@ def cases() -> dict[str, Callable[[], Tensor]]:
     from llmtrain.kernels.ssd.spec import SSDSpec
 
     platform = platform_of("sm90")
-    attention._platform_of = lambda device: platform
+    triton_call._platform_of = lambda device: platform
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape).to(dtype).requires_grad_()

@@ -115,7 +115,6 @@ def prepare(folder: Path) -> Callable[[], float]:
         text_key="text",
         seed=17,
         validation_fraction=0.0,
-        stop_at_bad=True,
     )
     maker, step, made = PartitionMaker(settings, lambda nbytes: None), PARTITION_MB * 1_000_000, 0
 

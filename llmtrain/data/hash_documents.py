@@ -26,7 +26,7 @@ def hash_documents(maker: PartitionMaker, partition: Partition) -> None:
             else:
                 _hash_texts(maker, hashes, number, part)
         except SetAside as error:
-            maker.settings.refuse(error.bad)
+            maker.settings.tolerance.refuse(error.bad)
             hashes.back_to(mark)
         refuse_changed(part)
         maker.advance(part.end - part.begin)
@@ -37,7 +37,7 @@ def _hash_texts(maker: PartitionMaker, hashes: DocumentHashes, number: int, part
     document, is_open = 0, False
     for item in read_slice(part, maker.settings.text_key):
         if isinstance(item, BadRecord):
-            maker.settings.refuse(item)
+            maker.settings.tolerance.refuse(item)
             continue
         hashes.add_text(item.text)
         is_open = not item.ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,18 +13,16 @@ import numpy as np
 from llmtrain.data.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.mds_writer import stored_part, write_index
-from llmtrain.data.partition_maker import NAMED_BAD_RECORDS
-from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport
+from llmtrain.data.partition_report import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
 from llmtrain.data.partitions import Partition
 from llmtrain.data.provenance import SOURCES, MergedDocuments, documents_path, read_documents
 from llmtrain.data.source_files import PassedOver, PrepareError
 from llmtrain.data.split_writer import SplitWriter
+from llmtrain.data.tolerance import first_bad
 from llmtrain.schema.data import PrepareConfig
 
 TEXT_KEEPERS = 16
 """Number of partitions, the first, of which the held-out text is kept for the baseline of xz."""
-_ROUNDING = 1e-9
-"""Of sums of shares, relative: one of a hundred equal records is 1 %."""
 RESTS = "rests"
 """Name of the shards of what is left over in the partitions."""
 
@@ -128,22 +125,6 @@ def _keep_only(folder: Path, entries: list[dict[str, Any]]) -> None:
                 os.unlink(file.path)
 
 
-def refuse_bad(reports: Sequence[PartitionReport], total: int, max_bad: float) -> None:
-    """Raise PrepareError if more than `max_bad` of the text could not be read. total: stored bytes of all sources.
-
-    All counts by stored bytes, as text and compressed text have no other measure in common: what is set aside whole by its own, a
-    record by its share of its slice's.
-    """
-    lost = math.fsum(r.aside_bytes + r.passed_over_bytes + r.bad_bytes for r in reports) / max(total, 1)
-    if lost <= max_bad * (1 + _ROUNDING):
-        return
-    count = sum(report.bad_count + report.passed_over_count for report in reports)
-    raise PrepareError(
-        f"{count:,} unreadable files or records are {lost:.3%} of the text; max_bad allows {max_bad:.3%}:\n  {_named(reports)}\n"
-        "mend them, or raise max_bad (--max-bad); what is finished is kept"
-    )
-
-
 def _too_small(name: str, split: dict[str, int], seq_len: int, reports: Sequence[PartitionReport]) -> str:
     text = (
         f"the {name} part has {split['documents']} documents of {split['tokens']} tokens in all, "
@@ -152,13 +133,8 @@ def _too_small(name: str, split: dict[str, int], seq_len: int, reports: Sequence
     if name == "validation":
         text += ", raise validation_fraction, or set it to 0 for no validation (whole files and records are held out)"
     if count := sum(report.bad_count for report in reports):
-        text += f"\n{count:,} unreadable files or records were set aside:\n  {_named(reports)}"
+        text += f"\n{count:,} unreadable files or records were set aside:\n  {first_bad(reports)}"
     return text
-
-
-def _named(reports: Sequence[PartitionReport]) -> str:
-    """The first unreadable records, a line each."""
-    return "\n  ".join([record for report in reports for record in report.bad][:NAMED_BAD_RECORDS])
 
 
 def _baselines(

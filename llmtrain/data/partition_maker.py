@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from llmtrain.data.baselines import XZ_BYTES
 from llmtrain.data.dedup import position
 from llmtrain.data.encode import DocumentMarks, EncodedBatch, Encoder
 from llmtrain.data.engine_choice import EngineChoice
-from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, arrays_path, report_path
+from llmtrain.data.partition_report import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport, arrays_path, report_path
 from llmtrain.data.partitions import Partition
 from llmtrain.data.provenance import DocumentRecorder, write_documents
 from llmtrain.data.records import BadRecord, Pieces, SetAside, Slice, read_pieces
@@ -32,9 +32,8 @@ from llmtrain.data.split_writer import SplitWriter
 from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.token_documents import TokenFileReader
 from llmtrain.data.token_kinds import TokenKind, token_kind
+from llmtrain.data.tolerance import Tolerance
 
-NAMED_BAD_RECORDS = 20
-"""Number of unreadable records that a report names; all are counted."""
 BATCH_CHARACTERS = 2 << 20
 """Text that is tokenised at a time."""
 _SMALL_FILE, _HELD_CHARACTERS = 4 << 20, 16 << 20
@@ -56,17 +55,9 @@ class MakeSettings:
     text_key: str
     seed: int
     validation_fraction: float
-    stop_at_bad: bool
-    """Raise PrepareError at the first record that cannot be read."""
-    stop_at_no_text: bool = False
-    """The same at a file found in a folder that is not text."""
+    tolerance: Tolerance = field(default_factory=Tolerance)
     store: StoredFolder | None = None
     """Gets each partition that is finished."""
-
-    def refuse(self, bad: BadRecord) -> None:
-        """Raise PrepareError for what is not to be set aside."""
-        if self.stop_at_bad if bad.fatal else self.stop_at_no_text:
-            raise unreadable(bad)
 
 
 class _ReadAgain(Exception):
@@ -182,7 +173,7 @@ class _Attempt:
             told = functools.partial(self.recorder.tell, self._slice)
             for item in read_pieces(part, self.settings.text_key, told):
                 if isinstance(item, BadRecord):
-                    self.settings.refuse(item)
+                    self.settings.tolerance.refuse(item)
                     found.append(item) if len(found) < NAMED_BAD_RECORDS else self._count(item)
                     continue
                 weight += item.weight
@@ -204,7 +195,7 @@ class _Attempt:
                     self._encode()
                     first, written = 0, True
         except SetAside as error:
-            self.settings.refuse(error.bad)
+            self.settings.tolerance.refuse(error.bad)
             aside[part] = error.bad
             if written:
                 raise _ReadAgain from error
@@ -262,7 +253,7 @@ class _Attempt:
                 if self.left is not None and self.left <= 0:
                     break
         except SetAside as error:
-            self.settings.refuse(error.bad)
+            self.settings.tolerance.refuse(error.bad)
             self._note(error.bad)
 
     def _note(self, bad: BadRecord) -> None:
@@ -339,10 +330,6 @@ class _Attempt:
         write_documents(settings.folder / REPORTS, id, self.recorder.documents(layouts))
         replace_file(report_path(settings.folder, id), json.dumps(vars(report)).encode("utf-8", "surrogateescape"))
         return report
-
-
-def unreadable(bad: BadRecord) -> PrepareError:
-    return PrepareError(f"{bad}\nmend it, or skip such records with skip_bad_records (--skip-bad-records) or max_bad")
 
 
 def refuse_changed(part: Slice) -> None:

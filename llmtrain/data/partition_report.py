@@ -20,6 +20,8 @@ from llmtrain.data.provenance import documents_path
 REPORTS = "partitions"
 """Folder of the reports, beside train/ and validation/."""
 SPLITS = ("train", "validation")
+NAMED_BAD_RECORDS = 20
+"""Number of unreadable records that a report names; all are counted."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from llmtrain.data.dedup import find_duplicates, has_hashes, without
 from llmtrain.data.encode import DocumentMarks
 from llmtrain.data.engine_choice import EngineChoice, choose_engine
 from llmtrain.data.engines import EngineError
-from llmtrain.data.merge import TEXT_KEEPERS, merge, refuse_bad
+from llmtrain.data.merge import TEXT_KEEPERS, merge
 from llmtrain.data.packing import token_dtype
 from llmtrain.data.partition_maker import MakeSettings
 from llmtrain.data.partition_report import REPORTS, SPLITS, PartitionReport, copy_partition, read_report
@@ -44,9 +44,10 @@ from llmtrain.data.prepared_folder import (
 )
 from llmtrain.data.ray_engine import make_partitions_on_ray
 from llmtrain.data.source_files import PassedOver, PrepareError, list_files, named_twice
-from llmtrain.data.source_sample import proof_texts, refuse_no_text, stops_at_bad, stops_at_no_text, training_texts
+from llmtrain.data.source_sample import proof_texts, training_texts
 from llmtrain.data.stored_folder import StoredFolder
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from llmtrain.data.tolerance import Tolerance
 from llmtrain.data.workers import Task, available_cores, make_partitions
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
@@ -126,6 +127,7 @@ class _Work:
         self.config, self.out, self.folder = config, out, partial_folder(out)
         self.store = StoredFolder.of(address, self.folder, config) if address else None
         self.passed_over = PassedOver()
+        self.tolerance = Tolerance(config.max_bad, config.skip_bad_records)
         self.files = list_files(config.sources, self.passed_over)
         self.total = sum(file.size for file in self.files)
         if again := named_twice(self.files):
@@ -348,19 +350,10 @@ class _Work:
         return None
 
     def _serves(self, report: PartitionReport, task: Task) -> bool:
-        refused = (report.bad_count and stops_at_bad(self.config)) or (
-            report.passed_over_count and stops_at_no_text(self.config)
-        )
-        return report.keeps_text >= task.keeps_text and not refused
+        return report.keeps_text >= task.keeps_text and self.tolerance.serves(report)
 
     def _refuse_bad(self, made: dict[int, PartitionReport]) -> None:
-        if not self.config.skip_bad_records:
-            reports = [made[number] for number in sorted(made)]
-            if self.config.max_bad is None:
-                count, lost = (sum(getattr(r, f"passed_over_{of}") for r in reports) for of in ("count", "bytes"))
-                refuse_no_text(self.files, count, lost, [name for report in reports for name in report.bad])
-            else:
-                refuse_bad(reports, self.total, self.config.max_bad)
+        self.tolerance.refuse_sum([made[number] for number in sorted(made)], self.files)
 
     def _results(
         self, tasks: list[Task], settings: MakeSettings, bar: ByteBar
@@ -400,8 +393,7 @@ class _Work:
             text_key=config.text_key,
             seed=config.seed,
             validation_fraction=config.validation_fraction,
-            stop_at_bad=stops_at_bad(config),
-            stop_at_no_text=stops_at_no_text(config),
+            tolerance=self.tolerance,
             store=self.store,
         )
 

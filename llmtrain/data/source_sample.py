@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from llmtrain.data.packing import is_held_out
-from llmtrain.data.partition_maker import unreadable
 from llmtrain.data.partitions import splits
 from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
-from llmtrain.data.source_files import NAMED_FILES, PrepareError, SourceFile
+from llmtrain.data.source_files import SourceFile
 from llmtrain.data.token_kinds import token_kind
+from llmtrain.data.tolerance import Tolerance
 from llmtrain.schema.data import PrepareConfig
 
 BPE_SAMPLE_BYTES = 64 << 20
 """About the most text that a tokenizer is trained on, taken evenly from the sources' training split."""
 SAMPLE_SLICE_BYTES = 1 << 20
-MOST_PASSED_OVER = 0.1
-"""Share of the bytes found in folders that may turn out not to be text where max_bad is not given."""
 PLACES, PLACE_CHARACTERS = 16, 1 << 16
 """Places of the sources from which so much text is taken to prove an engine."""
-
-
-def stops_at_bad(config: PrepareConfig) -> bool:
-    """True if the first record that cannot be read is an error."""
-    return not config.skip_bad_records and not config.max_bad
-
-
-def stops_at_no_text(config: PrepareConfig) -> bool:
-    """True if the first file found in a folder that is not text is an error too."""
-    return config.max_bad == 0 and not config.skip_bad_records
-
-
-def refuse_no_text(files: Sequence[SourceFile], count: int, lost: int, named: Sequence[str]) -> None:
-    """Raise PrepareError if too much was found in folders that is not text: more than MOST_PASSED_OVER.
-
-    count, lost: files that are not text, and their stored bytes; named: the first of them.
-    """
-    share = lost / max(sum(file.size for file in files if file.from_folder), 1)
-    if share <= MOST_PASSED_OVER:
-        return
-    first = "\n  ".join([*named[:NAMED_FILES], *["..."] * (count > NAMED_FILES)])
-    raise PrepareError(
-        f"{count:,} files that are not UTF-8 text are {share:.1%} of the bytes found in folders, of which up to "
-        f"{MOST_PASSED_OVER:.0%} are passed over:\n  {first}\nconvert them to UTF-8 (`iconv -f LATIN1 -t UTF-8`), or say with "
-        "max_bad (--max-bad) how much of the text may be left out"
-    )
-
-
-def _refuse(config: PrepareConfig, bad: BadRecord) -> None:
-    if stops_at_bad(config) if bad.fatal else stops_at_no_text(config):
-        raise unreadable(bad)
 
 
 def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
@@ -60,14 +27,14 @@ def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[s
 
     Raises PrepareError for what cannot be read and may not be skipped.
     """
-    lost = 0
+    tolerance, lost = Tolerance(config.max_bad, config.skip_bad_records), 0
     named: list[str] = []
     for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, config.text_key):
         read = 0
         try:
             for piece in read_slice(part, config.text_key):
                 if isinstance(piece, BadRecord):
-                    _refuse(config, piece)
+                    tolerance.refuse(piece)
                 else:
                     read += len(piece.text)
                     if not is_held_out(piece.name, config.seed, config.validation_fraction):
@@ -75,12 +42,11 @@ def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[s
                 if most is not None and read >= most:
                     break
         except SetAside as error:
-            _refuse(config, error.bad)
+            tolerance.refuse(error.bad)
             if not error.bad.fatal:
                 lost += error.bad.nbytes
                 named.append(str(error.bad))
-    if config.max_bad is None and not config.skip_bad_records:
-        refuse_no_text(files, len(named), lost, named)
+    tolerance.refuse_no_text(files, len(named), lost, named)
 
 
 def sample_slices(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmtrain.kernels.attention import triton as kernels
+from llmtrain.kernels.attention import triton_call
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.triton import attend
 from llmtrain.kernels.attention.triton_launch import StoredLaunch
@@ -171,8 +171,8 @@ def test_the_backward_pass_by_stored_gradients_of_scores(case, monkeypatch):
     tma = torch.version.hip is None and torch.cuda.get_device_capability()[0] >= 9
     block_m, stages = (64, 3) if case.head_dim == 160 else (32, 2)
     launch = StoredLaunch(block_m, 128, 8, stages, rows=2048, keys=256, queries=512, from_seq_len=1, use_tma=tma)
-    monkeypatch.setattr(kernels, "choose_stored", lambda *_: launch)
-    monkeypatch.setattr(kernels.stored_dscores, "fills", lambda *_: True)
+    monkeypatch.setattr(triton_call, "choose_stored", lambda *_: launch)
+    monkeypatch.setattr(triton_call.stored_dscores, "fills", lambda *_: True)
     tensors = attention.inputs(case, 2, 1024, torch.bfloat16, "cuda")
     found = [attention.ours(case, tensors) for _ in range(2)]
     assert_near(found[0], attention.exact(case, tensors), 0.01)
@@ -184,6 +184,6 @@ def test_the_forward_pass_may_be_cudnns(case):
     """Where a row says so: on Hopper at head_dim 160. Its output and log-sum-exp serve our backward pass."""
     tensors = attention.inputs(case, 2, 512, torch.bfloat16, "cuda")
     q, k, v = (t.detach() for t in tensors)
-    call = kernels.Call(q, k, v, case.scale, case.causal)
+    call = triton_call.Call(q, k, v, case.scale, case.causal)
     assert call.launches["forward"].cudnn == (torch.cuda.get_device_capability() == (9, 0))
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)

@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import triton as kernels
+from llmtrain.kernels.attention import triton_call
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -21,7 +22,7 @@ from llmtrain.models.mixers.base import Mixer
 from llmtrain.schema.training import ActivationCheckpointing
 from llmtrain.train.parallel import checkpoint_activations
 from tests.support import attention
-from tests.support.attention import CASES, Case
+from tests.support.attention import CASES, Case, assert_agree
 
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
@@ -38,19 +39,10 @@ GRID = [
 ]
 
 
-def assert_agree(case: Case, batch: int, seq_len: int) -> None:
-    tensors = attention.inputs(case, batch, seq_len, torch.float32)
-    found, wanted = attention.ours(case, tensors), attention.exact(case, tensors)
-    for name in wanted:
-        torch.testing.assert_close(
-            found[name].double(), wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 @pytest.fixture
 def tiles(monkeypatch, request):
     block_m, block_n = request.param
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(block_m, block_n, 4, 1))
+    monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(block_m, block_n, 4, 1))
 
 
 @pytest.mark.parametrize("case, seq_len, tiles", GRID, indirect=["tiles"])
@@ -61,10 +53,10 @@ def test_all_agrees_with_the_definition(case, seq_len, tiles):
 @pytest.fixture
 def described(monkeypatch):
     """A list of the rows of each tensor descriptor that is made, on a GPU that has them."""
-    monkeypatch.setattr(kernels, "_platform_of", lambda device: HOPPER)
-    rows, made = [], kernels.Call._descriptor
+    monkeypatch.setattr(triton_call, "_platform_of", lambda device: HOPPER)
+    rows, made = [], triton_call.Call._descriptor
     monkeypatch.setattr(
-        kernels.Call, "_descriptor", lambda call, t, n, launch: rows.append(n) or made(call, t, n, launch)
+        triton_call.Call, "_descriptor", lambda call, t, n, launch: rows.append(n) or made(call, t, n, launch)
     )
     return rows
 
@@ -80,7 +72,7 @@ def described(monkeypatch):
     ],
 )
 def test_tiles_through_descriptors(case, part, monkeypatch, described):
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(32, 16, 4, 1, use_tma=True, part=part))
+    monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(32, 16, 4, 1, use_tma=True, part=part))
     assert_agree(case, 2, 64)
     assert described == [16, 16, 16, 16, 32, 32]
     described.clear()
@@ -90,7 +82,7 @@ def test_tiles_through_descriptors(case, part, monkeypatch, described):
 
 def test_a_padded_part_does_not_see_the_head_beside_it(monkeypatch, described):
     """Zeros, by TMA too: 0 times the NaN of another head would be NaN."""
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, use_tma=True, part=32))
+    monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(16, 16, 4, 1, use_tma=True, part=32))
     case = Case(24, n_heads=2, n_kv_heads=2)
     wanted = attention.ours(case, attention.inputs(case, 1, 32, torch.float32))
     poisoned = attention.inputs(case, 1, 32, torch.float32)
@@ -119,22 +111,22 @@ FORMS = {
 @pytest.mark.parametrize("name", ["full", "window", "everything"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_kernel(form, name, monkeypatch):
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))
+    monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))
     assert_agree(CASES[name], 1, 61)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("form", [{}, {"single_loop": True}, {"one_loop": True}], ids=str)
 def test_a_program_takes_any_number_of_the_heads_that_share_keys(heads, form, monkeypatch):
-    monkeypatch.setattr(kernels, "choose", lambda *_: Launch(16, 16, 4, 1, **form))
-    monkeypatch.setattr(kernels.Call, "_heads_of_a_program", lambda *_: heads)
+    monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(16, 16, 4, 1, **form))
+    monkeypatch.setattr(triton_call.Call, "_heads_of_a_program", lambda *_: heads)
     assert_agree(Case(16, 8, 2, window=20, alibi=True, packed=(20, 30, -5)), 2, 61)
 
 
 def test_programs_are_fewer_than_heads_where_they_fill_the_device(monkeypatch):
     def heads(n_heads, n_kv, batch, seq_len):
         q, k = (torch.empty(batch, seq_len, n, 64, device="meta", dtype=torch.bfloat16) for n in (n_heads, n_kv))
-        call = kernels.Call(q, k, k, 0.1, platform=HOPPER)
+        call = triton_call.Call(q, k, k, 0.1, platform=HOPPER)
         return call._heads_of_a_program(Launch(64, 64, 4, 2))
 
     assert heads(32, 8, 2, 8192) == 4  # 2048 programs
@@ -147,7 +139,7 @@ def test_programs_are_fewer_than_heads_where_they_fill_the_device(monkeypatch):
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_any_order_of_programs(in_flight, monkeypatch):
     """Three pairs of sequence and head: rounds of one, of two and one, of all."""
-    monkeypatch.setattr(kernels, "pairs_in_flight", lambda *_: in_flight)
+    monkeypatch.setattr(triton_call, "pairs_in_flight", lambda *_: in_flight)
     assert_agree(Case(n_heads=3, n_kv_heads=3), 1, 40)
 
 
@@ -198,8 +190,8 @@ def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole(packed, monkeypatch
     spec = AttentionSpec(4, 2, 32, 0.3, alibi_max_bias=8.0, sliding_window=20, documents=packed, dtype="float32")
     leaves = [t.detach().requires_grad_() for t in attention.inputs(CASES["gqa"], 2, 37, torch.float32)]
     ids = Case(packed=(20, 9, 5)).ids(2, 37) if packed else None
-    lengths, forward = [], kernels.Call.forward
-    monkeypatch.setattr(kernels.Call, "forward", lambda call: lengths.append(call.seq_len) or forward(call))
+    lengths, forward = [], triton_call.Call.forward
+    monkeypatch.setattr(triton_call.Call, "forward", lambda call: lengths.append(call.seq_len) or forward(call))
     upstream, found = torch.randn(2, 37, 4, 32), []
     both: tuple[Any, Any] = (kernels.build(spec, HOPPER, ""), ReferenceAttention(spec))
     for kernel in both:
@@ -272,8 +264,8 @@ def test_the_operators_say_what_they_do():
 def test_selective_checkpointing_keeps_the_output(monkeypatch):
     """Nothing else is costly here: the kernel runs once where checkpointing in full runs it twice."""
     ran = []
-    forward = kernels.Call.forward
-    monkeypatch.setattr(kernels.Call, "forward", lambda call: ran.append(1) or forward(call))
+    forward = triton_call.Call.forward
+    monkeypatch.setattr(triton_call.Call, "forward", lambda call: ran.append(1) or forward(call))
 
     class Attention(Mixer):
         def __init__(self):

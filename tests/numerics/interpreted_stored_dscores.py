@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.kernels.attention import stored_dscores
-from llmtrain.kernels.attention import triton as kernels
+from llmtrain.kernels.attention import stored_dscores, triton_call
 from llmtrain.kernels.attention.triton_launch import StoredLaunch
 from llmtrain.kernels.platform import Platform
 from tests.support import attention
-from tests.support.attention import CASES, Case
+from tests.support.attention import CASES, Case, assert_agree
 
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
 LAUNCH: dict[str, Any] = {
@@ -35,18 +34,8 @@ def ran(monkeypatch):
 
 
 def use(monkeypatch, **changes):
-    monkeypatch.setattr(kernels, "choose_stored", lambda *_: StoredLaunch(**{**LAUNCH, **changes}))
+    monkeypatch.setattr(triton_call, "choose_stored", lambda *_: StoredLaunch(**{**LAUNCH, **changes}))
     monkeypatch.setattr(stored_dscores, "fills", lambda *_: True)
-
-
-def assert_agree(case: Case, batch: int, seq_len: int) -> None:
-    """With a gradient of the log-sum-exp too."""
-    tensors = attention.inputs(case, batch, seq_len, torch.float32)
-    found, wanted = attention.ours(case, tensors), attention.exact(case, tensors)
-    for name in wanted:
-        torch.testing.assert_close(
-            found[name].double(), wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "gqa"])
@@ -71,7 +60,7 @@ def test_heads_that_do_not_fill_the_last_chunk(monkeypatch, ran):
 
 
 def test_tiles_stored_through_descriptors(monkeypatch, ran):
-    monkeypatch.setattr(kernels, "_platform_of", lambda device: HOPPER)
+    monkeypatch.setattr(triton_call, "_platform_of", lambda device: HOPPER)
     use(monkeypatch, keys=32, use_tma=True)
     assert_agree(Case(n_heads=4, n_kv_heads=2), 2, 64)
     assert len(ran) == 1

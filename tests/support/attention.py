@@ -127,3 +127,13 @@ def ours(case: Case, tensors: list[Tensor], function: Any = attend) -> dict[str,
 def named(out: Tensor, lse: Tensor, gradients: Any) -> dict[str, Tensor]:
     dq, dk, dv = gradients
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_agree(case: Case, batch: int, seq_len: int) -> None:
+    """Compare ours in fp32 on the CPU with the definition: results, and gradients by all inputs, of a function of the log-sum-exp too."""
+    tensors = inputs(case, batch, seq_len, torch.float32)
+    found, wanted = ours(case, tensors), exact(case, tensors)
+    for name in wanted:
+        torch.testing.assert_close(
+            found[name].double(), wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -16,7 +16,7 @@ from llmtrain.kernels.attention import stored_dscores
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
-from llmtrain.kernels.attention.triton import Call
+from llmtrain.kernels.attention.triton_call import Call
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import choose
 from llmtrain.kernels.platform import Platform

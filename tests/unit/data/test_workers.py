@@ -59,7 +59,6 @@ def settings(tmp_path: Path) -> MakeSettings:
         text_key="text",
         seed=17,
         validation_fraction=0.0,
-        stop_at_bad=True,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.kernels import tuning, tuning_table
-from llmtrain.kernels.attention import triton as attention
+from llmtrain.kernels.attention import triton_call as attention
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.attention.triton_select import choose
 from llmtrain.kernels.platform import Platform

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.kernels import tuning, tuning_table
-from llmtrain.kernels.attention.triton import Call
+from llmtrain.kernels.attention.triton_call import Call
 from llmtrain.kernels.attention.triton_launch import StoredLaunch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row

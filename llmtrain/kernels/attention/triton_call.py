@@ -1,0 +1,268 @@
+"""Launches of our attention kernels: for one attention, forward or backward, by the launch parameters of its shape."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels import platform as platforms
+from llmtrain.kernels.attention import last_queries, stored_dscores
+from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
+from llmtrain.kernels.attention.triton_forward import attention_forward
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, StoredLaunch
+from llmtrain.kernels.attention.triton_select import MIXED, choose, choose_stored, pairs_in_flight
+from llmtrain.kernels.attention.triton_tiles import parts_of
+from llmtrain.kernels.launch import Descriptor, cdiv
+from llmtrain.kernels.platform import Platform
+
+_LOG2_E = 1.4426950408889634
+PROGRAMS_PER_SM = 4
+"""Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
+
+
+@functools.cache
+def _platform_of(device: torch.device) -> Platform:
+    return platforms.detect(device)
+
+
+class Call:
+    """The kernel launches of one attention, forward or backward.
+
+    launches, platform: override the table's launch parameters and the tensors' platform, for tuning and for compiling without
+    a GPU.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Tensor | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        *,
+        launches: dict[Kernel, Launch] | None = None,
+        platform: Platform | None = None,
+    ):
+        self.q, self.k, self.v = (_rows_contiguous(t) for t in (q, k, v))
+        self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape
+        self.n_kv = k.shape[2]
+        assert k.shape == v.shape == (self.batch, self.seq_len, self.n_kv, self.head_dim)
+        assert self.n_heads % self.n_kv == 0 and self.head_dim <= 256 and self.head_dim % 8 == 0
+        assert q.dtype == k.dtype == v.dtype
+        assert scale > 0 and (window is None or window > 0) and (softcap is None or softcap > 0)
+        # Offsets inside a sequence are 32 bits wide.
+        assert all(self.seq_len * max(t.stride(1), self.n_heads * self.head_dim) < 1 << 31 for t in (q, k, v))
+        self.scale, self.causal, self.softcap = scale, causal, softcap
+        # A window as long as the sequence hides nothing.
+        self.window = window if window is not None and window < self.seq_len else None
+        self.slopes, self.starts, self.ends = slopes, starts, ends
+        self.group = self.n_heads // self.n_kv
+        self.platform = platform or _platform_of(q.device)
+        dtype = str(q.dtype).removeprefix("torch.")
+        reach = self.seq_len if self.window is None else self.window
+        self.selection, self.variant = (self.head_dim, dtype, self.platform, reach), self._variant()
+        chosen = {kernel: choose(kernel, *self.selection, self.variant, self.group > 1) for kernel in KERNELS}
+        self.launches = chosen | (launches or {})
+        self.fixed = launches or {}
+        assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Output like q, and lse [batch, n_heads, T]."""
+        q, k, v = self.q, self.k, self.v
+        launch, use_tma = self._choose_launch("forward", k, v)
+        if launch.cudnn and self.variant == "plain" and q.is_cuda:
+            return self._cudnn_forward()
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
+        if use_tma:
+            k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
+        attention_forward[grid](
+            q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
+        )  # fmt: skip
+        return out, lse
+
+    def _cudnn_forward(self) -> tuple[Tensor, Tensor]:
+        how = last_queries.How(self.scale, None)
+        out, lse = last_queries.KERNELS["cudnn"].forward(self.q, self.k, self.v, how, self.causal)
+        return out.contiguous(), lse.contiguous()
+
+    def backward(
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv like q, k, v, contiguous."""
+        if (launch := self._stored(dout)) is not None:
+            return stored_dscores.backward(self, launch, out, lse, dout, dlse)
+        delta = torch.empty_like(lse)
+        dq = self.dq(out, lse, dout, dlse, delta)
+        return dq, *self.dkdv(lse, dout, delta)
+
+    def _stored(self, dout: Tensor) -> StoredLaunch | None:
+        """Launch parameters of the backward pass by stored gradients of scores, which takes whole tiles; None: dq and dkdv."""
+        if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
+            return None
+        launch = choose_stored(*self.selection, self.variant, self.group > 1)
+        if launch is None or self.seq_len % launch.tile or dout.stride(-1) != 1:
+            return None
+        sizes = (self.n_heads, self.group, self.seq_len, self.causal)
+        return launch if stored_dscores.fills(launch, *sizes, self.platform.num_sms) else None
+
+    def dq(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Tensor:
+        """dq; also fills delta, which dkdv reads."""
+        dout = _rows_contiguous(dout)
+        assert out.is_contiguous() and lse.is_contiguous() and delta.is_contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        q, k, v = self.q, self.k, self.v
+        dq = q.new_empty(q.shape)
+        launch, use_tma = self._choose_launch("dq", k, v)
+        if use_tma:
+            k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
+        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
+        attention_dq[grid](
+            q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
+            *self._strides(), *dout.stride()[:3], *sizes, self.scale, **fixed,
+        )  # fmt: skip
+        return dq
+
+    def dkdv(self, lse: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        dout = _rows_contiguous(dout)
+        do_strides = dout.stride()[:3]
+        q, k, v = self.q, self.k, self.v
+        launch, use_tma = self._choose_launch("dkdv", q, dout)
+        heads = self._heads_of_a_program(launch)
+        # Where not all heads that share keys are in one program, in fp32 until they are summed.
+        shape = (self.batch, self.seq_len, self.n_heads // heads, self.head_dim)
+        dk, dv = (q.new_empty(shape, dtype=q.dtype if heads == self.group else torch.float32) for _ in range(2))
+        for one, results in _passes(launch):
+            q_rows, dout_rows = (self._descriptor(t, one.block_m, one) if use_tma else t for t in (q, dout))
+            grid, sizes, fixed = self._launch(one, one.block_n, one.block_m, use_tma, heads)
+            attention_dkdv[grid](
+                q_rows, k, v, dout_rows, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
+                *self._strides(), *do_strides, *sizes, self.scale, **fixed,
+                HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop or one.one_loop, **results,
+            )  # fmt: skip
+        return (dk, dv) if heads == self.group else (self._sum_groups(dk), self._sum_groups(dv))
+
+    def _heads_of_a_program(self, launch: Launch) -> int:
+        """Query heads that share keys which one program of dkdv sums over: as many as leave programs enough for the device."""
+        programs = self.batch * self.n_kv * cdiv(self.seq_len, launch.block_n)
+        wanted = cdiv(PROGRAMS_PER_SM * self.platform.num_sms, programs)  # per key head
+        return next(
+            heads
+            for heads in range(self.group, 0, -1)
+            if self.group % heads == 0 and (heads == 1 or self.group // heads >= wanted)
+        )
+
+    def _sum_groups(self, t: Tensor) -> Tensor:
+        """[batch, T, n_heads / heads, head_dim] in fp32 -> [batch, T, n_kv, head_dim] in the type of the keys."""
+        return t.unflatten(2, (self.n_kv, -1)).sum(3).to(self.k.dtype)
+
+    def _launch(
+        self, launch: Launch, rows: int, steps: int, use_tma: bool, heads: int = 1
+    ) -> tuple[tuple[int], tuple, dict[str, Any]]:
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over."""
+        pairs = self.batch * self.n_heads // heads
+        reads = 2 * self.seq_len * self.head_dim * self.q.element_size() * heads
+        in_flight = pairs_in_flight(self.platform, reads, self.group // heads)
+        softcap = None if self.softcap is None else self.softcap * _LOG2_E
+        sizes = (self.seq_len, pairs, min(in_flight, pairs), self.scale * _LOG2_E, softcap)
+        fixed = {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window,
+            "RAGGED": self.seq_len % steps != 0,
+            "N_HEADS": self.n_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "PARTS": parts_of(self.head_dim, launch.part),
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "NUM_STAGES": launch.num_stages,
+            "USE_TMA": use_tma,
+            "ONE_LOOP": launch.one_loop,
+            # Both have the accuracy of fp32.
+            "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
+        }
+        return (cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
+
+    def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
+        """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
+
+        A row for a variant is for whole tiles, loaded with or without TMA as it says: anything else takes registers that the
+        row uses for larger tiles. Other calls take the row without a variant, or `mixed`.
+        """
+
+        def use_tma(launch: Launch) -> bool:
+            return self._fits_tma(launch, _loop_rows(kernel, launch), *tensors)
+
+        launch = self.launches[kernel]
+        if kernel not in self.fixed and (
+            self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma
+        ):
+            launch = choose(kernel, *self.selection, MIXED if self.variant == MIXED or "+" in self.variant else None)
+        return launch, use_tma(launch)
+
+    def _variant(self) -> str:
+        """Variant by its name in tuning tables; see choose()."""
+        features = {
+            "alibi": self.slopes is not None,
+            "documents": self.starts is not None,
+            "softcap": self.softcap is not None,
+            "window": self.window is not None,
+        }
+        named = "+".join(name for name, here in features.items() if here)
+        if not named:  # without causality too: the same loop, without its masks
+            return "plain"
+        return named if self.causal else MIXED
+
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
+
+    def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
+        """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
+        with sequences, and where no part is padded heads too, that follow each other without gaps.
+        """
+        parts = parts_of(self.head_dim, launch.part)
+        return (
+            launch.use_tma
+            and self.platform.vendor != "amd"
+            and len(set(parts)) == 1
+            and self.seq_len % rows == 0
+            and all(t.stride(i) * t.element_size() % 16 == 0 for t in tensors for i in (1, 2))
+            and all(t.stride(2) == self.head_dim or t.shape[2] == 1 or sum(parts) > self.head_dim for t in tensors)
+            and all(t.stride(0) == self.seq_len * t.stride(1) or self.batch == 1 for t in tensors)
+            and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
+        )
+
+    def _descriptor(self, t: Tensor, rows: int, launch: Launch) -> Descriptor:
+        """Tensor descriptor of t in blocks of `rows` rows of a part of a head; see load_rows."""
+        batch, seq_len, heads, head_dim = t.shape
+        parts, rows_all, token = parts_of(head_dim, launch.part), batch * seq_len, t.stride(1)
+        if sum(parts) == head_dim:
+            return Descriptor(t, [rows_all, heads * head_dim], [token, 1], [rows, parts[0]])
+        return Descriptor(t, [heads, rows_all, head_dim], [t.stride(2), token, 1], [1, rows, parts[0]])
+
+
+def _loop_rows(kernel: Kernel, launch: Launch) -> int:
+    """Rows of the tiles that a program loops over."""
+    return max(launch.block_m, launch.dv_block_m or 0) if kernel == "dkdv" else launch.block_n
+
+
+def _passes(launch: Launch) -> list[tuple[Launch, dict[str, bool]]]:
+    """The launches of dkdv, and what each computes."""
+    if not launch.split:
+        return [(launch, {"DK": True, "DV": True})]
+    dv = replace(launch, block_m=launch.dv_block_m or launch.block_m)
+    return [(dv, {"DK": False, "DV": True}), (launch, {"DK": True, "DV": False})]
+
+
+def _rows_contiguous(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
