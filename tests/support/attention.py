@@ -130,7 +130,7 @@ def named(out: Tensor, lse: Tensor, gradients: Any) -> dict[str, Tensor]:
 
 
 def assert_agree(case: Case, batch: int, seq_len: int) -> None:
-    """Compare ours in fp32 on the CPU with the definition: results, and gradients by all inputs, of a function of the log-sum-exp too."""
+    """Compare ours in fp32 on the CPU with the definition: results and gradients, of a function of the log-sum-exp too."""
     tensors = inputs(case, batch, seq_len, torch.float32)
     found, wanted = ours(case, tensors), exact(case, tensors)
     for name in wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ _CALL = re.compile(r"(cuda|cu|hip)[A-Z]|INVALID")
 call that launched it; operators have numbers of their own, which may be the same ones."""
 
 
-class StepRecorder(Callback):
+class StepRecorder(Callback, ABC):
     """The base of what records steps: asks `wanted` before a step and `enough` after each that it recorded, then calls `finish`."""
 
     def __init__(self) -> None:
@@ -31,17 +32,17 @@ class StepRecorder(Callback):
         self.gpu = torch.cuda.is_available()
         self._ranges, self._data = contextlib.ExitStack(), contextlib.ExitStack()
 
+    @abstractmethod
     def wanted(self, state: State) -> bool:
         """True: record from the next step on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enough(self, state: State) -> bool:
         """True: the step that has ended is the last one to record."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, profiler: profile, state: State, logger: Logger) -> None:
         """Use a profile, which was stopped."""
-        raise NotImplementedError
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self.recording is None and self.wanted(state):
