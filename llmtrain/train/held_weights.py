@@ -40,7 +40,7 @@ class HeldWeights:
             yield
             return
         # Modules that FSDP2 gathers together have one record.
-        groups = list({id(group): group for module in sharded if (group := _group(module)) is not None}.values())
+        groups = list({id(group): group for module in sharded if (group := group_of(module)) is not None}.values())
         try:
             for module in sharded:
                 module.set_reshard_after_backward(False, recurse=False)
@@ -67,7 +67,7 @@ def local_parts(tensors: list[Any]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def _group(module: FSDPModule) -> Any:
+def group_of(module: FSDPModule) -> Any:
     """FSDP2's record of the parameters that it gathers together, for which it has no public name; None: it has none."""
     return module._get_fsdp_state()._fsdp_param_group
 

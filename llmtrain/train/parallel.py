@@ -32,6 +32,7 @@ from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train import float8
 from llmtrain.train.async_tensor import overlap_products
+from llmtrain.train.gradient_sums import sum_by_our_kernel
 from llmtrain.train.host_inputs import HostInputs
 
 
@@ -67,6 +68,8 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     if config.activation_checkpointing.offload:
         offload_inputs(model.hybrid)
     shard(model, sharding, config)
+    if device.type == "cuda":
+        sum_by_our_kernel(model)
     model.to_empty(device=device)
     return segments
 

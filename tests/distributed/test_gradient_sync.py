@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmtrain.kernels import accumulate
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.gradient_sync import GradientSync
+from llmtrain.train.gradient_sums import sum_by_our_kernel
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 
@@ -66,3 +69,29 @@ def test_weights_stay_until_the_last_microbatch_where_they_take_no_more_memory(
         assert found == [stays] * (MICROBATCHES - 1) + [set()]
         for mine, expected in zip(gradients, reference, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def summed(config: Config, ours: bool) -> tuple[int, list[torch.Tensor]]:
+    """A job: how many sums our kernel was asked for in a step that reduces gradients once, and the gradients."""
+    model, _ = sharded.build_causal_lm(config)
+    if ours:
+        sum_by_our_kernel(model)
+    model.zero_grad()
+    with mock.patch.object(accumulate, "accumulate", wraps=accumulate.accumulate) as sums:
+        for i in range(MICROBATCHES):
+            model.set_requires_gradient_sync(i == MICROBATCHES - 1)  # type: ignore[operator]
+            tokens = torch.arange(i, i + 64).reshape(2, 32)
+            model.loss(tokens, tokens).loss.backward()
+    return sums.call_count, [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_sums_by_our_kernel_are_those_of_fsdp2(ranks, shards, tmp_path, tensor):
+    changes = {"train.precision": "amp_bf16", "train.parallel.tensor": tensor, "model.layers": "m (s+m) m"}
+    config = tiny_config(shards, tmp_path, changes)
+    for (calls, mine), (none, reference) in zip(
+        ranks(2).run(summed, config, True), ranks(2).run(summed, config, False), strict=True
+    ):
+        assert none == 0
+        assert calls >= (MICROBATCHES - 1) * 10  # for each matrix, at least
+        assert all(map(torch.equal, mine, reference))
