@@ -25,6 +25,7 @@ SPECS = {
     "mha-128": AttentionSpec(4, 4, 128, 128**-0.5),
     "gqa": AttentionSpec(8, 2, 64, 0.125),
     "zamba-160": AttentionSpec(4, 4, 160, 80**-0.5),
+    "gqa-256": AttentionSpec(4, 2, 256, 1 / 16),
     "alibi": AttentionSpec(6, 6, 64, 0.125, alibi_max_bias=8.0),
     "alibi-gqa": AttentionSpec(8, 2, 64, 0.125, alibi_max_bias=8.0),
     "window": AttentionSpec(4, 4, 64, 0.125, sliding_window=100),

@@ -120,11 +120,16 @@ def refuse_sdpa_flash4(spec: AttentionSpec, platform: Platform | None) -> str | 
 
 
 def refuse_sdpa_cudnn(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    """Wide heads as torch 2.11 has them (check_cudnn_tensor_shapes in sdp_utils.cpp): up to 256 on Hopper alone."""
     if reason := _refuse_fused("cuDNN", spec):
         return reason
     if platform is not None and platform.vendor == "amd":
         return "cuDNN runs on NVIDIA GPUs only"
-    return _refuse_platform("cuDNN", spec, platform, max_head_dim=128)
+    if platform is not None and platform.arch != "sm90" and spec.head_dim > 128:
+        return (
+            f"SDPA's cuDNN kernel takes head_dim up to 256 on Hopper (sm90), up to 128 elsewhere, not {spec.head_dim}"
+        )
+    return _refuse_platform("cuDNN", spec, platform, max_head_dim=256)
 
 
 def refuse_sdpa_efficient(spec: AttentionSpec, platform: Platform | None) -> str | None:
@@ -200,14 +205,15 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     """Backends in order, for `auto` and `sdpa`, where no measured cell speaks for the spec (attention/measured.py); public ones
     first.
 
-    cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
-    masked tiles; ours has kernels for all of it, and sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
-    kernel never stores the T x T scores.
+    cuDNN leads on Hopper and later, FA2 where cuDNN is untuned (its backward pass above head_dim 128 was timed at 160 alone) or
+    absent; FlexAttention fuses the change of scores and skips masked tiles; ours has kernels for all of it, and sdpa:efficient
+    reads a [heads, T, T] bias from memory. On CPUs, SDPA's own kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if platform.arch == "sm90" and spec.dtype != "float32":
-        return ("sdpa:cudnn", "sdpa:flash", "flex", "varlen", "triton", "sdpa:efficient", "reference")
+        fused = ("sdpa:cudnn", "sdpa:flash") if spec.head_dim <= 128 else ("sdpa:flash", "sdpa:cudnn")
+        return (*fused, "flex", "varlen", "triton", "sdpa:efficient", "reference")
     if not spec.plain:
         return ("flex", "varlen", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:

@@ -71,7 +71,8 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
         ("sdpa:cudnn", spec(documents=True), None, ["cuDNN", "no document mask"]),
         ("sdpa", spec(documents=True), CPU, ["SDPA has no document mask", "can serve: auto, reference)"]),
         ("sdpa:cudnn", PLAIN, MI300X, ["NVIDIA", "sdpa:flash"]),
-        ("sdpa:cudnn", spec(head_dim=160), H200, ["up to 128", "160"]),
+        ("sdpa:cudnn", spec(head_dim=160), A100, ["up to 256 on Hopper (sm90), up to 128 elsewhere, not 160"]),
+        ("sdpa:cudnn", spec(head_dim=264), H200, ["up to 256, not 264"]),
         ("sdpa:flash", spec(dtype="float32"), H200, ["bfloat16", "amp_bf16"]),
         ("sdpa:flash", PLAIN, CPU, ["needs a GPU", "sdpa:cpu"]),
         ("flex", PLAIN, CPU, ["no backward pass on CPUs"]),
@@ -102,8 +103,14 @@ def test_a_refusal_says_why_and_what_can_serve(name, wanted, where, words):
             registry.resolve("attention", name, wanted, where)
 
 
+@pytest.mark.parametrize("head_dim", [136, 160, 256])
+def test_cudnn_has_wide_heads_on_hopper_where_it_is_named(head_dim):
+    assert chosen("sdpa:cudnn", spec(head_dim=head_dim), H200) == "sdpa:cudnn"
+
+
 def test_platform_reasons_wait_for_a_platform():
     assert registry.refusal("attention", "sdpa:cudnn", PLAIN, None) is None
+    assert registry.refusal("attention", "sdpa:cudnn", spec(head_dim=160), None) is None
     assert registry.refusal("attention", "flex", PLAIN, None) is None
 
 
