@@ -1,13 +1,15 @@
 """Loss of several models over tokens and over wall time: the same text in the same order, the same batch and learning rate.
 
     python -m benchmarks.convergence [NAME=]FILE… [--set a.b=c …] [--for NAME a.b=c …] --seconds 90 --out FOLDER [--sources DIR…]
+        [--nproc 2] [--beside]
     python -m benchmarks.convergence --picture PICTURE.png JSON…       # of the models of several such results
 
 Each FILE, a run's YAML, under a name of its own where it comes in several settings, is trained by `llmtrain train` in a process of
 its own on the text in --sources (default: Python's standard library) with a tokenizer trained on it. All start and compile beside
 each other, then stop (SIGSTOP, on POSIX alone) and go on one after another for so many seconds of steps (or --steps, if these are
-done sooner), the others standing still. FOLDER gets convergence.json, rewritten after each model, and convergence.png. A model that
-fails does not end the others; the exit status is then 1. SIGTERM ends all; what the model in training has reached is kept.
+done sooner), the others standing still; or all go on beside each other (--beside), where only the loss over tokens counts. FOLDER
+gets convergence.json, rewritten after each model, and convergence.png. A model that fails does not end the others; the exit status
+is then 1. SIGTERM ends all; what the model in training has reached is kept.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-bytes", type=int, default=150_000_000, help="of text")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--nproc", type=int, default=1, help="GPUs of every run")
+    parser.add_argument("--beside", action="store_true", help="train all at the same time")
     args = parser.parse_args(arguments)
     if args.picture is not None:
         return draw([Path(file) for file in args.files], args.picture)
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in args.files:
         name, _, file = file.rpartition("=")
         name = name or Path(file).stem
-        runs.append(Run(name, file, [*common, *special.pop(name, [])], args.out))
+        runs.append(Run(name, file, [*common, *special.pop(name, [])], args.out, args.nproc))
     names = [run.name for run in runs]
     if special or len(set(names)) < len(names):
         parser.error(
@@ -96,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             run.start()
         _compile(runs)
+        if args.beside:
+            for run in runs:
+                run.go_on()
         for run in runs:
             try:
                 run.train(args.seconds, args.steps)
@@ -129,12 +136,12 @@ def draw(files: Sequence[Path], picture: Path) -> int:
 class Run:
     """One model's training: a process group that can stand still."""
 
-    def __init__(self, name: str, file: str, overrides: Sequence[str], out: Path):
-        self.name = name
+    def __init__(self, name: str, file: str, overrides: Sequence[str], out: Path, processes: int = 1):
+        self.name, self.processes = name, processes
         self.config = load_config(file, overrides)
         self.settings, self.folder, self.log = [file, *overrides], out / self.name, out / f"{self.name}.log"
         self.process: subprocess.Popen | None = None
-        self.uncounted = COMPILING
+        self.uncounted, self.going = COMPILING, False
 
     def start(self) -> None:
         """Start it in a folder of its own, from step 0; the first call to prepare takes the lock and the others wait."""
@@ -148,7 +155,7 @@ class Run:
             *self.settings,
             f"run_dir={self.folder}",
             "--nproc",
-            "1",
+            str(self.processes),
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -173,15 +180,20 @@ class Run:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if LOSS in row and SECONDS in row]
 
-    def train(self, seconds: float, steps: int = sys.maxsize) -> None:
-        """Train on for so many seconds, or to this step, and end. A run that has ended already, for want of memory beside the
-        others perhaps, is tried again. Raises RunError for one that ends by itself.
-        """
+    def go_on(self) -> None:
+        """Continue after `_compile`, from the beginning if it has ended."""
         if self.ended():
             self.start()
         self.signal(signal.SIGCONT)
         # The step that was interrupted, and one more: the queue of the loader has filled meanwhile.
-        self.uncounted = max(len(self.rows()) + 2, COMPILING)
+        self.uncounted, self.going = max(len(self.rows()) + 2, COMPILING), True
+
+    def train(self, seconds: float, steps: int = sys.maxsize) -> None:
+        """Train on for so many seconds, or to this step, and end. A run that has ended already, for want of memory beside the
+        others perhaps, is tried again. Raises RunError for one that ends by itself.
+        """
+        if not self.going:
+            self.go_on()
         try:
             while not self._enough(self.rows(), seconds, steps):
                 if self.ended() and not self._enough(self.rows(), seconds, steps):  # what it wrote last counts too

@@ -50,6 +50,10 @@ class Host:
     tokens: int = 32_768
     """Tokens for each of eight GPUs of a sequence that they share; Llama has half of that."""
     microbatch_7b: int = 4
+    timed: int | None = None
+    """Steps that are timed of every program of `bench train` and of torchtitan, if not each part's own number."""
+    llama_microbatches: int = 1
+    """Microbatches a step of Llama-3-8B beside torchtitan."""
 
     def trained(
         self,
@@ -65,6 +69,7 @@ class Host:
         gpus = min(gpus, self.gpus)
         batch = gpus * microbatch * (2 if self.small else microbatches)
         warmup, timed = (1, 1) if self.small else steps or self.steps
+        timed = timed if self.small else self.timed or timed
         name = f"{Path(model).name}-{gpus}gpu-{precision}"
         found = {
             "models": [f"yamls/{model}.yaml"],
@@ -147,18 +152,26 @@ def fewer(host: Host) -> list[Program]:
 
 
 def llama(host: Host) -> list[Program]:
+    return [program for precision in ("bf16", "tensorwise") for program in llama_in(host, precision)]
+
+
+def llama_float8(host: Host) -> list[Program]:
+    return llama_in(host, "tensorwise")
+
+
+def llama_in(host: Host, precision: str) -> list[Program]:
+    """Ours, and torchtitan's where there is one."""
     plain = "train.activation_checkpointing={type: none}"
-    found = []
-    for precision in ("bf16", "tensorwise"):
-        ours = host.trained("pretrain/llama3-8b", host.gpus, 1, 1, plain, precision=precision, steps=(3, 8))
-        found.append(ours)
-        if host.torchtitan:
-            file = host.out / f"torchtitan-{precision}.json"
-            options = [f"--nproc={host.gpus}", "--seq-len=8192", "--batch=1", *(["--float8"] * (precision != "bf16"))]
-            few = ["--layers=2", "--steps=1", "--warmup=1"] if host.small else ["--steps=8", "--warmup=4"]
-            peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
-            command = [host.torchtitan, peer, str(file), *options, *few]
-            found.append(Program(file.stem, command, host.gpus, 150, "torch"))
+    microbatches = host.llama_microbatches
+    found = [host.trained("pretrain/llama3-8b", host.gpus, 1, microbatches, plain, precision=precision, steps=(3, 8))]
+    if host.torchtitan:
+        file = host.out / f"torchtitan-{precision}.json"
+        batch = ["--batch=1", f"--global-batch={host.gpus * microbatches}"]
+        options = [f"--nproc={host.gpus}", "--seq-len=8192", *batch, *(["--float8"] * (precision != "bf16"))]
+        few = ["--layers=2", "--steps=1", "--warmup=1"] if host.small else [f"--steps={host.timed or 8}", "--warmup=4"]
+        peer = str(ROOT / "benchmarks" / "peers" / "llama3_torchtitan.py")
+        command = [host.torchtitan, peer, str(file), *options, *few]
+        found.append(Program(file.stem, command, host.gpus, 200, "torch"))
     return found
 
 
@@ -202,6 +215,7 @@ PARTS: dict[str, Callable[[Host], list[Program]]] = {
     "mpt-1b": mpt_1b,
     "zamba2": zamba2,
     "fewer": fewer,
+    "llama-float8": llama_float8,
     "llama": llama,
     "context": context,
     "moving": moving,
@@ -217,6 +231,8 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, nargs=2, default=(1, 3), metavar=("WARMUP", "TIMED"), help="of bench train"
     )
+    parser.add_argument("--timed", type=int, help="timed steps of bench train and torchtitan, if not each part's own")
+    parser.add_argument("--llama-microbatches", type=int, default=1, help="a step, beside torchtitan")
     parser.add_argument("--tokens", type=int, default=32_768, help="of a shared sequence, for each GPU")
     parser.add_argument("--microbatch-7b", type=int, default=4, help="of MPT-7B; 4 for 141 GB")
     parser.add_argument("--cold", action="store_true", help="compile in each program's own turn")
@@ -227,7 +243,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: TERMINATED.set())
     out, settings = args.out.absolute(), tuple(args.settings)
     steps = tuple(args.steps)
-    host = Host(out, args.gpus, args.small, args.torchtitan, settings, steps, args.tokens, args.microbatch_7b)
+    host = Host(
+        out,
+        args.gpus,
+        args.small,
+        args.torchtitan,
+        settings,
+        steps,
+        args.tokens,
+        args.microbatch_7b,
+        args.timed,
+        args.llama_microbatches,
+    )
     deadline = time.monotonic() + args.seconds
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # the cores are shared by many ranks

@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
-#   decoding | serving | loader | automatic | kept-x2 | convergence | curves | compare | eight
+#   decoding | serving | loader | automatic | kept-x2 | overlap-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
@@ -13,6 +13,8 @@
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
 # on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
 # serving wants PYTHON, an interpreter that has vLLM, in VLLM (benchmarks/peers/vllm.py says how); loader wants boto3 among the wheels.
+# automatic measures five models, or those named in ONLY. kept-x2, llama-x2 and float8 go on where an earlier call on the same machine
+# ended. llama-x2 wants TORCHTITAN, as eight does.
 # eight measures on all GPUs of the machine by benchmarks.many_gpus, what there is time for (or some: eight OUT --only llama context);
 # the same call again goes on. It wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
@@ -22,10 +24,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
-serving | loader | automatic | kept-x2 | convergence | curves | compare | eight) ;;
+serving | loader | automatic | kept-x2 | overlap-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
-        "decoding, serving, loader, automatic, kept-x2, convergence, curves, compare, eight" >&2
+        "decoding, serving, loader, automatic, kept-x2, overlap-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight" >&2
     exit 2
     ;;
 esac
@@ -212,36 +214,53 @@ loader() { # the share of a step spent waiting for data, from a store on this ma
 }
 
 automatic() { # microbatch_size: auto and activation_checkpointing: auto beside a sweep by hand
-    local common=(train.precision=amp_bf16 train.sharding.strategy=auto) seq_len name batch sweep
-    for seq_len in 2048 4096 8192; do
-        "$python" -m llmtrain prepare stdlib --out "runs/automatic/$seq_len" --vocab-size 4096 --seq-len $seq_len \
-            --validation-fraction 0 >>"$log" 2>&1
-    done
+    local common=(train.precision=amp_bf16 train.sharding.strategy=auto) name batch seq_len sweep
     while read -r name batch seq_len sweep; do
+        [[ " ${ONLY:-$name} " == *" $name "* ]] || continue
         # shellcheck disable=SC2086
-        step "automatic-$name" 110 "$python" -m benchmarks.automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
-            train.global_batch_size="$batch" data.seq_len="$seq_len" --sweep $sweep --seconds 55 --out "$work/$name.json" "$@"
+        step "automatic-$name" 200 "$python" -m benchmarks.automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
+            train.global_batch_size="$batch" data.seq_len="$seq_len" --sweep $sweep --seconds 80 --out "$work/$name.json" "$@"
     done <<'MODELS'
-mpt-1b 16 2048 none:8,16 selective:16 full:16
-llama3-1b 8 8192 none:2,4 selective:4 full:8
-zamba2-1.2b 8 4096 none:2,4 selective:8 full:8
-mamba2-370m 32 2048 none:8,16 selective:32 full:32
-mpt-3b 8 2048 none:2,4 selective:8 full:8
+mpt-3b 8 2048 none:8,4 selective:8
+mpt-1b 16 2048 none:16,8 selective:16
+llama3-1b 8 8192 none:8,4 selective:8
+zamba2-1.2b 8 4096 none:4,2 selective:8
+mamba2-370m 32 2048 none:16,8 selective:32
 MODELS
 }
 
-kept_x2() { # tokens/s per GPU of Zamba2-2.7B on two GPUs and on one, default sharding; what overlapping gains Llama
-    cat >"$work/sweep.yaml" <<'SWEEP'
-models: [yamls/pretrain/zamba2-2.7b.yaml]
-seq_lens: [4096]
-gpus: [2, 1]
-steps: 20
-warmup: 3
-settings: [train.microbatch_size=1, train.global_batch_size=16, 'train.activation_checkpointing={type: none}']
-SWEEP
-    step kept-zamba2 250 "$python" -m llmtrain bench train "$work/sweep.yaml" --out "$work/zamba2" "$@"
+kept_x2() { # tokens/s per GPU on two GPUs and on each of them, default sharding, the same batch
+    step kept "$limit" "$python" -m benchmarks.kept "$work/kept" --gpus 2 --seconds $((limit - SECONDS - 25)) \
+        --case yamls/pretrain/zamba2-2.7b.yaml 4096 2 16 --case yamls/bench/mpt-1b.yaml 2048 16 "${MPT_BATCH:-128}" "$@"
+}
+
+overlap_x2() { # what overlapping gains Llama
     step overlap-llama 90 "$python" -m benchmarks.overlap --nproc 2 yamls/pretrain/llama3-8b.yaml 'model.layers=attn*16' data.seq_len=8192 \
         train.microbatch_size=1 train.global_batch_size=8 train.sharding.strategy=grad_op --out "$work/overlap-llama.json"
+}
+
+llama_x2() { # Llama-3-8B beside torchtitan: float8, then bf16
+    step llama "$limit" "$python" -m benchmarks.many_gpus "$work/llama" --gpus 2 --cold --timed 20 --llama-microbatches 4 \
+        --only llama-float8 llama --seconds $((limit - SECONDS - 25)) --torchtitan "${TORCHTITAN:?}" "$@"
+}
+
+float8() { # float8 beside bf16 on one GPU: 16 of MPT-7B's layers, Zamba2-2.7B; then a profile of the former
+    local wide=('train.activation_checkpointing={type: none}' model.layers=attn*16 train.microbatch_size=8 train.global_batch_size=32)
+    sweep() { # NAME SECONDS MODEL SEQ_LEN SETTING...
+        local name=$1 seconds=$2 model=$3 seq_len=$4
+        shift 4
+        mkdir -p "$work/$name"
+        printf 'models: [%s]\nseq_lens: [%s]\nprecisions: [bf16, tensorwise]\nsteps: 20\nwarmup: 2\nsettings:\n' "$model" "$seq_len" \
+            >"$work/$name/sweep.yaml"
+        printf -- "- '%s'\n" "$@" >>"$work/$name/sweep.yaml"
+        step "$name" "$seconds" "$python" -m llmtrain bench train "$work/$name/sweep.yaml" --out "$work/$name"
+    }
+    sweep mpt-7b 250 yamls/pretrain/mpt-7b.yaml 2048 "${wide[@]}" "$@"
+    sweep zamba2 250 yamls/pretrain/zamba2-2.7b.yaml 4096 train.microbatch_size=2 "train.global_batch_size=${ZAMBA_BATCH:-16}" "$@"
+    rm -rf "$work/profile"
+    step profile 100 "$python" -m llmtrain.cli train yamls/pretrain/mpt-7b.yaml "${wide[@]}" run_dir="$work/profile" data.train=null \
+        data.validation=null "data.prepare={sources: [stdlib], out: $work/mpt-7b/data/stdlib-4096-2048, vocab_size: 4096, seq_len: 2048}" \
+        'train.float8={}' 'train.duration=500 steps' 'train.profile={steps: 1, after: 7, memory: true}' logging.step_times=10 "$@"
 }
 
 grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file
@@ -270,6 +289,15 @@ curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
         train.microbatch_size=8 'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
 }
 
+reduction_x2() { # MPT-125M on two GPUs, gradients summed in fp32 and in bf16, and fp32 once more: all beside each other
+    local model=yamls/pretrain/mpt-125m.yaml site
+    site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+    step reduction "$limit" "$python" -m benchmarks.convergence "fp32=$model" "bf16=$model" "fp32-again=$model" --nproc 2 --beside \
+        --steps 2000 --seconds $((limit - SECONDS - 75)) --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 60000000 \
+        --out "$work/reduction" --for bf16 train.sharding.reduce_dtype=bf16 --set train.global_batch_size=8 train.microbatch_size=4 \
+        'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
+}
+
 eight() { # [--only PART …] [--try]
     step eight "$limit" "$python" -m benchmarks.many_gpus "$work" --gpus "$(nvidia-smi -L | wc -l)" --seconds $((limit - SECONDS - 25)) \
         ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} "$@"
@@ -296,6 +324,9 @@ case $part in
 checkpoint-x2) checkpoint_x2 "$@" ;;
 parallel-x2) parallel_x2 "$@" ;;
 kept-x2) kept_x2 "$@" ;;
+overlap-x2) overlap_x2 "$@" ;;
+llama-x2) llama_x2 "$@" ;;
+reduction-x2) reduction_x2 "$@" ;;
 three-columns) three_columns "$@" ;;
 eval)
     three_columns "$@"

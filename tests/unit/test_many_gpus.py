@@ -53,6 +53,15 @@ def test_the_parts_measure_on_all_gpus(tmp_path):
     assert any("--legs 8a,4b,2a,1b" in command for command in commands)
 
 
+def test_llama_and_torchtitan_have_the_same_batch_and_number_of_steps(tmp_path):
+    host = Host(tmp_path, 2, small=False, torchtitan="python", timed=20, llama_microbatches=4)
+    ours, theirs = programs_of(host, ["llama-float8"])
+    [case] = cases(load_sweep(tmp_path / ours.name / "sweep.yaml"), tmp_path / ours.name)
+    assert (case.config.train.global_batch_size, case.precision) == (8, "tensorwise")
+    assert load_sweep(tmp_path / ours.name / "sweep.yaml").steps == 20
+    assert {"--global-batch=8", "--steps=20", "--float8"} <= set(theirs.command)
+
+
 def test_two_gpus_are_all_of_two(tmp_path):
     names = [program.name for program in programs_of(Host(tmp_path, 2, small=False, torchtitan=None), list(PARTS))]
     assert len(names) == len(set(names))

@@ -118,6 +118,7 @@ class Throughput(Callback):
         if torch.cuda.is_available():
             metrics["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["memory/allocated_gib"] = torch.cuda.memory_allocated() / 2**30
+            metrics["memory/reserved_gib"] = torch.cuda.memory_reserved() / 2**30
         logger.log_metrics(metrics)
 
     def _tell_excess(self, metrics: dict[str, float]) -> None:
