@@ -1,4 +1,4 @@
-"""What several GPUs keep of one GPU's speed: tokens/s per GPU of all together, and of each alone, all of these at the same time.
+"""Speed of several GPUs together beside that of each alone, these at the same time: tokens/s per GPU, and the share that is kept.
 
     python -m benchmarks.kept OUT --gpus 2 --case FILE SEQ_LEN MICROBATCH GLOBAL_BATCH [--case …] [--steps 20] [--seconds 540]
 

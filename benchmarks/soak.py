@@ -141,9 +141,10 @@ class Sheets:
 def look(sheets: Sheets, launcher: int, now: float) -> None:
     """One line for each GPU and for each process of the run."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = ["nvidia-smi", f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
-    for line in said([*query, "-i", visible] if visible else query):
-        sheets.gpus.writerow([f"{now:.1f}", *(value.strip() for value in line.split(","))])
+    for line in said(["nvidia-smi", f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]):
+        values = [value.strip() for value in line.split(",")]
+        if visible is None or values[0] in visible.split(","):
+            sheets.gpus.writerow([f"{now:.1f}", *values])
     for what, pid, mib in roles(launcher, processes_of(launcher)):
         sheets.processes.writerow([f"{now:.1f}", what, pid, f"{mib:.0f}"])
 

@@ -7,7 +7,8 @@
 #   decoding | serving | loader | automatic | kept-x2 | overlap-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
-# LIMIT: seconds for all of it (default 570); a program gets what is left, if that is less than its own limit.
+# WORK (default: runs/session/PART) has what the programs write. LIMIT: seconds for all of it (default 570); a program gets what is
+# left, if that is less than its own limit.
 # three-columns, which times nothing, also compiles for kernels on the same machine (compiling.txt).
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
@@ -34,7 +35,7 @@ esac
 out=${2:-${OUT:-session}}
 shift $(($# < 2 ? $# : 2))
 limit=${LIMIT:-570}
-work=runs/session/$part
+work=${WORK:-runs/session/$part}
 mkdir -p "$out" "$work"
 log=$out/$part.log summary=$out/$part.txt rows=$PWD/runs/session/rows.yaml
 
@@ -67,8 +68,8 @@ step() { # step NAME SECONDS COMMAND...: runs it, in a time limit; reports; pack
 }
 
 pack() { # weights and shards are large and say nothing
-    tar -C runs/session -czf "$out/$part.tar.gz.$BASHPID" --exclude=checkpoints --exclude='*.safetensors' --exclude=exported \
-        --exclude=data "$part" && mv "$out/$part.tar.gz.$BASHPID" "$out/$part.tar.gz"
+    tar -C "$(dirname "$work")" -czf "$out/$part.tar.gz.$BASHPID" --exclude=checkpoints --exclude='*.safetensors' --exclude=exported \
+        --exclude=data "$(basename "$work")" && mv "$out/$part.tar.gz.$BASHPID" "$out/$part.tar.gz"
 }
 
 checkpoint_x2() { # goes on where an earlier call on the same machine ended
@@ -224,7 +225,7 @@ automatic() { # microbatch_size: auto and activation_checkpointing: auto beside 
 mpt-3b 8 2048 none:8,4 selective:8
 mpt-1b 16 2048 none:16,8 selective:16
 llama3-1b 8 8192 none:8,4 selective:8
-zamba2-1.2b 8 4096 none:4,2 selective:8
+zamba2-1.2b 8 4096 none:8,4 selective:8
 mamba2-370m 32 2048 none:16,8 selective:32
 MODELS
 }
@@ -292,7 +293,7 @@ curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
 reduction_x2() { # MPT-125M on two GPUs, gradients summed in fp32 and in bf16, and fp32 once more: all beside each other
     local model=yamls/pretrain/mpt-125m.yaml site
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step reduction "$limit" "$python" -m benchmarks.convergence "fp32=$model" "bf16=$model" "fp32-again=$model" --nproc 2 --beside \
+    step reduction "$limit" "$python" -m benchmarks.convergence "fp32=$model" "bf16=$model" "fp32-twice=$model" --nproc 2 --beside \
         --steps 2000 --seconds $((limit - SECONDS - 75)) --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 60000000 \
         --out "$work/reduction" --for bf16 train.sharding.reduce_dtype=bf16 --set train.global_batch_size=8 train.microbatch_size=4 \
         'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
