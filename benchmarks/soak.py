@@ -81,7 +81,7 @@ def main() -> int:
 def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) -> bool:
     """Write what there is to see until the process has ended. Returns whether it was asked to, `seconds` after its second step."""
     began, first, asked = time.monotonic(), None, False
-    seen, looked, drawn = 0, -every, 60.0
+    seen, looked, drawn, drawing = 0, -every, 60.0, None
     with Sheets(out) as sheets:
         while process.poll() is None:
             now = time.monotonic() - began
@@ -96,12 +96,20 @@ def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) ->
             if now - drawn >= 60:
                 drawn = now
                 sheets.flush()
-                report(out)
+                drawing = drawing_of(out, drawing)
             if first is not None and now - first >= seconds and not asked:
                 asked = True
                 process.send_signal(signal.SIGTERM)
-            time.sleep(0.25)
+            time.sleep(0.5)
     return asked
+
+
+def drawing_of(out: Path, before: subprocess.Popen | None) -> subprocess.Popen:
+    """A process that draws what there is, while this one watches; the one before is at its end."""
+    if before is not None:
+        before.wait()
+    command = [sys.executable, "-m", "benchmarks.soak", "--picture", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def measured(metrics: Path) -> list[Row]:
