@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed = True
                 continue
             except SystemExit:
-                keep(run)
+                for one in [one for one in runs if one.rows()] if args.beside else [run]:
+                    keep(one)
                 raise
             keep(run)
     finally:

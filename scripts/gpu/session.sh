@@ -294,7 +294,7 @@ reduction_x2() { # MPT-125M on two GPUs, gradients summed in fp32 and in bf16, a
     local model=yamls/pretrain/mpt-125m.yaml site
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
     step reduction "$limit" "$python" -m benchmarks.convergence "fp32=$model" "bf16=$model" "fp32-twice=$model" --nproc 2 --beside \
-        --steps 2000 --seconds $((limit - SECONDS - 75)) --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 60000000 \
+        --steps 2000 --seconds $((limit - SECONDS - 90)) --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 60000000 \
         --out "$work/reduction" --for bf16 train.sharding.reduce_dtype=bf16 --set train.global_batch_size=8 train.microbatch_size=4 \
         'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
 }
