@@ -14,21 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 from streaming import Stream
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from llmtrain.data.batches import Batch, collate, collate_packed, filler
+from llmtrain.data.checked_stream import CheckedStream
 from llmtrain.data.documents import end_of_document
 from llmtrain.data.mixture import seekable_order
 from llmtrain.data.order import SampleOrder
 from llmtrain.data.shards import require_epoch
 from llmtrain.data.shared_memory import dataset_lock
-from llmtrain.data.streaming import CheckedStream, TokenDataset
+from llmtrain.data.streaming import TokenDataset
+from llmtrain.data.worker_errors import FailingLoader, collated, or_failures
 from llmtrain.distributed.processes import serve_parent
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 
-class TrainLoader(DataLoader):
+class TrainLoader(FailingLoader):
     """Loader of the next epoch, or of its rest after a resume, at each `iter`: `len(loader)` whole global batches."""
 
     dataset: TokenDataset
@@ -58,8 +60,9 @@ def _rank_batch_size(global_batch_size: int, replication: int) -> int:
     return global_batch_size // world_size
 
 
-def _stream(config: StreamConfig, data: DataConfig) -> Stream:
+def _stream(name: str, config: StreamConfig, data: DataConfig) -> Stream:
     return CheckedStream(
+        name=name,
         local=os.path.expanduser(config.local),
         remote=config.remote,
         split=config.split,
@@ -76,7 +79,7 @@ def _loader_options(data: DataConfig) -> dict[str, Any]:
         "persistent_workers": num_workers > 0,
         "worker_init_fn": serve_parent if num_workers else None,
         "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id),
+        "collate_fn": collated(collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id)),
     }
 
 
@@ -90,7 +93,7 @@ def build_train_loader(
     iterator, when a token is not below vocab_size.
     """
     batch_size = _rank_batch_size(global_batch_size, replication)
-    streams = [_stream(stream, data) for stream in data.train_streams().values()]
+    streams = [_stream(name, stream, data) for name, stream in data.train_streams().items()]
     dataset = train_dataset(
         data,
         streams,
@@ -178,14 +181,18 @@ class ValidationDataset(IterableDataset):
     def __len__(self) -> int:
         return self.sample_ids.size
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's samples, through `or_failures`."""
+        yield from or_failures(self._samples())
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         for sample_id in self.sample_ids[worker::workers].flat:
             yield filler(self.data.seq_len) if sample_id < 0 else self.data.get_item(int(sample_id))
 
 
-class ValidationLoader(DataLoader):
+class ValidationLoader(FailingLoader):
     """Loader of a ValidationDataset: all of it at each `iter`."""
 
     dataset: ValidationDataset
@@ -215,7 +222,9 @@ def build_validation_loader(
     batch_size = _rank_batch_size(global_batch_size, replication)
     with dataset_lock():
         samples = TokenDataset(
-            seq_len=data.seq_len, vocab_size=vocab_size, streams=[_stream(stream, data) for stream in streams.values()]
+            seq_len=data.seq_len,
+            vocab_size=vocab_size,
+            streams=[_stream(name, stream, data) for name, stream in streams.items()],
         )
     dataset = ValidationDataset(samples, list(streams), global_batch_size, max_samples, replication)
     return ValidationLoader(dataset, batch_size=batch_size, **_loader_options(data))

@@ -60,8 +60,8 @@ class RunOrder:
     @functools.cached_property
     def _dataset(self) -> StreamingDataset:
         """The training data, of which only the sizes are here."""
+        from llmtrain.data.checked_stream import CheckedStream
         from llmtrain.data.loaders import train_dataset
-        from llmtrain.data.streaming import CheckedStream
 
         data = self._data.model_copy(update={"cache_limit": None})
         with tempfile.TemporaryDirectory() as folder:  # indexes alone: a run may be using the shards' own folders

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,128 +13,24 @@ from unittest import mock
 import numpy as np
 import torch
 from filelock import FileLock
-from streaming import Stream, StreamingDataset
+from streaming import StreamingDataset
 from streaming.base import dataset as dataset_module
-from streaming.base.constant import TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.shared.prefix import get_shm_prefix
-from streaming.base.storage.download import CloudDownloader
-from streaming.base.util import wait_for_file_to_exist
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.data.order import SampleOrder
-from llmtrain.data.shard_fetch import TEMPORARY, Fetcher
-from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, read_index, verify_shard
-from llmtrain.data.shard_reader import ShardReader, mds_reader
+from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, verify_shard
 from llmtrain.data.shared_memory import require_room
+from llmtrain.data.worker_errors import or_failures
 from llmtrain.data.worker_samples import Reader, WorkerSamples
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 
 _ATTEMPTS = 8
 """To find a shard that was there a moment ago."""
-_READERS = 1024
 _SHARDS_IN_CACHE = 4
 """That a cache has room for at least."""
-_REMOTE = ".llmtrain-remote"
-"""The file in a folder that says what it caches."""
-_UNFINISHED = 86400
-"""Seconds after which a download that is not finished was given up."""
-
-
-class CheckedStream(Stream):
-    """A Stream whose index is checked wherever it comes from, and that writes inside of its folder alone."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.local, self.split)
-
-    def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Any]:
-        """Read the index, downloaded first if need be. Raises ShardError for one that cannot be used."""
-        self._download_index(world)
-        index = read_index(self.folder)
-        if index is None:
-            raise ShardError(f"{self.folder} holds no index.json of MDS shards")
-        self.index = index
-        # A flipped bit in a shard must not become training data.
-        self.validate_hash = index.hash_algorithm
-        if index.hash_algorithm is None:
-            run_log.warning(
-                f"{self.folder}: the index holds no hashes, so damage to the shards is noticed only where it changes their "
-                "size; StreamingDataset's MDSWriter(hashes=['xxh64']) writes them"
-            )
-        self._reader = functools.lru_cache(_READERS)(
-            lambda number: mds_reader(self.local, self.split, index.shards[number])
-        )
-        return [ShardReader(number, size, self._reader) for number, size in enumerate(index.shards.samples)]
-
-    def _download_index(self, world: Any) -> None:
-        """Get the index of a remote, where it is not in the folder; on each node its first rank does. Raises ShardError for a
-        folder that caches another remote."""
-        file = self.folder / "index.json"
-        if not self.remote:
-            return
-        if not file.exists():
-            if world.is_local_leader:
-                self.fetcher.fetch_index()
-                (self.folder / _REMOTE).write_text(self.remote, encoding="utf-8")
-            else:
-                longest = self.download_timeout * (self.download_retry + 1)
-                wait_for_file_to_exist(str(file), TICK, longest, f"{file} was not downloaded in time")
-        with contextlib.suppress(FileNotFoundError):
-            of = (self.folder / _REMOTE).read_text(encoding="utf-8")
-            if of.rstrip("/") != self.remote.rstrip("/"):
-                raise ShardError(
-                    f"{self.folder} caches {of}, not {self.remote}: give another folder as local, or remove this one"
-                )
-
-    @property
-    def fetcher(self) -> Fetcher:
-        """Fetches shards into the folder; before the index was read, without their hashes."""
-        return Fetcher(
-            self.folder,
-            self._download if self.remote else None,
-            self.validate_hash or None,
-            self.download_retry,
-            self.safe_keep_zip,
-            os.path.join(self.remote, self.split, "") if self.remote else "",
-        )
-
-    def _download(self, name: str, path: str) -> None:
-        clients = self.__dict__.setdefault(
-            "_clients", threading.local()
-        )  # a failed one is replaced, not under another thread
-        if not hasattr(clients, "own"):
-            clients.own = CloudDownloader.get(self.remote)
-        try:
-            clients.own.download(os.path.join(self.remote or "", self.split, name), path, self.download_timeout)
-        except BaseException:
-            clients.own.clean_up()
-            raise
-
-    def set_up_local(self, shards: list[Any], cache_usage_per_shard: np.ndarray) -> None:
-        """Find which shards are in the folder, and how many bytes. Unlike StreamingDataset, which deletes files that it would
-        not have left so, those of another job among them; only unfinished downloads of yesterday are removed."""
-        here = set()
-        for folder, _, files in os.walk(self.folder):
-            inside = os.path.relpath(folder, self.folder)
-            here |= {os.path.normpath(os.path.join(inside, name)) for name in files}
-        for name in (name for name in here if TEMPORARY in name):
-            with contextlib.suppress(OSError):
-                if time.time() - os.stat(self.folder / name).st_mtime > _UNFINISHED:
-                    os.unlink(self.folder / name)
-        table = self.index.shards
-        if len(here) > 1:
-            for number, (raw, packed) in enumerate(table.names()):
-                cache_usage_per_shard[number] = (raw in here and table.raw_bytes[number]) + (
-                    packed in here and table.zip_bytes[number]
-                )
-
-    def prepare_shard(self, shard: Any) -> int:
-        """Download and unpack a shard. Returns 0: the bytes in the folder are counted by TokenDataset. Raises ShardError for what
-        is no file (a pipe would block), and where a link would lead what is written out of the folder."""
-        self.fetcher.prepare(shard.number, self.index.shards[shard.number])
-        return 0
 
 
 class ShardSpanner:
@@ -222,11 +115,12 @@ class TokenDataset(StreamingDataset):
         self.epoch_size = size
         self.length = size // self._parallel_rank_world.num_ranks
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """This worker's samples of the next epoch. Raises ShardError if a shard cannot be read or downloaded.
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's samples of the next epoch, through `or_failures`. Raises ShardError for a shard that cannot be had."""
+        yield from or_failures(self._samples())
 
-        StreamingDataset prepares shards in threads; when one fails it only logs that and ends the epoch early.
-        """
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        """StreamingDataset prepares shards in threads; when one fails it only logs that and ends the epoch early."""
         yield from super().__iter__()
         if self._failure:
             raise ShardError(str(self._failure)) from self._failure
@@ -302,9 +196,8 @@ class TokenDataset(StreamingDataset):
             self._shard_states[shard_id] = _ShardState.LOCAL
             if self._cache_filelock.is_locked:  # StreamingDataset leaves it so where an eviction fails
                 self._cache_filelock.release(force=True)
-            stream = self.streams[self.stream_per_shard[shard_id]]
-            file = os.path.join(stream.local, stream.split, self.shards[shard_id].raw_data.basename)
-            failure = ShardError(f"the shard {file} cannot be had: {type(error).__name__}: {error}")
+            reason = error if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
+            failure = ShardError(f"{self._named(shard_id)} cannot be had: {reason}")
             self._failure = failure
             if hasattr(self, "_event"):
                 self._event.set()  # or this process's other threads would wait for the shard for ever
@@ -322,15 +215,21 @@ class TokenDataset(StreamingDataset):
         damage = self._damage(shard_id, file, stream.validate_hash)
         packed = shard.zip_data is not None and (stream.folder / shard.zip_data.basename).is_file()
         if damage and (stream.remote or packed):
-            run_log.warning(f"WARNING: the shard {file} is not what its index says: {damage}; it is made again")
+            run_log.warning(f"WARNING: {self._named(shard_id)} is not what its index says: {damage}; it is made again")
             file.unlink(missing_ok=True)
             damage = self._damage(shard_id, file, stream.validate_hash)
         if damage:
             raise ShardError(
-                f"the shard {file} is not what its index says: {damage}; copy it anew from its source, unless index.json is what "
-                "was changed"
+                f"{self._named(shard_id)} is not what its index says: {damage}; copy it anew from its source, or make it again by "
+                "`llmtrain prepare` with --overwrite, unless index.json is what was changed (`llmtrain data verify "
+                f"{stream.local}` reads every shard)"
             )
         self._verified[shard_id] = 1
+
+    def _named(self, shard_id: int) -> str:
+        stream = self.streams[self.stream_per_shard[shard_id]]
+        of = f" of the stream '{stream.name}'" if stream.name else ""
+        return f"the shard {stream.folder / self.shards[shard_id].raw_data.basename}{of}"
 
     def _damage(self, shard_id: int, file: Path, algorithm: str | None) -> str | None:
         """Difference between a shard and its index, as a sentence fragment; None if there is none.

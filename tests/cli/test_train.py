@@ -288,22 +288,25 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "composer"))]
 )
 def test_a_rank_that_fails_is_reported_once(project, launcher):
-    """A shard that turns out damaged on the way: what a user meets, without a hook in the code."""
+    """A shard that turns out damaged on the way, in a process of the loader: what a user meets, without a hook in the code."""
     shards = project.folder / "shards"
     shutil.copytree(project.shards, shards)
     for file in (shards / "train").glob("*.mds"):
         file.write_bytes(file.read_bytes()[:-1] + b"!")
-    project.write({f"data.{split}.streams.text.local": str(shards) for split in ("train", "validation")})
+    streams = {f"data.{split}.streams.text.local": str(shards) for split in ("train", "validation")}
+    project.write(streams | {"data.num_workers": 1})
     process = project.start([*LAUNCHERS[launcher](), "run.yaml"])
     try:
         text, _ = process.communicate(timeout=400)
         assert living(project.folder) == []
     finally:
         stop(process, project.folder)
-    assert process.returncode != 0
+    assert process.returncode == (2 if launcher == "llmtrain" else 1)
     assert text.count("its xxh64 is not the one in the index") == 1, text
     ours = text.partition("ChildFailedError")[0] if launcher == "torchrun" else text  # it adds a report of its own
     assert ours.count("Traceback") == (launcher == "torchrun")
     if launcher == "llmtrain":
         [schedule, error] = text.strip().splitlines()
         assert schedule.startswith("learning rate: ") and error.startswith(f"the shard {shards}/train/")
+        assert ".mds of the stream 'text' is not what its index says: " in error
+        assert error.endswith(f"(`llmtrain data verify {shards}` reads every shard)")

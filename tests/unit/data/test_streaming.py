@@ -376,7 +376,9 @@ def test_a_flipped_bit_in_a_shard_stops_the_run(data, tmp_path, workers):
     shard.write_bytes(damaged)
     loader = build_train_loader(config, global_batch_size=4)
     try:
-        with pytest.raises(ShardError, match=f"cannot be had: ShardError: Checksum failure: {shard}"):
+        with pytest.raises(
+            ShardError, match=f"^the shard .* of the stream 'a' cannot be had: Checksum failure: {shard}"
+        ):
             list(loader)
     finally:
         if loader._iterator is not None:
@@ -416,7 +418,8 @@ def test_a_flipped_bit_in_a_raw_shard_stops_the_run(data, tmp_path, write_shards
     loader = build_train_loader(config, global_batch_size=4)
     try:
         with pytest.raises(
-            ShardError, match=f"{shard} is not what its index says: its xxh64 is not the one in the index; "
+            ShardError,
+            match=f"^the shard {shard} of the stream 'raw' is not what its index says: its xxh64 is not the one in the index; ",
         ):
             list(loader)
     finally:
@@ -501,8 +504,8 @@ def test_a_damaged_shard_is_made_again_from_a_good_copy(data, tmp_path, write_sh
     shards[2].write_bytes(shards[2].read_bytes()[:-1])
     batches = list(build_train_loader(config, global_batch_size=4))
     assert all((batch["input_ids"] == batch["sample_ids"][:, None]).all() for batch in batches)
-    assert f"{shards[1]} is not what its index says" in (said := capsys.readouterr().out)
-    assert f"{shards[2]} is not what its index says" in said
+    assert f"{shards[1]} of the stream 'raw' is not what its index says" in (said := capsys.readouterr().out)
+    assert f"{shards[2]} of the stream 'raw' is not what its index says" in said
 
 
 def test_a_folder_that_caches_another_remote_is_refused(data, tmp_path, write_shards):

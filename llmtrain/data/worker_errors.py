@@ -1,0 +1,53 @@
+"""Errors of a loader's worker processes, in the words in which they were raised.
+
+A DataLoader raises another error of the same class instead, whose text begins with the worker's traceback. So a worker hands an
+error that is all a user needs over as a batch, and the loader raises it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from llmtrain.errors import RunError, UserError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In the place of a sample, and of the batch with it."""
+
+    error: Exception
+
+
+def or_failures(samples: Iterator[Any]) -> Iterator[Any]:
+    """The samples. After an expected error of a worker, failures without end: a batch that is not whole may be dropped."""
+    try:
+        yield from samples
+    except (UserError, RunError) as error:
+        if get_worker_info() is None:
+            raise
+        while True:
+            yield Failure(error)
+
+
+def collated(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`collate`, but of samples with a Failure this one."""
+    return functools.partial(_collate, collate)
+
+
+def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    return next((sample for sample in samples if isinstance(sample, Failure)), None) or collate(samples)
+
+
+class FailingLoader(DataLoader):
+    """Loader of a dataset that gives its samples through `or_failures`, with a collate_fn of `collated`: raises what failed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if isinstance(batch, Failure):
+                raise batch.error
+            yield batch
