@@ -159,7 +159,7 @@ def _wrong_options(error: ValidationError) -> Iterator[str]:
 def run_prepare(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from llmtrain.data.prepare import Part, prepare, prepare_part
+    from llmtrain.data.prepare import Part, PartState, prepare, prepare_part
     from llmtrain.data.prepare_streams import hold_out, prepare_streams
     from llmtrain.data.stored_folder import scratch_folder
 
@@ -197,11 +197,13 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(prepare(config, overwrite=args.overwrite, merge_only=args.merge, address=address).summary())
         return 0
     part = Part(*args.part)
-    if not prepare_part(config, part, overwrite=args.overwrite, address=address):
-        print(
-            f"part {part.index} of {part.count} has compared its documents; once all parts have come so far, give the same "
-            "command again, which makes the shards"
-        )
-        return 0
-    print(f"part {part.index} of {part.count} is made; once all are, give --merge in place of --part")
+    state = prepare_part(config, part, overwrite=args.overwrite, address=address)
+    this = f"part {part.index} of {part.count}"
+    said = {
+        PartState.HASHED: f"{this} has compared its documents; once all parts have come so far, give the same command again, "
+        "which makes the shards",
+        PartState.MADE: f"{this} is made; once all are, give --merge in place of --part",
+        PartState.MERGED: f"{args.out} is complete: its parts are merged, and none is left to make (--overwrite makes it anew)",
+    }
+    print(said[state])
     return 0

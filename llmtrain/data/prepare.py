@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
 
-__all__ = ["Part", "PrepareError", "PreparedFolder", "prepare", "prepare_part"]
+__all__ = ["Part", "PartState", "PrepareError", "PreparedFolder", "prepare", "prepare_part"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,16 @@ class Part:
 
     index: int
     count: int
+
+
+class PartState(Enum):
+    """State in which `prepare_part` leaves a part."""
+
+    HASHED = "hashed"
+    """With `dedup`, while other parts have not hashed their documents: once they have, the same call makes the partitions."""
+    MADE = "made"
+    MERGED = "merged"
+    """All parts had been merged before: the folder is complete."""
 
 
 def prepare(
@@ -96,10 +107,9 @@ def prepare(
 
 def prepare_part(
     config: PrepareConfig, part: Part, progress: bool = True, overwrite: bool = False, address: str | None = None
-) -> bool:
+) -> PartState:
     """Make a share of the partitions of `config.out`, for `prepare` to merge. The parts may be made at the same time, by
-    machines that share the folder. Returns False where with `dedup` other parts have not hashed their documents yet: once they
-    have, the same call makes the partitions. address: as in `prepare`; what the machines share is then the store.
+    machines that share the folder. address: as in `prepare`; what the machines share is then the store.
 
     Raises what `prepare` raises, and PrepareError with max_bytes, which needs all in order.
     """
@@ -109,7 +119,9 @@ def prepare_part(
     work = _Work(config, out, address)
     with lock_folder(out.with_name(f"{out.name}.part-{part.index}-of-{part.count}")), _write_errors(address or out):
         inputs = work.describe()
-        return work.find_reusable(inputs, overwrite) is not None or work.run_part(inputs, progress, part)
+        if work.find_reusable(inputs, overwrite) is not None:
+            return PartState.MERGED
+        return work.run_part(inputs, progress, part)
 
 
 @contextmanager
@@ -198,8 +210,8 @@ class _Work:
             self.store.publish(reports)
         return manifest
 
-    def run_part(self, inputs: dict[str, Any], progress: bool, part: Part) -> bool:
-        """Make the partitions of one part. Returns False if they wait for the hashes of another."""
+    def run_part(self, inputs: dict[str, Any], progress: bool, part: Part) -> PartState:
+        """Make the partitions of one part, or only hash their documents while another part has not."""
         mine = slice(part.index - 1, None, part.count)
         total = self.total * (1 + self.config.dedup) // part.count
         with ByteBar(progress, total, f"part {part.index} of {part.count}") as bar:
@@ -211,11 +223,11 @@ class _Work:
             if self.config.dedup:
                 self._hash(tasks[mine], tokenizer, bar, merge_only=False)
                 if self._unhashed(tasks):
-                    return False
+                    return PartState.HASHED
                 tasks = self._without_duplicates(tasks)
             self._tell_stale([task.partition for task in tasks])
             self._make(tasks[mine], tokenizer, bar, merge_only=False)
-        return True
+        return PartState.MADE
 
     def _tokenizer(self, inputs: dict[str, Any]) -> TextTokenizer:
         """The tokenizer, in the folder. One that is trained here is trained once."""

@@ -18,7 +18,7 @@ from llmtrain.errors import RunError, UserError
 
 @dataclass(frozen=True)
 class Failure:
-    """In the place of a sample, and of the batch with it."""
+    """Stand-in for a sample, and for the batch with it."""
 
     error: Exception
 

@@ -16,7 +16,7 @@ from llmtrain.cli import main
 from llmtrain.data import dedup, partitions
 from llmtrain.data.dedup import DocumentHashes, find_duplicates
 from llmtrain.data.partitions import Partition
-from llmtrain.data.prepare import Part, PreparedFolder, PrepareError, prepare, prepare_part
+from llmtrain.data.prepare import Part, PartState, PreparedFolder, PrepareError, prepare, prepare_part
 from llmtrain.data.prepare_streams import prepare_streams
 from llmtrain.data.sample_documents import SourceDocument
 from llmtrain.data.stored_stream import open_place
@@ -113,14 +113,16 @@ def test_the_result_does_not_depend_on_processes_parts_or_ranges(config, tmp_pat
     whole = prepare(config, progress=False)
     monkeypatch.setattr(dedup, "MOST_COMPARED", compared)
     apart = config.model_copy(update={"out": str(tmp_path / "apart")})
-    assert [prepare_part(apart, Part(number, 3), progress=False) for number in (3, 1, 2)] == [False, False, True]
+    states = [prepare_part(apart, Part(number, 3), progress=False) for number in (3, 1, 2)]
+    assert states == [PartState.HASHED, PartState.HASHED, PartState.MADE]
     with pytest.raises(PrepareError, match=r"partitions are not in .*apart.partial yet"):
         prepare(apart, progress=False, merge_only=True)
-    assert all(prepare_part(apart, Part(number, 3), progress=False) for number in (1, 3))
+    assert {prepare_part(apart, Part(number, 3), progress=False) for number in (1, 3)} == {PartState.MADE}
     merged = prepare(apart, progress=False, merge_only=True)
     assert digests(merged.out) == digests(whole.out)
     assert not list((merged.out / "partitions").glob("*.hashes*"))
     assert prepare(apart, progress=False).reused
+    assert prepare_part(apart, Part(1, 3), progress=False) is PartState.MERGED
 
 
 @pytest.mark.slow

@@ -372,6 +372,8 @@ def test_the_command_takes_shares_and_parts(small, records, tmp_path, capsys):
     assert main([*command, "--part", "2/2"]) == 0
     assert main([*command, "--merge"]) == 0
     assert "records.jsonl:201: not JSON" in capsys.readouterr().out
+    assert main([*command, "--part", "1/2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'} is complete: its parts are merged")
     assert main([*command, "--part", "1/2", "--max-bytes", "1000"]) == 2
     for wrong in (["--part", "3/2"], ["--part", "x"], ["--max-bad", "lots"], ["--merge", "--part", "1/2"]):
         with pytest.raises(SystemExit, match="2"):

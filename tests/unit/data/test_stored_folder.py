@@ -10,7 +10,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.data import partitions, stored_folder
 from llmtrain.data.partition_maker import PartitionMaker
-from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
+from llmtrain.data.prepare import Part, PartState, PrepareError, prepare, prepare_part
 from llmtrain.data.tokenizer import train_bpe
 from llmtrain.errors import RunError
 from tests.support.prepared import digests
@@ -52,15 +52,16 @@ def test_parts_of_several_machines_meet_in_a_store(server, here, corpus, setting
     def machine(name: str):
         return given(settings, corpus, sources=[source], out=str(tmp_path / name / "scratch"))
 
-    assert prepare_part(machine("a"), Part(2, 3), progress=False, address=address)
+    assert prepare_part(machine("a"), Part(2, 3), progress=False, address=address) is PartState.MADE
     assert not list((tmp_path / "a").rglob("*.mds*"))  # a disk holds what is being made alone
     with pytest.raises(PrepareError, match="partitions are not in"):
         prepare(machine("b"), progress=False, merge_only=True, address=address)
-    assert prepare_part(machine("b"), Part(1, 3), progress=False, address=address)
-    assert prepare_part(machine("c"), Part(3, 3), progress=False, address=address)
+    assert prepare_part(machine("b"), Part(1, 3), progress=False, address=address) is PartState.MADE
+    assert prepare_part(machine("c"), Part(3, 3), progress=False, address=address) is PartState.MADE
     put(server, "made/parts/train/stray.00000.mds", b"of other settings")
     made = prepare(machine("d"), progress=False, merge_only=True, address=address)
     assert address in made.summary() and not list((tmp_path / "d").rglob("*.mds*"))
+    assert prepare_part(machine("a"), Part(2, 3), progress=False, address=address) is PartState.MERGED
     found, expected = digests(fetched(server, "made/parts", tmp_path / "fetched")), digests(here)
     for name in ("manifest.json", "partitions/sources"):  # which name the sources
         del found[name], expected[name]
