@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.arguments import parse
 from llmtrain.errors import RunError, UserError, exit_with
 from llmtrain.schema.load import load_config
 
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     began, rows = time.monotonic(), []
 
     def run(name: str, settings: list[str], steps: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import parse
 from benchmarks.figures import rounded
 from llmtrain.errors import exit_with
 from llmtrain.schema.load import load_config
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--saves", type=int, default=3, help="in the background")
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no third or later one of them begins")
     parser.add_argument("--repeat", type=int, default=1, help="synchronous saves of each kind")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse(parser, arguments)
     config = load_config(args.file, args.overrides)
     import torch.distributed as dist
 

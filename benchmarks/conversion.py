@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import parse
 from benchmarks.figures import rounded
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB")
     parser.add_argument("--filled", type=float, default=1.0)
-    args = parser.parse_intermixed_args(arguments)
+    args = parse(parser, arguments)
     config = load_config(args.file, args.overrides).model
     args.folder.mkdir(parents=True)
     made, exported, again = (args.folder / name for name in ("made", "exported", "again"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.arguments import parse
 from llmtrain.errors import exit_with
 from llmtrain.schema.load import load_config
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--curve", metavar="PNG")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     config = load_config(args.file, args.overrides)
     if args.curve:
         Path(args.curve).parent.mkdir(parents=True, exist_ok=True)

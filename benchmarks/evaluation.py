@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.arguments import parse
 from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from benchmarks.plan_work import work
 from llmtrain.bench.machine import OPTIONAL
@@ -101,7 +102,7 @@ def main() -> None:
         "--vocab", type=int, help=f"of the tokenizer; default: {_VOCAB:,}, or what the tasks' text yields"
     )
     parser.add_argument("--out", type=Path, metavar="JSON")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     if args.passes < 1:
         raise UserError(f"--passes {args.passes}: at least one pass is timed")
     config = load_config(args.file, args.overrides)

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.arguments import parse
 from benchmarks.ranks import Training, on_ranks
 from benchmarks.steps import KERNELS, with_kernels
 from llmtrain.distributed.world import world_from_environment
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--exact", choices=list(KERNELS), default="reference")
     parser.add_argument("--context", type=int, metavar="RANKS", help="also by ranks that share sequences")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # one of them, which saves there what they find
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     if args.rank:
         save_shared(args)
         return 0

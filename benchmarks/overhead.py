@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.arguments import parse
 from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     config = load_config(args.file, args.overrides)
     if args.plain:
         print(json.dumps(plain_loop(config).seconds))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.arguments import parse
 from benchmarks.parallel import kernels_of, synchronize
 from benchmarks.ranks import Training, on_ranks
 from llmtrain.distributed.world import world_from_environment
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     if args.rank:
         found = compare(load_config(args.file, args.overrides), args.warmup, args.steps, args.kernels, args.out)
         if world_from_environment().is_main:

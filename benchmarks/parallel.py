@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import parse
 from benchmarks.ranks import Training, on_ranks
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import exit_with
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="appended to after each length")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     if (args.file is None) != args.scan:
         parser.error("give a FILE, or --scan")
     if args.rank:

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import parse
 from benchmarks.overhead import mfu, plain_loop
 from llmtrain.errors import exit_with
 from llmtrain.schema.config import Config
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public", "auto"])
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     configs = {name: with_kernels(args.file, args.overrides, name) for name in args.kernels}
     if args.in_process:
         print(json.dumps(measure(configs[args.kernels[0]])))

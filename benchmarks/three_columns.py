@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import parse
 from benchmarks.eval_peer import ask, instances, load_peer
 from llmtrain.errors import exit_with
 from llmtrain.eval.errors import EvalError
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK[:SHOTS]")
     parser.add_argument("--limit", type=int, default=300, help="documents per task (of each category); default 300")
     parser.add_argument("--batch", type=int, default=32, help="requests at a time, of the harness")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse(parser, arguments)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     run, exported = args.out / "run", args.out / "exported"
