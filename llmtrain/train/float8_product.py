@@ -46,7 +46,7 @@ class Float8Product(torch.autograd.Function):
         [d_output] = gradients
         d_rows, d_columns, d_scale = _cast(d_output, config.cast_config_grad_output)
         w = _float8_weight(weight, products, config.cast_config_weight)
-        w_columns = float8_transpose(w._data)
+        w_columns = float8_transpose(w._data, after=d_scale)
         dtype, fast = d_output.dtype, products.grad_input.use_fast_accum
         d_input = addmm_float8_unwrapped(d_rows, d_scale, w_columns.t(), w._scale, dtype, use_fast_accum=fast)
         fast = products.grad_weight.use_fast_accum

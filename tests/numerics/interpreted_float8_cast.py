@@ -46,7 +46,7 @@ def test_a_matrix_with_gaps_between_its_rows():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transposed(shape):
     x = reference.float8_cast(*drawn(shape, FORMATS[0]), FORMATS[0])[0]
-    found = float8_transpose(x)
+    found = float8_transpose(x, x)
     assert found.dtype == x.dtype and torch.equal(found.view(torch.uint8), x.view(torch.uint8).t())
 
 
@@ -54,4 +54,4 @@ def test_the_operators_are_whole():
     x, scale = drawn((16, 32), FORMATS[0])
     checks = ("test_autograd_registration", "test_faketensor")  # test_schema cannot multiply float8
     torch.library.opcheck(float8_cast, (x, scale, FORMATS[0]), test_utils=checks)
-    torch.library.opcheck(float8_transpose, (float8_cast(x, scale, FORMATS[0])[0],), test_utils=checks)
+    torch.library.opcheck(float8_transpose, (float8_cast(x, scale, FORMATS[0])[0], scale), test_utils=checks)

@@ -16,6 +16,6 @@ def float8_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     return rounded, rounded.t().contiguous()
 
 
-def float8_transpose(x: Tensor) -> Tensor:
-    """The transpose of a float8 matrix [M, N], contiguous: [N, M]."""
+def float8_transpose(x: Tensor, after: Tensor) -> Tensor:
+    """The transpose of a float8 matrix [M, N], contiguous: [N, M]. after: see triton.py."""
     return x.t().contiguous()

@@ -34,8 +34,12 @@ def launch_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     return result, transposed
 
 
-def launch_transpose(x: Tensor) -> Tensor:
-    """The reference's result, by one kernel."""
+def launch_transpose(x: Tensor, after: Tensor) -> Tensor:
+    """The reference's result, by one kernel.
+
+    after: a tensor that must be there before. One of a gradient keeps a weight's transposition in the backward pass: the compiler
+    else moves it to the forward pass, and keeps what it makes.
+    """
     x = x.contiguous()
     rows, columns = x.shape
     transposed = x.new_empty((columns, rows))
@@ -59,7 +63,7 @@ def _(x, scale, dtype):
 
 
 @torch.library.register_fake(float8_transpose)
-def _(x):
+def _(x, after):
     rows, columns = x.shape
     return x.new_empty((columns, rows))
 
