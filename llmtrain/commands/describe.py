@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config.shipped import CONFIG_HELP
@@ -39,7 +40,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--node-link", type=float, metavar="GB/S", help="of each GPU inside a node (default: datasheet)"
     )
-    parser.add_argument("--plot", metavar="FILE", help="with --nodes: draw the curve (.png, .svg)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --nodes: draw the curve (.png, .svg)")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")
     parser.add_argument("--json", action="store_true", help="print JSON rather than tables")
     parser.set_defaults(func=run_describe)
@@ -58,6 +59,8 @@ def run_describe(args: argparse.Namespace) -> int:
         args.world_size = args.nodes * args.gpus_per_node
     elif args.plot:
         raise UserError("--plot draws the curve of --nodes")
+    if args.plot and args.plot.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--plot {args.plot}: expected the name of a .png or .svg")
     config = load_config(args.file, args.overrides, world_size=args.world_size)
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.errors import UserError
 from llmtrain.flops.automatic import settle
 from llmtrain.flops.memory import ParameterSizes, estimate_memory, shard_ranks
@@ -140,8 +142,13 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     return local, seconds
 
 
-def draw(points: Sequence[Scale], path: str, title: str) -> None:
-    """The share of one GPU's speed that each GPU keeps, over the number of GPUs, as a PNG or SVG."""
+def draw(points: Sequence[Scale], path: Path, title: str) -> None:
+    """The share of one GPU's speed that each GPU keeps, over the number of GPUs, as a PNG or SVG.
+
+    Raises OutputError where it cannot be written.
+    """
+    import io
+
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -153,4 +160,10 @@ def draw(points: Sequence[Scale], path: str, title: str) -> None:
     axes.set_ylabel("% of one GPU's tokens/s kept")
     axes.set_title(f"{title}: predicted")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.getvalue())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

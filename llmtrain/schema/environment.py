@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from llmtrain.config.base import Problem, Section, free
+from llmtrain.config.base import Problem, Section, free, setting_error
 from llmtrain.config.texts import LocalPath
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 _OF_THE_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(TORCHELASTIC|LLMTRAIN)_.*"
 )
+
+
+def _parse_variable(value: Any) -> Any:
+    """A text that is not empty, or a whole number."""
+    if type(value) is int or (isinstance(value, str) and value):
+        return value
+    raise setting_error(
+        "expected a text that is not empty, in quotes where YAML reads something else, or a whole number"
+    )
+
+
+Variable = Annotated[Annotated[str, Field(min_length=1)] | int, BeforeValidator(_parse_variable)]
 
 
 class Environment(Section):
@@ -31,7 +43,7 @@ class Environment(Section):
     hipblaslt_tuning: LocalPath | None = free(None)
     """On AMD, a file of solutions that were tuned for hipBLASLt (by its HIPBLASLT_TUNING_FILE, or hipblaslt-bench), which takes
     them for the products in it. It belongs to one version of hipBLASLt. Other vendors' GPUs pass it over."""
-    variables: dict[str, Annotated[str, Field(min_length=1)] | int] = free({})
+    variables: dict[str, Variable] = free({})
     """Further variables, `{NCCL_IB_GID_INDEX: 3}`; they go before those of the preset."""
 
     def problems(self) -> Iterator[Problem]:

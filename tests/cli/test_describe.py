@@ -182,7 +182,7 @@ def test_tables_fit_the_terminal(capsys, monkeypatch, columns):
 
 
 def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
-    picture = tmp_path / "curve.png"
+    picture = tmp_path / "new folder" / "curve.png"
     found = facts(capsys, "pretrain/mpt-7b", "--nodes", "4", "--gpu", "mi300x", "--plot", str(picture))
     assert found["world_size"] == 32 and picture.stat().st_size > 5000
     points = {point["gpus"]: point for point in found["scaling"]}
@@ -197,11 +197,20 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
         (["--nodes", "0", "--gpu", "h200"], "above 0"),
         (["--nodes", "2", "--gpu", "h200", "--world-size", "4"], "without --world-size"),
         (["--plot", "x.png", "--gpu", "h200"], "--plot draws the curve of --nodes"),
+        (["--plot", "x.pdf", "--nodes", "2", "--gpu", "h200"], "--plot x.pdf: expected the name of a .png or .svg"),
     ],
 )
 def test_predictions_that_lack_something_say_what(capsys, arguments, message):
     assert main(["describe", "pretrain/mpt-1b", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_curve_that_cannot_be_written_says_why(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    arguments = ["--nodes", "4", "--gpu", "h200", "--plot", str(file / "curve.svg")]
+    assert main(["describe", "pretrain/mpt-7b", *arguments]) == 2
+    assert f"cannot write {file}/curve.svg" in capsys.readouterr().err
 
 
 def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):

@@ -76,6 +76,10 @@ def test_hipblaslt_reads_a_tuning_that_is_there_on_amd_alone(tmp_path):
         ({"variables": {"LOCAL_RANK": 1}}, "is the launcher's"),
         ({"variables": {"MASTER_ADDR": "host"}}, "is the launcher's"),
         ({"tunable_op_folder": "x"}, "has no effect with tunable_op: off"),
+        *(
+            ({"variables": {"NCCL_DEBUG": value}}, "1 validation error(.|\n)*expected a text that is not empty")
+            for value in (True, 1.5, "", None, [1])
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):
