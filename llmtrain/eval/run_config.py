@@ -101,6 +101,23 @@ class TaskChoice(Section):
 
 
 Models = list[Annotated[ModelChoice, _from_text("path"), _OrText()]]
+
+
+def _models(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict | list):
+        raise setting_error("expected a path, a mapping with path, or a list of these")
+    return [value] if isinstance(value, str | dict) else value
+
+
+class _OrItem:
+    """JSON schema of a list that may also be written as one of its items."""
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        schema = handler(core_schema)
+        return {"anyOf": [*schema["items"]["anyOf"], schema]}
+
+
+ModelOrModels = Annotated[Models, BeforeValidator(_models), _OrItem()]
 Tasks = list[Annotated[TaskChoice, _from_text("task"), _OrText()]]
 Paths = Annotated[
     list[PathText],
@@ -126,10 +143,10 @@ class EvalRun(Section):
     """The folder of results."""
     cache: LocalPath | None = "${out}/cache"
     """Folder of stored responses, with which an interrupted run continues and a repeated one needs no model; null: none."""
-    model: Paths | None = None
-    """A model, or several, in place of `models`: `llmtrain eval FILE model=PATH`."""
     models: Models = []
     """Models to evaluate: paths, or mappings with further settings."""
+    model: ModelOrModels | None = None
+    """A model, or several, in place of `models`: `llmtrain eval FILE model=PATH`. Each is written as in `models`."""
     tasks: Tasks = []
     """Tasks to run: names, or mappings with the numbers of examples. With a gauntlet, its tasks are run as well."""
     shots: ShotCounts | None = None
@@ -170,7 +187,7 @@ class EvalRun(Section):
     """Log the results to Weights & Biases."""
 
     def chosen_models(self) -> list[ModelChoice]:
-        return [ModelChoice(path=path) for path in self.model] if self.model is not None else list(self.models)
+        return list(self.models if self.model is None else self.model)
 
     def prompt_style(self, tokenizer: TextTokenizer, model: ModelChoice | None = None) -> PromptStyle:
         """The model's prompts: plain text or a chat template. Raises EvalError for a template that cannot be used."""

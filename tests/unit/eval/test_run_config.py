@@ -41,6 +41,15 @@ def test_a_model_of_the_command_line_takes_the_place_of_the_files(file):
     assert load_eval_run(file, ["models.1.name=z"]).chosen_models()[1].title == "z"
 
 
+def test_a_model_may_be_a_mapping_wherever_it_may_be_a_path(file):
+    for one in ("{path: runs/c, ema: true}", "[{path: runs/c, ema: true}]"):
+        assert load_eval_run(file, [f"model={one}"]).chosen_models() == [ModelChoice(path="runs/c", ema=True)]
+    with pytest.raises(ConfigError, match=r"model .*expected a path, a mapping with path, or a list of these, found 3"):
+        load_eval_run(file, ["model=3"])
+    with pytest.raises(ConfigError, match=r"model\.0\.pth .*unknown key; did you mean path"):
+        load_eval_run(file, ["model={pth: runs/c}"])
+
+
 @pytest.mark.parametrize(
     ("path", "title"),
     [
