@@ -72,11 +72,12 @@ class GroupDescription:
 @dataclass(frozen=True)
 class Float8Description:
     """Linear layers with train.float8. share: of the products' FLOPs in float8. left_out: (layers, why), equal ones of all layers
-    together: `blocks.*.mixer.in_proj, 2560 -> 10448`."""
+    together: `blocks.*.mixer.in_proj, 2560 -> 10448`. refused: why a run on the GPU ends before it begins, if it does."""
 
     recipe: str
     share: float
     left_out: list[tuple[str, str]]
+    refused: str | None
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         active_parameters=counts.active,
         components=components(model),
         parameter_groups=parameter_groups(model, config.optimizer) if config.optimizer.groups else [],
-        float8=_float8(model, config.train.float8) if config.train.float8 is not None else None,
+        float8=_float8(model, config.train.float8, device) if config.train.float8 is not None else None,
         forward_full=_per_token(model.flops(seq_len), seq_len),
         forward_causal=_per_token(model.flops(seq_len, causal=True), seq_len),
         training_foundry=training["foundry"],
@@ -272,7 +273,7 @@ def _products_with_uses(model: HybridLM, config: Float8Config) -> Iterator[tuple
         yield name, product, next((times[shared] for shared in times if name.startswith(f"{shared}.")), 1)
 
 
-def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
+def _float8(model: HybridLM, config: Float8Config, device: Device | None) -> Float8Description:
     """Raises UserError for a pattern of train.float8.exclude that matches nothing."""
     if problems := list(exclude_problems(config, float8_products(model, config))):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
@@ -282,7 +283,10 @@ def _float8(model: HybridLM, config: Float8Config) -> Float8Description:
         if product.left_out is not None:
             anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
             left_out[f"{anywhere}, {product.d_in} -> {product.d_out}"] = product.left_out
-    return Float8Description(config.recipe, work[True] / sum(work.values()), list(left_out.items()))
+    refused = None
+    if device is not None and device.peak("fp8") is None and not config.emulate:
+        refused = f"{device.title} has no float8 units"
+    return Float8Description(config.recipe, work[True] / sum(work.values()), list(left_out.items()), refused)
 
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")

@@ -38,6 +38,8 @@ def print_description(description: Description, config: Config, console: Console
         console.print(f"[bold]float8 ({d.float8.recipe}): {products}[/]", soft_wrap=True)
         if d.float8.left_out:
             console.print(_float8(d.float8))
+        if d.float8.refused is not None:
+            console.print(f"[bold]{d.float8.refused}: a run there is refused[/]; train.float8=null", soft_wrap=True)
         _note(console, "MFU stays a share of the bf16 peak, so it compares with that of a run in bf16.")
     console.print(_flops(d))
     _note(

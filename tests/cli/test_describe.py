@@ -213,6 +213,12 @@ def test_a_curve_that_cannot_be_written_says_why(capsys, tmp_path):
     assert f"cannot write {file}/curve.svg" in capsys.readouterr().err
 
 
+def test_a_gpu_without_float8_units_is_told_before_the_run_is_refused(capsys):
+    for gpu, setting, said in (("a100", "{}", True), ("l4", "{}", False), ("a100", "{emulate: true}", False)):
+        assert main(["describe", "pretrain/mpt-1b", "--gpu", gpu, f"train.float8={setting}"]) == 0
+        assert ("NVIDIA A100 80GB has no float8 units: a run there is refused" in capsys.readouterr().out) == said
+
+
 def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):
     """Zamba2-2.7B uses shared blocks 9 times, with adapters that alone are small."""
     float8 = facts(capsys, "pretrain/zamba2-2.7b", "train.float8={}")["float8"]
