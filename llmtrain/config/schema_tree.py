@@ -153,7 +153,7 @@ def _bounds(annotation: Any) -> str:
         "ge": "at least {}",
         "lt": "below {}",
         "le": "at most {}",
-        "min_length": "with at least {} entry",
+        "min_length": "with {} or more entries",
     }
     found: dict[str, str] = {}
     for part in (annotation, *_arguments(annotation)):
