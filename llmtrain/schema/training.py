@@ -322,7 +322,7 @@ class LoggingConfig(Section):
     """Metrics of training. They always go to RUN/metrics.jsonl and the terminal."""
 
     interval: PositiveInt = free(1)
-    """Steps between two lines of metrics."""
+    """Steps between two lines of metrics. Steps that were skipped or looked into have a line too."""
     step_times: PositiveInt | None = free(None)
     """Look into one step in so many on rank 0, as train.profile does, for metrics of it: shares of its time in which the GPU
     computes, waits for other ranks, for data, or for the host. Such a step takes some seconds longer. null: none."""

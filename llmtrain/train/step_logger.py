@@ -12,6 +12,9 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmtrain.logs import run_log
 
+RARE = ("icl/", "step/", "train/skipped_steps", "train/spikes", "train/rewinds")
+"""Beginnings of the metrics that only a few steps have. Such a step is written whatever the interval."""
+
 
 class StepLogger(LoggerDestination):
     """Gathers what Composer logs in pieces during a step, and writes it once, under the step's number.
@@ -80,8 +83,7 @@ class StepLogger(LoggerDestination):
         self.pending.update({key: float(value) for key, value in metrics.items()})
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        rare = any(name.startswith("icl/") for name in self.pending)  # not to be lost between two lines
-        if rare or state.timestamp.batch.value % self.interval == 0:
+        if any(name.startswith(RARE) for name in self.pending) or state.timestamp.batch.value % self.interval == 0:
             self._flush(state)
         self.pending.clear()
 

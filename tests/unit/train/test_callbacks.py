@@ -131,6 +131,16 @@ def test_a_step_is_one_line_and_what_is_not_finite_is_left_out(tmp_path):
     assert lines == [{"step": 2, "tokens": 20, "loss": 0.1 + 0.2}, {"step": 4, "tokens": 40, "loss": 1.0}]
 
 
+@pytest.mark.parametrize("rare", ["step/gaps", "train/spikes", "train/skipped_steps", "train/rewinds", "icl/arc/acc"])
+def test_metrics_of_a_few_steps_are_not_lost_between_two_lines(tmp_path, rare):
+    path = tmp_path / "metrics.jsonl"
+    logger = JSONLLogger(path, interval=5)
+    for step in range(1, 11):
+        log(logger, step, loss=float(step), **({rare: 0.5} if step % 3 == 0 else {}))
+    assert read_metrics(path, rare) == ([3, 6, 9], [0.5, 0.5, 0.5])
+    assert read_metrics(path, "loss")[0] == [3, 5, 6, 9, 10]
+
+
 def test_a_step_that_was_run_again_counts_with_its_last_value(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for first, last, value in ((1, 5, 1.0), (3, 6, 2.0)):  # resumed from step 2
