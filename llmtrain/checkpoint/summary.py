@@ -98,8 +98,9 @@ def _set(section: type[Section], values: Mapping[str, Any], prefix: str) -> Iter
 def _settings_of(annotation: Any, value: Any, path: str) -> Iterator[str]:
     kind = select_alternative(annotation, value)
     if isinstance(value, Mapping) and is_section(kind):
-        if sections_by_type(annotation):
+        if sections_by_type(annotation):  # which alternative it is, at its default too
             yield f"{path}.type: {value['type']}"
+            value = {name: entry for name, entry in value.items() if name != "type"}
         yield from _set(kind, value, f"{path}.")
     elif isinstance(value, Mapping) and get_origin(kind) is dict:
         for key, entry in value.items():

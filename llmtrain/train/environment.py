@@ -43,6 +43,11 @@ def apply_environment(
             lines.append(f"environment: {name}={value}")
         elif kept != value:
             lines.append(f"environment: {name}={kept}, as the process has it, and not {value}")
+    results = Path(environment.get("PYTORCH_TUNABLEOP_FILENAME", ""))  # PyTorch adds the number to a name without %d
     if config.tunable_op == "tune":
-        Path(environment["PYTORCH_TUNABLEOP_FILENAME"]).parent.mkdir(parents=True, exist_ok=True)
+        results.parent.mkdir(parents=True, exist_ok=True)
+    elif config.tunable_op == "use" and not any(
+        results.parent.glob(f"{results.stem.replace('%d', '')}*{results.suffix}")
+    ):
+        lines.append(f"environment: there is no {results}, and so nothing for tunable_op: use; tune writes it")
     return lines

@@ -178,7 +178,7 @@ def test_show_tells_what_a_checkpoint_is(finished, tmp_path, capsys):
     assert "F32" in model and "numbers" in model
     assert "  optimizer.lr: 0.003" in lines and "  model.blocks.m.d_state: 8" in lines
     assert not any(line.startswith("  model.blocks.m.expand") for line in lines)  # at its default
-    assert "  model.blocks.s.type: shared_attention" in lines
+    assert lines.count("  model.blocks.s.type: shared_attention") == 1
     bucket = MountedStore(tmp_path / "mounted")
     upload(bucket, project.run_dir / "checkpoints" / "step-00000006")
     remote = checkpoint(capsys, "show", bucket.url)[1]

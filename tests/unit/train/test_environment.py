@@ -54,6 +54,14 @@ def test_tunable_op_has_a_file_for_each_gpu(tmp_path, mode, tuning):
     assert (tmp_path / "tunableop").is_dir() == (mode == "tune")
 
 
+def test_results_of_tunable_op_that_are_not_there_are_missed(tmp_path):
+    config = Environment(tunable_op="use", tunable_op_folder=str(tmp_path))
+    said = f"environment: there is no {tmp_path}/results%d.csv, and so nothing for tunable_op: use; tune writes it"
+    assert apply_environment(config, "amd", "run", {})[-1] == said
+    (tmp_path / "results0.csv").touch()
+    assert said not in apply_environment(config, "amd", "run", {})
+
+
 def test_an_earlier_tuning_lies_elsewhere(tmp_path):
     config = Environment(tunable_op="use", tunable_op_folder=str(tmp_path))
     assert wanted_variables(config, "amd", "run")["PYTORCH_TUNABLEOP_FILENAME"] == f"{tmp_path}/results%d.csv"
