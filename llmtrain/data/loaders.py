@@ -133,6 +133,7 @@ def train_dataset(
         "num_canonical_nodes": data.num_canonical_nodes,
         "predownload": data.predownload,
         "cache_limit": data.cache_limit,
+        "readers": max(data.num_workers, 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "replication": replication if replication > 1 else None,
     }
     if data.chosen_order == "seekable":

@@ -16,6 +16,8 @@ from llmtrain.schema.data import DataConfig, StreamConfig
 
 _REMOTES = ("s3", "gs", "oci", "hf", "sftp", "azure", "azure-dl", "dbfs", "alipan")
 """Schemes of remotes."""
+_SHARDS_IN_CACHE = 4
+"""That a cache has room for at least."""
 
 
 def stream_folder(stream: StreamConfig) -> Path:
@@ -91,6 +93,7 @@ def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
         if split == "train" and streams and len(indexes) == len(streams):
             samples = sum(epoch_streams(data, [index.samples for index in indexes]))
             problems += _check_size(samples, data, global_batch_size)
+            problems += _check_cache(indexes, data)
     return problems
 
 
@@ -190,6 +193,30 @@ def _missing_shards(index: Index) -> list[str]:
 def _needs_unpacking(index: Index) -> Iterator[bool]:
     for shard in index.shards:
         yield bool(shard["zip_data"]) and not Path(index.folder, shard["raw_data"]["basename"]).exists()
+
+
+def cache_fault(limit: int, indexes: int, largest: int, readers: int) -> str | None:
+    """Reason why a cache of `limit` bytes has no room for what `readers` processes of a node read; None: it has. indexes: bytes of
+    all. largest: bytes of the largest shard, packed and unpacked."""
+    count = max(_SHARDS_IN_CACHE, readers)
+    if limit >= (least := indexes + count * largest):
+        return None
+    each = f", one for each of {readers} processes of the loader" if readers > _SHARDS_IN_CACHE else ""
+    return (
+        f"has no room for the shards: beside the index of {indexes:,} bytes {count} of the largest, of {largest:,} bytes, must "
+        f"fit{each}; give at least {least:,}, or better several times that"
+    )
+
+
+def _check_cache(indexes: Sequence[Index], data: DataConfig) -> Iterator[Problem]:
+    """The rule of `cache_fault`, for one rank on each node: only training knows of more."""
+    if data.cache_limit is None:
+        return
+    sizes = (size for index in indexes for size in zip(index.shards.raw_bytes, index.shards.zip_bytes, strict=True))
+    largest = max(map(sum, sizes), default=0)
+    stored = sum(Path(index.folder, "index.json").stat().st_size for index in indexes)
+    if reason := cache_fault(data.cache_limit, stored, largest, max(data.num_workers, 1)):
+        yield Problem("data.cache_limit", data.cache_limit, reason)
 
 
 def _check_duplicate_folders(streams: dict[str, StreamConfig], split: str) -> Iterator[Problem]:

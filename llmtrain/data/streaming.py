@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base import dataset as dataset_module
+from streaming.base.constant import TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.shared.prefix import get_shm_prefix
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.data.order import SampleOrder
 from llmtrain.data.shard_index import TOKEN_COLUMNS, ShardError, verify_shard
+from llmtrain.data.shards import cache_fault
 from llmtrain.data.shared_memory import require_room
 from llmtrain.data.worker_errors import or_failures
 from llmtrain.data.worker_samples import Reader, WorkerSamples
@@ -29,8 +32,6 @@ from llmtrain.logs import run_log
 
 _ATTEMPTS = 8
 """To find a shard that was there a moment ago."""
-_SHARDS_IN_CACHE = 4
-"""That a cache has room for at least."""
 
 
 class ShardSpanner:
@@ -69,10 +70,12 @@ class TokenDataset(StreamingDataset):
         order: Callable[[TokenDataset], SampleOrder] | None = None,
         order_name: str = "streaming",
         cache_limit: int | None = None,
+        readers: int = 1,
         **kwargs: Any,
     ) -> None:
         """order: makes the order of samples once the shards are known; None: StreamingDataset's. order_name: what a position
-        calls it. cache_limit: bytes that the folders may hold. Raises UserError where a shard has no room in them."""
+        calls it. cache_limit: bytes that the folders may hold. readers: processes of this node that read from them. Raises
+        UserError where they have no room for what these read."""
         self._cache_filelocks: dict[int, FileLock] = {}
         with (
             mock.patch.object(dataset_module, "Spanner", ShardSpanner),
@@ -81,7 +84,7 @@ class TokenDataset(StreamingDataset):
             super().__init__(**kwargs)
         self.cache_limit = cache_limit
         if cache_limit is not None:
-            self._require_room_in_cache(cache_limit)
+            self._require_room_in_cache(cache_limit, readers)
         self._make_order = order
         self.order_name = order_name
         self.seq_len = seq_len
@@ -92,15 +95,11 @@ class TokenDataset(StreamingDataset):
         self.epoch_finished = False
         """Set by TrainLoader after an epoch's last batch."""
 
-    def _require_room_in_cache(self, limit: int) -> None:
-        """StreamingDataset's own conditions."""
+    def _require_room_in_cache(self, limit: int, readers: int) -> None:
         indexes = sum(stream.get_index_size() for stream in self.streams)
         largest = max(shard.get_max_size() for shard in self.shards)
-        if limit < (least := max(indexes + 1, _SHARDS_IN_CACHE * largest)):
-            raise UserError(
-                f"data.cache_limit of {limit:,} bytes has no room for the shards: the largest of them has {largest:,} bytes, of "
-                f"which {_SHARDS_IN_CACHE} must fit, the index {indexes:,}; give at least {least:,}, or better several times that"
-            )
+        if reason := cache_fault(limit, indexes, largest, readers):
+            raise UserError(f"data.cache_limit = {limit}: {reason}")
 
     def set_epoch_size(self, size: int) -> None:
         """Draw `size` samples per epoch, from each stream by its proportion (largest remainders rounded up).
@@ -128,6 +127,26 @@ class TokenDataset(StreamingDataset):
     @functools.cached_property
     def order(self) -> SampleOrder | None:
         return self._make_order(self) if self._make_order else None
+
+    def _ready_thread(self, it: Any) -> None:
+        """Count the samples whose shards have been fetched, ahead of those that are read. it: StreamingDataset's state of an epoch.
+
+        In StreamingDataset's own, a shard that is removed again before this thread looks (where the cache has no room for all that
+        is fetched ahead) is waited for for ever. Here it counts as fetched: who reads it fetches it anew.
+        """
+        while not (it.should_exit() or it.ready_index == it.total or self._event.is_set()):
+            sample_id = it.sample_ids[it.ready_index]
+            if self.predownload is not None and it.ready_index - it.yield_index > self.predownload:
+                time.sleep(TICK)
+                continue
+            if sample_id != -1:
+                shard_id, _ = self.spanner[sample_id]
+                if self._shard_states[shard_id] == _ShardState.REMOTE:
+                    self.prepare_shard(shard_id, blocking=False)
+                while self._shard_states[shard_id] == _ShardState.PREPARING and not self._event.is_set():
+                    time.sleep(TICK)
+            it.ready_index += 1
+        it.on_exit()
 
     def shard_sizes(self) -> list[np.ndarray]:
         """Samples of each shard, by stream."""

@@ -277,8 +277,8 @@ class DataConfig(Section):
     """Samples to fetch ahead of training from a remote."""
     cache_limit: ByteCount | None = free(None)
     """Most bytes of shards that a node keeps in its local folders, beside up to three for each loader process, which it fetches at
-    once; the ones read longest ago are deleted. At least four of the largest shard. Only for streams with a remote. Default: no
-    limit."""
+    once; the ones read longest ago are deleted. At least the indexes and four of the largest shard, or one for each loader process.
+    Only for streams with a remote. Default: no limit."""
     download_retries: Annotated[int, Field(ge=0, le=100)] = free(4)
     """Further attempts to download a shard after one has failed."""
     download_timeout: Annotated[float, Field(gt=0, le=86400)] = free(120.0)

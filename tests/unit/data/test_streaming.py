@@ -26,6 +26,7 @@ from llmtrain.data import streaming
 from llmtrain.data.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.shard_index import ShardError, read_index
 from llmtrain.data.shard_reader import ShardReader, mds_reader
+from llmtrain.data.shards import check_streams
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig
 from tests.support.segments import released_segments
@@ -285,12 +286,14 @@ def test_a_cache_without_room_for_a_few_shards_is_the_users_to_change(data, tmp_
     remote = write_shards(tmp_path / "far", 200, compression=None)
     largest = max(file.stat().st_size for file in remote.glob("*.mds"))
     index = (remote / "index.json").stat().st_size
-    limit = max(index + 1, 4 * largest) - (not enough)
+    limit = index + 4 * largest - (not enough)
     streams = {"a": {"remote": str(remote), "local": str(tmp_path / "cache")}}
     config = data({}, train={"streams": streams}, cache_limit=limit)
     if not enough:
-        with pytest.raises(UserError, match=rf"data.cache_limit of {limit:,} bytes .* give at least {limit + 1:,}"):
+        with pytest.raises(UserError, match=rf"data.cache_limit = {limit}: .* give at least {limit + 1:,}"):
             build_train_loader(config, global_batch_size=4)
+        [problem] = check_streams(config, 4)  # the index is in the cache now
+        assert problem.path == "data.cache_limit" and f"give at least {limit + 1:,}" in problem.message
     else:
         build_train_loader(config, global_batch_size=4)
 
@@ -525,6 +528,26 @@ def job(config: DataConfig, results) -> None:
         results.put([sorted(id for batch in batches for id in batch["sample_ids"].tolist())])
     except BaseException as error:
         results.put(repr(error))
+
+
+@pytest.mark.parametrize("order", ["seekable", "streaming"])
+def test_a_cache_without_room_for_what_is_fetched_ahead_is_slow_and_reads_on(tmp_path, write_shards, data, order):
+    """Of what is fetched ahead most is removed again before it is read."""
+    remote = write_shards(tmp_path / "far", 400, compression=None)
+    largest = max(file.stat().st_size for file in remote.glob("*.mds"))
+    limit = (remote / "index.json").stat().st_size + 4 * largest
+    streams = {"a": {"remote": str(remote), "local": str(tmp_path / "cache")}}
+    config = data(
+        {}, train={"streams": streams}, cache_limit=limit, shuffle_block_size=200, num_canonical_nodes=1, order=order
+    )
+    results = multiprocessing.get_context("fork").Queue()
+    one = multiprocessing.get_context("fork").Process(target=job, args=(config, results))
+    one.start()
+    try:
+        assert results.get(timeout=60) == [list(range(400))]
+    finally:
+        one.kill()
+        one.join()
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
