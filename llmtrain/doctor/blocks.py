@@ -7,6 +7,7 @@ from llmtrain.doctor.report import show
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform, tuning
 from llmtrain.kernels.attention.measured import OURS
+from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
@@ -36,7 +37,25 @@ def run(config: Config, dtype: str | None = None) -> int:
 
 
 def reason(one: Chosen, here: Platform) -> str:
-    """Reason for the choice, in words."""
+    """Reason for the choice, in words, and what else decides how it runs."""
+    return _reason(one, here) + _stored_dscores(one, here)
+
+
+def _stored_dscores(one: Chosen, here: Platform) -> str:
+    """Note on a backward pass by stored gradients of scores (kernels/attention/stored_dscores.py); empty where there is none."""
+    operation, spec, _ = one.kernel
+    if operation != "attention" or one.backend != OURS or not spec.plain:
+        return ""
+    variant = "plain" if spec.n_kv_heads == spec.n_heads else f"plain, {GROUPED}"
+    row = tuning.exact("attention.dscores", spec.dtype, {"head_dim": spec.head_dim}, here, variant)
+    if row is None:
+        return ""
+    measured = row.provenance
+    by = measured if isinstance(measured, str) else f"{measured['device']}, {measured['date']}"
+    return f"; from {row.launch.from_seq_len:,} tokens on backward by stored gradients of scores (fixed row, not tuned: {by})"
+
+
+def _reason(one: Chosen, here: Platform) -> str:
     operation, _, name = one.kernel
     if one.refusal is not None:
         return one.refusal
