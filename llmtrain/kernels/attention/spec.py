@@ -205,15 +205,14 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     """Backends in order, for `auto` and `sdpa`, where no measured cell speaks for the spec (attention/measured.py); public ones
     first.
 
-    cuDNN leads on Hopper and later, FA2 where cuDNN is untuned (its backward pass above head_dim 128 was timed at 160 alone) or
-    absent; FlexAttention fuses the change of scores and skips masked tiles; ours has kernels for all of it, and sdpa:efficient
-    reads a [heads, T, T] bias from memory. On CPUs, SDPA's own kernel never stores the T x T scores.
+    cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
+    masked tiles; ours has kernels for all of it, and sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
+    kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if platform.arch == "sm90" and spec.dtype != "float32":
-        fused = ("sdpa:cudnn", "sdpa:flash") if spec.head_dim <= 128 else ("sdpa:flash", "sdpa:cudnn")
-        return (*fused, "flex", "varlen", "triton", "sdpa:efficient", "reference")
+        return ("sdpa:cudnn", "sdpa:flash", "flex", "varlen", "triton", "sdpa:efficient", "reference")
     if not spec.plain:
         return ("flex", "varlen", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:
