@@ -14,8 +14,7 @@ import zstandard
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from llmtrain.data import partitions, prepared_folder
-from llmtrain.data import prepare as prepare_module
+from llmtrain.data import folder_maker, partitions, prepared_folder
 from llmtrain.data.packing import is_held_out
 from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
 from llmtrain.data.prepared_folder import MANIFEST, lock_folder
@@ -122,7 +121,7 @@ def test_a_killed_run_leaves_nothing_that_passes_for_whole(corpus, settings, mon
     out = Path(config.out)
     with monkeypatch.context() as patch:
         # Called once the shards are written, just before the manifest is.
-        patch.setattr(prepare_module, "token_dtype", lambda vocab_size: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(folder_maker, "token_dtype", lambda vocab_size: os.kill(os.getpid(), signal.SIGKILL))
         process = get_context("fork").Process(target=prepare, args=(config, False))
         process.start()
         process.join(timeout=60)
