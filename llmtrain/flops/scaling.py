@@ -1,16 +1,19 @@
 """Step time on many GPUs, predicted from the speed of one and from stated bandwidths. No torch here.
 
-Per microbatch FSDP2 gathers b P bytes of weights (twice with full sharding; once a step where gradients are summed once a step) and
-sums r P bytes of gradients, b and r being the bytes of the computation's and of the sums' format. Of that, (S - 1) / S passes each
-GPU's links inside a node; where a sharding group spans n nodes of g GPUs, (n - 1) / n enters each node through its g network links.
-Hybrid sharding sums each GPU's P / S gradients over the nodes instead: 2 r P / S bytes, times (n - 1) / n.
+FSDP2 gathers b P bytes of weights twice a microbatch with full or hybrid sharding; once a step with grad_op, or where gradients are
+summed once a step (train/callbacks/gradient_sync.py). It sums r P bytes of gradients a microbatch, or once a step. b and r are the
+bytes of the computation's and of the sums' format; weights of products in float8 are gathered in one byte. Of all that, (S - 1) / S
+passes each GPU's links inside a node; where a sharding group spans n nodes of g GPUs, (n - 1) / n enters each node through its g
+network links. Hybrid sharding sums each GPU's P / S gradients over the nodes instead: 2 r P / S bytes, times (n - 1) / n.
 
 Communication inside a node takes multiprocessors and memory from the computation beside it: it costs as if it ran alone, at
-LOCAL_SHARE of the stated rate. That of the network is hidden behind the computation as far as that is long enough. MORE_THAN_ONE is
-what any run on several GPUs loses. Two constants are fitted to two H200s over NVLink (2026-11-23; MPT-1B in 4 microbatches of 16 x
-2048, Zamba2-2.7B in microbatches of 2 x 4096), which kept of one GPU's speed 92.3 and 89.8 % with full sharding and 97.1 and 96.4 %
-with grad_op and one sync a step; tests/unit/flops/test_scaling.py compares. NETWORK_SHARE is an assumption, and nothing beyond one
-node has been measured.
+LOCAL_SHARE of the stated rate, fitted to what full sharding, grad_op and one sync a step kept beside each other (two H200s over
+NVLink, 2026-11-23). That of the network is hidden behind the computation as far as that is long enough; NETWORK_SHARE is an
+assumption, and nothing beyond one node has been measured.
+
+MORE_THAN_ONE stands for what one GPU has and several have not: CUDA graphs, and with them neither FSDP2's copies nor the host's
+launches. It is no constant of nature: beyond the communication, two H200s lost 1.7 % of the step of MPT-1B and 4.6 % of
+Zamba2-2.7B's, of more and smaller kernels (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
 """
 
 from __future__ import annotations
@@ -126,12 +129,14 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     train = config.train
     microbatches = config.grad_accum(gpus)
     once = train.sharding.sync_every_microbatch is False
-    width = 2 if train.precision == "amp_bf16" else 4
+    weights = (2 if train.precision == "amp_bf16" else 4) * sizes.total
+    if train.float8 is not None and train.float8.gathers:
+        weights -= (weights // sizes.total - 1) * sizes.float8
     summed = 2 if train.sharding.reduce_dtype == "bf16" else 4
-    gathers = 1 if once else microbatches * (1 if train.sharding.strategy == "grad_op" else 2)
+    gathers = 1 if once or train.sharding.strategy == "grad_op" else 2 * microbatches
     sums = 1 if once else microbatches
     group = shard_ranks(config, gpus)
-    moved = (width * gathers + summed * sums) * sizes.total
+    moved = weights * gathers + summed * sizes.total * sums
     inside = min(group, place.per_node)
     local = moved * (inside - 1) / inside / (LOCAL_SHARE * place.node_link)
     network = NETWORK_SHARE * place.link

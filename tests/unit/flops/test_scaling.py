@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from llmtrain.flops.describe import meta_model, parameter_sizes
 from llmtrain.flops.memory import ParameterSizes
 from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.flops.scaling import Cluster, Scale, cluster, curve, exchanged_seconds
+from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -20,6 +22,8 @@ ONCE = "{strategy: grad_op, sync_every_microbatch: false}"
 SIZES = ParameterSizes(total=1_000_000_000, root=100_000_000, largest_layer=50_000_000)
 MPT_1B = ("mpt-1b", 66_150, ("data.seq_len=2048", "train.microbatch_size=16", "train.global_batch_size=128"))
 ZAMBA = ("zamba2-2.7b", 19_679, ("data.seq_len=4096", "train.microbatch_size=2", "train.global_batch_size=16"))
+MPT_1B_NOW = ("mpt-1b", 66_743, ("data.seq_len=2048", "train.microbatch_size=16", "train.global_batch_size=64"))
+ZAMBA_NOW = ("zamba2-2.7b", 21_138, ZAMBA[2])
 
 
 def config(name: str = "mpt-1b", *overrides: str) -> Config:
@@ -40,11 +44,13 @@ def predicted(name: str, rate: float, overrides: tuple[str, ...], sharding: str)
         (MPT_1B, ONCE, 0.971),
         (ZAMBA, "{strategy: full}", 0.898),
         (ZAMBA, ONCE, 0.964),
+        (MPT_1B_NOW, ONCE, 0.968),
+        (ZAMBA_NOW, ONCE, 0.9364),
     ],
 )
 def test_two_h200s_keep_about_what_was_measured(model: tuple[str, float, tuple[str, ...]], sharding: str, kept: float):
-    """Measured 2026-11-23: `llmtrain train`, medians, against one GPU's."""
-    assert predicted(*model, sharding).kept == pytest.approx(kept, abs=0.015)
+    """Measured 2026-11-23, and 2026-11-26 where one GPU's graphs have no copies of FSDP2's: medians, against one GPU's."""
+    assert predicted(*model, sharding).kept == pytest.approx(kept, abs=0.02)
 
 
 def test_the_curve_has_whole_nodes_and_what_was_asked_for():
@@ -79,6 +85,11 @@ def test_bytes_within_a_node_and_between_nodes():
     overrides = ("train.precision=amp_bf16", "train.microbatch_size=1")
     full = config("mpt-1b", *overrides, "train.sharding={strategy: full}", "train.global_batch_size=32")
     assert exchanged_seconds(full, SIZES, place, 8) == pytest.approx((4 * 8 * 7 / 8, 0))  # 4 microbatches
+    grad_op = config("mpt-1b", *overrides, "train.sharding={strategy: grad_op}", "train.global_batch_size=32")
+    assert exchanged_seconds(grad_op, SIZES, place, 8) == pytest.approx(((2 + 4 * 4) * 7 / 8, 0))  # gathered once
+    float8 = grad_op.model_copy(update={"train": grad_op.train.model_copy(update={"float8": Float8Config()})})
+    sizes = replace(SIZES, float8=600_000_000)
+    assert exchanged_seconds(float8, sizes, place, 8) == pytest.approx(((2 - 0.6 + 4 * 4) * 7 / 8, 0))
     local, network = exchanged_seconds(full, SIZES, place, 32)
     assert local == pytest.approx(8 * 7 / 8) and network == pytest.approx(8 * (3 / 4) / (8 * 0.1))
     hybrid = config(
