@@ -192,8 +192,8 @@ class TrainConfig(Section):
     timed against each other, for minutes."""
     cuda_graphs: Literal["auto", "on", "off"] = free("auto")
     """Launch the forward and the backward pass of a microbatch as one CUDA graph each, from the second step on: what a small model
-    gains is the time in which its GPU waits for the host. auto: on one NVIDIA GPU, where nothing speaks against it; a line of the
-    run says what does. on: end the run where it cannot be."""
+    gains is the time in which its GPU waits for the host. auto: on one NVIDIA GPU, where nothing speaks against it (a line of the
+    run says what does), and on several where that is more than they lose. on: end the run where it cannot be."""
     environment: Environment = free(Environment())
     sharding: Sharding = free(Sharding())
     parallel: Parallel = free(Parallel())

@@ -1,10 +1,10 @@
 """CUDA graphs of a microbatch: its forward and its backward pass, each launched by one call of the host.
 
 A model of a hundred million parameters launches some thousand kernels per microbatch, which may take the host longer than they
-take the GPU. The graphs hold all of them but the copies by which FSDP2 gathers weights and reduces gradients, which on one rank
-communicate nothing: weights are cast once a step (HeldWeights), gradients added to their sum as soon as they are there. Loss and
-gradients are those of the passes as they are, by the same kernels in the same order. Clipping, the optimizer, logging, validation
-and every microbatch of another shape run as before.
+take the GPU. The graphs hold all of them but those by which FSDP2 gathers weights and reduces gradients: weights are gathered and
+cast once a step (HeldWeights), gradients added to their sum as soon as they are there, and reduced after the last microbatch.
+Loss and gradients are those of the passes as they are, by the same kernels in the same order. Clipping, the optimizer, logging,
+validation and every microbatch of another shape run as before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,19 +28,19 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.fsdp_reset import reset_fsdp
-from llmtrain.train.held_weights import HeldWeights, local_parts
+from llmtrain.train.held_weights import HeldWeights
 
 MEMORY_LEFT = 0.06
-"""Share of the device's memory that must be left beside the graphs, for the optimizer, validation and evaluation: memory of graphs
-serves nothing else."""
+"""Share of the device's memory that must be left beside the graphs and what HeldWeights names, for the optimizer, validation and
+evaluation: memory of graphs serves nothing else."""
 
 
 def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: float) -> str | None:
     """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
     if platform.vendor == "cpu":
         return "they need a GPU"
-    if world_size > 1:
-        return f"there are {world_size} ranks, which gather their weights to another place in every microbatch"
+    if world_size > 1 and (reason := _not_once_a_step(config, world_size)):
+        return reason
     if dropout and config.activation_checkpointing.type != "none":
         return "dropout in recomputed layers asks the random generator for its state"
     if config.activation_checkpointing.offload:
@@ -51,15 +52,40 @@ def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: f
     return None
 
 
-def graphed_loss(model: CausalLM, config: TrainConfig, world_size: int) -> GraphedLoss | None:
-    """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be."""
+def _not_once_a_step(config: TrainConfig, world_size: int) -> str | None:
+    """Reason for which ranks exchange more than weights before and gradients after all microbatches of a step."""
+    sharding = config.sharding
+    microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))
+    if config.parallel.ranks > 1:
+        return "ranks that share sequences or layers exchange tensors within a microbatch"
+    if sharding.strategy != "grad_op" or (microbatches > 1 and sharding.sync_every_microbatch is not False):
+        return (
+            f"{world_size} ranks gather weights or reduce gradients in every microbatch (not so with train.sharding: "
+            "{strategy: grad_op, sync_every_microbatch: false})"
+        )
+    if sharding.reduce_dtype == "bf16":
+        return "sums of gradients are reduced in fp32"
+    return None
+
+
+def graphed_loss(
+    model: CausalLM, config: TrainConfig, world_size: int, gain: Callable[[], float] = lambda: 1.0
+) -> GraphedLoss | None:
+    """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be.
+
+    gain: seconds of a step, for several ranks (graph_gain.py).
+    """
     if config.cuda_graphs == "off":
         return None
     platform = model.hybrid.platform
     reason = refusal(config, world_size, platform, model.config.dropout)
+    if reason is None and world_size > 1 and config.cuda_graphs == "auto" and gain() <= 0:
+        reason = (
+            f"the host keeps up with these microbatches, beside which {world_size} ranks exchange weights and gradients"
+        )
     if reason is None:
         microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))
-        return GraphedLoss(model, microbatches, required=config.cuda_graphs == "on")
+        return GraphedLoss(model, microbatches, config.cuda_graphs == "on", world_size)
     if config.cuda_graphs == "on":
         raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")
     if platform.vendor != "cpu":
@@ -72,11 +98,12 @@ class GraphedLoss:
 
     microbatches: of a step; the first step runs without graphs, since it compiles layers and allocates the optimizer's state. 0:
     there will be none, as an attempt has failed.
-    required: an attempt that fails ends the run; otherwise a line says why, and the run goes on without graphs.
+    required: an attempt that fails ends the run; otherwise a line says why, and the run goes on without graphs. ranks: all of which
+    call it with batches of the same shape; where one cannot make graphs, none does.
     """
 
-    def __init__(self, model: CausalLM, microbatches: int, required: bool = False):
-        self.model, self.microbatches, self.required = model, microbatches, required
+    def __init__(self, model: CausalLM, microbatches: int, required: bool = False, ranks: int = 1):
+        self.model, self.microbatches, self.required, self.ranks = model, microbatches, required, ranks
         self.graph: MicrobatchGraph | None = None
         self._before = microbatches  # calls until there are graphs
 
@@ -92,14 +119,26 @@ class GraphedLoss:
             return self.model.loss(input_ids, labels, document_ids)
         return self.graph(input_ids, labels, document_ids)
 
-    def _capture(self, *batch: Tensor | None) -> None:
-        """Make the graphs, or never try again."""
+    def hand_over(self) -> None:
+        """Give the gradients of a step's microbatches to the parameters, once all of them are there."""
+        if self.graph is not None:
+            self.graph.hand_over()
+
+    def _capture(self, *batch: Any) -> None:
+        """Make the graphs on every rank, or never try again."""
+        reason = ""
         try:
             self.graph = MicrobatchGraph(self.model, batch)
-            run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
-            return
         except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
             reason = str(error).strip().splitlines()[0]
+        if self.ranks > 1:
+            failed = torch.tensor(bool(reason), dtype=torch.int32, device=batch[0].device)
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if failed and not reason:
+                self.graph, reason = None, "another rank cannot make them"
+        if self.graph is not None:
+            run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
+            return
         self.microbatches = 0
         kept = [(p, p.grad) for p in self.model.parameters()]  # of earlier microbatches of this step
         reset_fsdp(self.model)
@@ -148,31 +187,31 @@ class NoGraph(Exception):
 class MicrobatchGraph:
     """Forward and backward pass of one microbatch's loss, as two graphs in one pool of memory.
 
-    They read weights of their own and add to sums of their own, one for each parameter that has a gradient, which is its `grad`
-    from the first microbatch of a step on. batch: input_ids, labels, document_ids or None, as CausalLM.loss; its values do not
-    matter. Raises NoGraph, or what CUDA says against it.
+    They read weights of their own, which are brought up to date before a step's first microbatch, and add to sums of their own,
+    one for each parameter that has a gradient, which `hand_over` gives to the parameters after the last one. batch: input_ids,
+    labels, document_ids or None, as CausalLM.loss; its values do not matter. Raises NoGraph, or what CUDA says against it.
     """
 
     def __init__(self, model: CausalLM, batch: tuple[Tensor | None, ...]):
         self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
         self.stream = torch.cuda.Stream()
         self._backward_of = self._forwards = 0
+        self._within_step = False
         self.weights = HeldWeights(model)
         with _without_gradients(model), _collected():
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             with self.weights.read():
-                sums = [torch.zeros_like(p) if p.requires_grad else p for p in self.weights.parameters]
-                with added_to(local_parts(sums), self.weights.leaves) as reached:
+                self.sums = self.weights.zeros()
+                with added_to(self.sums, self.weights.leaves) as reached:
                     self._rehearse()
                     torch.cuda.empty_cache()
                     self._record()
-                self.parameters = [self.weights.parameters[i] for i in sorted(reached)]
-                self.sums = [sums[i] for i in sorted(reached)]
+                self.reached = sorted(reached)
             self.nbytes = torch.cuda.memory_reserved() - before
         self.anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
         free, total = torch.cuda.mem_get_info()
-        if free < MEMORY_LEFT * total:
+        if free < MEMORY_LEFT * total + self.weights.nbytes_beside:
             raise NoGraph(
                 f"{free / 2**30:.1f} GiB of memory would be left beside them; a smaller microbatch leaves more"
             )
@@ -195,38 +234,27 @@ class MicrobatchGraph:
 
     def forward(self) -> tuple[Tensor, int]:
         """The loss, and the number of this forward pass, for `backward`."""
-        if self._elsewhere():  # since the last microbatch there was a step
+        if not self._within_step:
+            self._within_step = True
             self.weights.refresh()
+            torch._foreach_zero_([self.sums[i] for i in self.reached])
         self.forward_graph.replay()
         self._forwards += 1
         return self.loss.clone(), self._forwards
 
     def backward(self, d_loss: Tensor, number: int) -> None:
-        """Add the gradients to the parameters'."""
+        """Add the gradients to their sums."""
         if number != self._forwards or number == self._backward_of:
             raise RuntimeError("the graph of a backward pass follows that of its forward pass, once and at once")
         self._backward_of = number
-        self._take_gradients()
         self.d_loss.copy_(d_loss)
         self.backward_graph.replay()
 
-    def _elsewhere(self) -> list[int]:
-        """Indices of the parameters whose gradient is not the graphs' sum: there is none, or another microbatch's."""
-        pairs = enumerate(zip(self.parameters, self.sums, strict=True))
-        return [i for i, (parameter, total) in pairs if parameter.grad is not total]
-
-    def _take_gradients(self) -> None:
-        """Have every sum hold the gradient that there is so far, and be it from then on."""
-        none: list[Tensor] = []
-        for i in self._elsewhere():
-            parameter, total = self.parameters[i], self.sums[i]
-            if parameter.grad is None:
-                none.append(total)
-            else:
-                total.copy_(parameter.grad)
-            parameter.grad = total
-        if none:
-            torch._foreach_zero_(local_parts(none))
+    def hand_over(self) -> None:
+        """Add the sums of the microbatches since the last call, if there were any, to the parameters' gradients."""
+        if self._within_step:
+            self._within_step = False
+            self.weights.hand_over(self.sums, self.reached)
 
     def _loss(self) -> LossOutput:
         input_ids, labels, document_ids = self.batch

@@ -148,9 +148,9 @@ def choose_microbatch(
     limit = USABLE * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
-    graphs = settled.train.cuda_graphs != "off" and not refusal(
-        settled.train, world.size, model.hybrid.platform, model.config.dropout
-    )
+    # Several ranks would have to agree where one cannot make them.
+    graphs = settled.train.cuda_graphs != "off" and world.size == 1
+    graphs = graphs and not refusal(settled.train, 1, model.hybrid.platform, model.config.dropout)
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:

@@ -68,6 +68,8 @@ def step(of: CausalLM, loss_of, batches) -> tuple[list[float], list[torch.Tensor
         (output.loss * (number + 1) / 4).backward()
         outputs.append(LossOutput(*(t.detach() for t in vars(output).values())))
         del output
+    if isinstance(loss_of, GraphedLoss):
+        loss_of.hand_over()
     return [float(t) for each in outputs for t in vars(each).values()], gradients(of)
 
 

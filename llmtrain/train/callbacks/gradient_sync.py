@@ -20,7 +20,7 @@ class GradientSync(Callback):
 
     sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
     saved by reducing after every microbatch. graphs: while they may launch microbatches, of which all are alike to them, nothing is
-    marked.
+    marked; they hand their gradients over after the last one.
     """
 
     def __init__(self, model: CausalLM, sharding: Sharding, graphs: GraphedLoss | None = None):
@@ -40,9 +40,9 @@ class GradientSync(Callback):
         self._left = -(-len(state.batch["sample_ids"]) // int(state.device_train_microbatch_size))
 
     def before_forward(self, state: State, logger: Logger) -> None:
+        self._left -= 1
         if not self._marks:
             return
-        self._left -= 1
         last = self._left == 0
         if self.every_microbatch:
             self.model.set_is_last_backward(last)
@@ -51,3 +51,7 @@ class GradientSync(Callback):
         self.model.set_reshard_after_backward(last, recurse=self.all_stays)
         if isinstance(head := self.model.hybrid.head, FSDPModule):
             head.set_reshard_after_backward(last)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        if self.graphs is not None and self._left == 0:
+            self.graphs.hand_over()

@@ -15,10 +15,15 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import cuda_graphs
 from llmtrain.train.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss, refusal
+from llmtrain.train.graph_gain import gained
+from llmtrain.train.held_weights import HeldWeights
 
 NVIDIA = Platform("nvidia", "sm90", "H200", 140 << 30, 132)
 AMD = Platform("amd", "gfx942", "MI300X", 190 << 30, 304)
 CPU = Platform("cpu", "cpu", "CPU", 1 << 30)
+
+
+ONCE = {"strategy": "grad_op", "sync_every_microbatch": False}
 
 
 def train(**settings: Any) -> TrainConfig:
@@ -33,7 +38,13 @@ def train(**settings: Any) -> TrainConfig:
         (1, NVIDIA, 0.0, {"activation_checkpointing": {"type": "full"}}, None),
         (1, NVIDIA, 0.1, {"activation_checkpointing": {"type": "full"}}, "dropout"),
         (1, NVIDIA, 0.0, {"float8": {}, "precision": "amp_bf16"}, "float8"),
-        (2, NVIDIA, 0.0, {}, "2 ranks"),
+        (2, NVIDIA, 0.0, {}, "2 ranks gather"),
+        (2, NVIDIA, 0.0, {"sharding": {"strategy": "grad_op"}, "microbatch_size": 2}, "in every microbatch"),
+        (8, NVIDIA, 0.0, {"sharding": {"strategy": "full", "sync_every_microbatch": False}}, "8 ranks gather"),
+        (2, NVIDIA, 0.0, {"sharding": ONCE}, None),
+        (2, NVIDIA, 0.0, {"sharding": {"strategy": "grad_op"}}, None),  # a step is one microbatch
+        (2, NVIDIA, 0.0, {"sharding": ONCE | {"reduce_dtype": "bf16"}, "precision": "amp_bf16"}, "in fp32"),
+        (2, NVIDIA, 0.0, {"sharding": ONCE, "parallel": {"context": 2}}, "share"),
         (1, AMD, 0.0, {}, "AMD"),
         (1, AMD, 0.0, {"cuda_graphs": "on"}, None),
         (1, CPU, 0.0, {}, "need a GPU"),
@@ -62,10 +73,36 @@ def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(capl
     assert made(NVIDIA, cuda_graphs="off") is None and not caplog.messages
     assert made(NVIDIA, ranks=2) is None
     assert caplog.messages == [f"CUDA graphs: off, as {refusal(train(), 2, NVIDIA, 0.0)}"]
-    with pytest.raises(UserError, match=r"train\.cuda_graphs = on: .* 2 ranks, .*; use auto or off"):
+    with pytest.raises(UserError, match=r"train\.cuda_graphs = on: .* 2 ranks .*; use auto or off"):
         made(NVIDIA, ranks=2, cuda_graphs="on")
     graphs = made(NVIDIA, cuda_graphs="on")
     assert graphs is not None and graphs.required and graphs.microbatches == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "setting", "taken"), [(0.1, "auto", True), (-0.1, "auto", False), (-0.1, "on", True)]
+)
+def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds, setting, taken, caplog):
+    caplog.set_level("INFO", "llmtrain.run")
+    model: Any = Model(NVIDIA)
+    graphs = graphed_loss(model, train(sharding=ONCE, cuda_graphs=setting), 2, lambda: seconds)
+    assert (graphs is not None) == taken
+    assert len(caplog.messages) == (not taken)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "layers", "microbatches", "tokens", "ranks", "one_node", "gains"),
+    [
+        (130_000_000, 24, 8, 8_192, 2, True, True),  # a small model, whose GPUs wait for the host
+        (130_000_000, 24, 8, 8_192, 64, False, True),
+        (130_000_000, 24, 1, 8_192, 64, False, True),
+        (1_300_000_000, 24, 1, 2_048, 16, False, False),  # 8 GB over the network for one short microbatch
+        (2_700_000_000, 54, 4, 8_192, 2, True, True),
+        (8_000_000_000, 32, 1, 8_192, 8, True, False),  # all that travels, beside one microbatch
+    ],
+)
+def test_graphs_gain_more_than_they_lose(parameters, layers, microbatches, tokens, ranks, one_node, gains):
+    assert (gained(parameters, layers, microbatches, tokens, ranks, one_node) > 0) == gains
 
 
 class Loss(nn.Module):
@@ -113,13 +150,14 @@ class Replayed(MicrobatchGraph):
         self.batch, self.anchor = (torch.zeros(1), torch.zeros(1), None), torch.zeros((), requires_grad=True)
         self.loss = self.ce = self.z = self.n_tokens = torch.zeros(())
         self.d_loss, self.passes, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
-        self.weights: Any = self
+        self.reached, self._within_step = list(range(len(parameters))), False
+        self.weights = HeldWeights(nn.ParameterList(parameters))
+        with self.weights.read():
+            pass
         self.refreshed: list[int] = []  # before which passes
+        self.weights.refresh = lambda: self.refreshed.append(self.passes + 1)
         self.forward_graph: Any = SimpleNamespace(replay=lambda: None)
         self.backward_graph: Any = self
-
-    def refresh(self) -> None:
-        self.refreshed.append(self.passes + 1)
 
     def replay(self) -> None:
         self.passes += 1
@@ -132,6 +170,7 @@ class Replayed(MicrobatchGraph):
             parameter.grad = None
         for weight in weights:
             (self(torch.ones(1), torch.ones(1), None).loss * weight).backward()
+        self.hand_over()
         return [float(p.grad) for p in self.parameters if p.grad is not None]
 
 
@@ -141,8 +180,6 @@ def test_gradients_of_microbatches_are_added_up_and_those_of_the_step_before_are
     assert graph.step(0.5) == [1.0, 1.0]  # 0.5 * 2
     assert graph.step(1.0, 1.0, 1.0) == [12.0, 12.0]  # 3 + 4 + 5
     assert graph.step(1.0, 2.0) == [20.0, 20.0]  # 6 + 2 * 7
-    (graph(torch.ones(1), torch.ones(1), None).loss).backward()
-    assert [float(p.grad) for p in graph.parameters if p.grad is not None] == [28.0, 28.0]
 
 
 def test_weights_are_read_anew_by_the_first_microbatch_of_a_step_alone():
@@ -153,12 +190,19 @@ def test_weights_are_read_anew_by_the_first_microbatch_of_a_step_alone():
     assert graph.refreshed == [1, 2, 5]
 
 
-def test_gradients_that_another_microbatch_left_are_added_to():
+def test_gradients_are_added_to_those_that_other_microbatches_left():
     graph = Replayed([nn.Parameter(torch.zeros(())) for _ in range(2)])
-    graph.parameters[0].grad = torch.full((), 10.0)
+    graph.step(1.0)
+    graph.parameters[0].grad, graph.parameters[1].grad = torch.full((), 10.0), None
     graph(torch.ones(1), torch.ones(1), None).loss.backward()
-    first, second = (p.grad for p in graph.parameters)
-    assert float(first) == 11.0 and float(second) == 1.0  # pyright: ignore[reportArgumentType]
+    graph.hand_over()
+    assert [float(p.grad) for p in graph.parameters if p.grad is not None] == [12.0, 2.0]
+
+
+def test_nothing_is_handed_over_twice():
+    graph = Replayed([nn.Parameter(torch.zeros(()))])
+    assert graph.step(1.0) == [1.0]
+    assert graph.step() == []
 
 
 def test_graphs_serve_batches_of_their_shape_alone():
