@@ -185,5 +185,5 @@ def test_the_forward_pass_may_be_cudnns(case):
     tensors = attention.inputs(case, 2, 512, torch.bfloat16, "cuda")
     q, k, v = (t.detach() for t in tensors)
     call = triton_call.Call(q, k, v, case.scale, case.causal)
-    assert call.launches["forward"].cudnn == (torch.cuda.get_device_capability() == (9, 0))
+    assert call.row("forward").cudnn == (torch.cuda.get_device_capability() == (9, 0))
     assert_near(attention.ours(case, tensors), attention.exact(case, tensors), 0.01)

@@ -105,6 +105,8 @@ FORMS = {
     "one loop, dv first": {"one_loop": True, "dv_first": True},
     "one loop, split": {"one_loop": True, "split": True},
     "padded": {"part": 64},
+    "in registers": {"in_registers": 2},
+    "one loop, one in registers": {"one_loop": True, "in_registers": 1},
 }
 
 

@@ -16,6 +16,7 @@ from llmtrain.kernels.attention.triton_tiles import (
     dot_accumulate,
     dot_transposed,
     in_range,
+    in_registers,
     load_rows,
     program_tile,
     softcap_score,
@@ -35,12 +36,13 @@ def attention_dq(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq and delta = rowsum(dout * out) - dlse. Program: tile of queries x (sequence, head), as in the forward kernel.
 
     dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. USE_TMA: k and v
-    are tensor descriptors. out_scale: the scale of the score; scale and softcap: times log2(e).
+    are tensor descriptors. out_scale: the scale of the score; scale and softcap: times log2(e). IN_REGISTERS: of q and dout, the
+    first so many are read from registers in every product.
     """
     LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
     LOOK_AHEAD: tl.constexpr = 0 if CAUSAL else LOOK_BACK
@@ -72,6 +74,10 @@ def attention_dq(
     sums = _delta(out, dout_tile, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
 
     q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    if IN_REGISTERS > 0:
+        q_tile = in_registers(q_tile, BLOCK_M, PARTS)
+    if IN_REGISTERS > 1:
+        dout_tile = in_registers(dout_tile, BLOCK_M, PARTS)
     lse_log2 = tl.load(lse + stats, mask=i < seq_len, other=0.0) * LOG2_E
     if slopes is not None and CAUSAL:
         lse_log2 += slope * (i - begin)
@@ -138,7 +144,7 @@ def attention_dkdv(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, ONE_LOOP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, ONE_LOOP: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over HEADS query heads that share keys. Program: tile of BLOCK_N keys x (sequence, HEADS query heads).
 
@@ -148,6 +154,7 @@ def attention_dkdv(
 
     DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
     in one loop, which takes fewer registers than one loop with masks and one without; with ONE_LOOP those alone that need it.
+    IN_REGISTERS: of k and v, the first so many are read from registers in every product.
     """
     # The queries that see a key: the other direction in time.
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
@@ -177,6 +184,10 @@ def attention_dkdv(
     v_tile = k_tile
     if DK:
         v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
+    if IN_REGISTERS > 0:
+        k_tile = in_registers(k_tile, BLOCK_N, PARTS)
+    if IN_REGISTERS > 1:
+        v_tile = in_registers(v_tile, BLOCK_N, PARTS)
     first, last = visible_range(j, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, LOOK_BACK, LOOK_AHEAD)
     dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)

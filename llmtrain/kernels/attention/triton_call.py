@@ -13,7 +13,7 @@ from llmtrain.kernels import platform as platforms
 from llmtrain.kernels.attention import last_queries, stored_dscores
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
-from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, StoredLaunch
+from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import MIXED, choose, choose_stored, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
@@ -22,6 +22,7 @@ from llmtrain.kernels.platform import Platform
 _LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4
 """Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
+_DTYPES = {getattr(torch, name): name for name in ("bfloat16", "float16", "float32")}
 
 
 @functools.cache
@@ -52,7 +53,8 @@ class Call:
         launches: dict[Kernel, Launch] | None = None,
         platform: Platform | None = None,
     ):
-        self.q, self.k, self.v = (_rows_contiguous(t) for t in (q, k, v))
+        self.q, self.k, self.v = q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+        self.strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
         self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape
         self.n_kv = k.shape[2]
         assert k.shape == v.shape == (self.batch, self.seq_len, self.n_kv, self.head_dim)
@@ -60,20 +62,22 @@ class Call:
         assert q.dtype == k.dtype == v.dtype
         assert scale > 0 and (window is None or window > 0) and (softcap is None or softcap > 0)
         # Offsets inside a sequence are 32 bits wide.
-        assert all(self.seq_len * max(t.stride(1), self.n_heads * self.head_dim) < 1 << 31 for t in (q, k, v))
+        assert self.seq_len * max(*self.strides[1::3], self.n_heads * self.head_dim) < 1 << 31
         self.scale, self.causal, self.softcap = scale, causal, softcap
         # A window as long as the sequence hides nothing.
         self.window = window if window is not None and window < self.seq_len else None
         self.slopes, self.starts, self.ends = slopes, starts, ends
         self.group = self.n_heads // self.n_kv
         self.platform = platform or _platform_of(q.device)
-        dtype = str(q.dtype).removeprefix("torch.")
+        dtype = _DTYPES[q.dtype]
         reach = self.seq_len if self.window is None else self.window
         self.selection, self.variant = (self.head_dim, dtype, self.platform, reach), self._variant()
-        chosen = {kernel: choose(kernel, *self.selection, self.variant, self.group > 1) for kernel in KERNELS}
-        self.launches = chosen | (launches or {})
         self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
+
+    def row(self, kernel: Kernel) -> Launch:
+        """Launch parameters of whole tiles of this shape and variant."""
+        return self.fixed.get(kernel) or choose(kernel, *self.selection, self.variant, self.group > 1)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output like q, and lse [batch, n_heads, T]."""
@@ -87,7 +91,7 @@ class Call:
             k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_forward[grid](
-            q, k, v, out, lse, self.slopes, self.starts, self.ends, *self._strides(), *sizes, **fixed,
+            q, k, v, out, lse, self.slopes, self.starts, self.ends, *self.strides, *sizes, **fixed,
         )  # fmt: skip
         return out, lse
 
@@ -129,7 +133,7 @@ class Call:
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
-            *self._strides(), *dout.stride()[:3], *sizes, self.scale, **fixed,
+            *self.strides, *dout.stride()[:3], *sizes, self.scale, **fixed,
         )  # fmt: skip
         return dq
 
@@ -147,7 +151,7 @@ class Call:
             grid, sizes, fixed = self._launch(one, one.block_n, one.block_m, use_tma, heads)
             attention_dkdv[grid](
                 q_rows, k, v, dout_rows, lse, delta, dk, dv, self.slopes, self.starts, self.ends,
-                *self._strides(), *do_strides, *sizes, self.scale, **fixed,
+                *self.strides, *do_strides, *sizes, self.scale, **fixed,
                 HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop or one.one_loop, **results,
             )  # fmt: skip
         return (dk, dv) if heads == self.group else (self._sum_groups(dk), self._sum_groups(dv))
@@ -172,9 +176,10 @@ class Call:
         """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over."""
         pairs = self.batch * self.n_heads // heads
         reads = 2 * self.seq_len * self.head_dim * self.q.element_size() * heads
-        in_flight = pairs_in_flight(self.platform, reads, self.group // heads)
+        tiles = cdiv(self.seq_len, rows)
+        in_flight = pairs_in_flight(self.platform, reads, tiles, pairs, self.group // heads)
         softcap = None if self.softcap is None else self.softcap * _LOG2_E
-        sizes = (self.seq_len, pairs, min(in_flight, pairs), self.scale * _LOG2_E, softcap)
+        sizes = (self.seq_len, pairs, in_flight, self.scale * _LOG2_E, softcap)
         fixed = {
             "CAUSAL": self.causal,
             "WINDOW": self.window,
@@ -188,10 +193,11 @@ class Call:
             "NUM_STAGES": launch.num_stages,
             "USE_TMA": use_tma,
             "ONE_LOOP": launch.one_loop,
+            "IN_REGISTERS": launch.in_registers,
             # Both have the accuracy of fp32.
             "PRECISION": "tf32x3" if self.platform.vendor == "nvidia" else "ieee",
         }
-        return (cdiv(self.seq_len, rows) * pairs,), sizes, {**fixed, **launch.options(self.platform)}
+        return (tiles * pairs,), sizes, {**fixed, **launch.options(self.platform)}
 
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
         """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
@@ -203,7 +209,7 @@ class Call:
         def use_tma(launch: Launch) -> bool:
             return self._fits_tma(launch, _loop_rows(kernel, launch), *tensors)
 
-        launch = self.launches[kernel]
+        launch = self.row(kernel)
         if kernel not in self.fixed and (
             self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma
         ):
@@ -223,24 +229,25 @@ class Call:
             return "plain"
         return named if self.causal else MIXED
 
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(s for t in (self.q, self.k, self.v) for s in t.stride()[:3])
-
     def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
         """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
         with sequences, and where no part is padded heads too, that follow each other without gaps.
         """
         parts = parts_of(self.head_dim, launch.part)
-        return (
-            launch.use_tma
-            and self.platform.vendor != "amd"
-            and len(set(parts)) == 1
-            and self.seq_len % rows == 0
-            and all(t.stride(i) * t.element_size() % 16 == 0 for t in tensors for i in (1, 2))
-            and all(t.stride(2) == self.head_dim or t.shape[2] == 1 or sum(parts) > self.head_dim for t in tensors)
-            and all(t.stride(0) == self.seq_len * t.stride(1) or self.batch == 1 for t in tensors)
-            and all(t.device.type == "meta" or t.data_ptr() % 16 == 0 for t in tensors)
-        )
+        if not launch.use_tma or self.platform.vendor == "amd" or len(set(parts)) > 1 or self.seq_len % rows:
+            return False
+        for t in tensors:
+            batch, token, head, _ = t.stride()
+            size = t.element_size()
+            if (
+                token * size % 16
+                or head * size % 16
+                or not (head == self.head_dim or t.shape[2] == 1 or sum(parts) > self.head_dim)
+                or not (batch == self.seq_len * token or self.batch == 1)
+                or not (t.is_meta or t.data_ptr() % 16 == 0)
+            ):
+                return False
+        return True
 
     def _descriptor(self, t: Tensor, rows: int, launch: Launch) -> Descriptor:
         """Tensor descriptor of t in blocks of `rows` rows of a part of a head; see load_rows."""

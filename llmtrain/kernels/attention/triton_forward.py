@@ -16,6 +16,7 @@ from llmtrain.kernels.attention.triton_tiles import (
     dot_accumulate,
     dot_transposed,
     in_range,
+    in_registers,
     load_rows,
     program_tile,
     softcap_score,
@@ -35,14 +36,15 @@ def attention_forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Attention forward: out = softmax(score) v; lse = log of the sum of exponentials. Program: tile of queries x (sequence, head).
 
     q: [batch, T, n_heads, head_dim] and k, v: [batch, T, n_kv_heads, head_dim] by strides; out like q, contiguous;
     lse: [batch, n_heads, T] in fp32. USE_TMA: k and v are tensor descriptors of [batch, n_kv_heads, T, head_dim].
     scale and softcap: times log2(e). RAGGED: T is no multiple of BLOCK_N. ONE_LOOP: all tiles in one loop, in which a branch masks
-    those that need it, instead of a loop for those and one for the others: Triton fills the pipeline once.
+    those that need it, instead of a loop for those and one for the others: Triton fills the pipeline once. IN_REGISTERS: 1: q is
+    read from registers in every product.
     """
     LOOK_BACK: tl.constexpr = None if WINDOW is None else WINDOW - 1
     LOOK_AHEAD: tl.constexpr = 0 if CAUSAL else LOOK_BACK
@@ -66,6 +68,8 @@ def attention_forward(
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
     q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
+    if IN_REGISTERS > 0:
+        q_tile = in_registers(q_tile, BLOCK_M, PARTS)
     first, last = visible_range(i, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_M, BLOCK_N, LOOK_BACK, LOOK_AHEAD)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from llmtrain.kernels.options import Count, Flag, Options
 from llmtrain.kernels.platform import Platform
@@ -19,6 +21,8 @@ class Launch(Options):
     use_tma: load tiles through tensor descriptors by Hopper's TMA where the tensors allow it.
     part: width of the tiles that make up head_dim, the last padded with zeros; None: powers of two that pad nothing.
     one_loop: all tiles in one loop, in which a branch masks those that need it. cudnn: of the forward, cuDNN's in its place.
+    in_registers: of the tiles that a program loads in front of its loop (forward: q; dq: q and dO; dkdv: k and v), the first so
+    many stay in registers, and take neither shared memory nor its bandwidth. For 16-bit numbers on Hopper.
     maxnreg: most registers per thread (NVIDIA only). dv_first, single_loop, split: of dkdv; see attention_dkdv. split:
     dk and dv in launches of their own, which takes half the registers, and q k^T once more; dv_block_m: block_m of dv's.
     """
@@ -36,6 +40,7 @@ class Launch(Options):
     split: Flag = False
     dv_block_m: Count | None = None
     cudnn: Flag = False
+    in_registers: Annotated[int, Field(ge=0, le=2)] = 0
 
     def options(self, platform: Platform) -> dict[str, Any]:
         """Triton's own launch options, beside the kernel's arguments."""

@@ -56,7 +56,16 @@ def choose_stored(
     return row.launch if row is not None and seq_len >= row.launch.from_seq_len else None
 
 
-def pairs_in_flight(platform: Platform, bytes_each: int, at_least: int = 1) -> int:
-    """Pairs of sequence and head that should run side by side when each rereads `bytes_each` from the L2 cache."""
+def pairs_in_flight(platform: Platform, bytes_each: int, tiles: int, pairs: int, group: int = 1) -> int:
+    """Pairs of sequence and heads that run side by side, of `pairs` with `tiles` programs each, where each group of pairs rereads
+    `bytes_each`: as many as the L2 cache holds. On NVIDIA, where these are fewer than two programs for every multiprocessor,
+    about so many, in rounds of one size: between rounds, and behind a smaller last one, multiprocessors have nothing to do.
+    """
     budget = (32 << 20) if platform.vendor == "cpu" else tuning.table(platform).l2_budget
-    return max(1, budget // bytes_each) * at_least
+    fit, fill = max(1, budget // bytes_each), round(2 * platform.num_sms / (tiles * group))
+    if fit >= fill or platform.vendor != "nvidia":
+        return min(fit * group, pairs)
+    groups = pairs // group
+    rounds = max(1, groups // fill)
+    even = next((n for n in range(rounds, rounds // 2, -1) if groups % n == 0), rounds)
+    return -(-groups // even) * group

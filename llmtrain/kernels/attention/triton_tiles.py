@@ -104,6 +104,20 @@ def load_rows(
 
 
 @triton.jit
+def in_registers(tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """The same tile, of 16-bit numbers, as a left operand that stays in registers over a loop of products.
+
+    A tile that comes from a load, Triton puts into shared memory, from which Hopper reads it again for every product. The sum with
+    a product, of zeros, has the layout of products, of which that of left operands is a renaming.
+    """
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        left, right = tl.zeros((ROWS, 16), tile[i].dtype), tl.zeros((16, width(PARTS, i)), tile[i].dtype)
+        out = out + ((tile[i].to(tl.float32) + tl.dot(left, right)).to(tile[i].dtype),)
+    return out
+
+
+@triton.jit
 def store_rows(
     target, tiles, factor, start, limit, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr
 ):

@@ -8,7 +8,7 @@ import torch
 from llmtrain.kernels import tuning, tuning_table
 from llmtrain.kernels.attention import triton_call as attention
 from llmtrain.kernels.attention.triton_launch import Launch
-from llmtrain.kernels.attention.triton_select import choose
+from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
@@ -97,14 +97,14 @@ def test_dkdv_of_grouped_heads_has_rows_of_its_own(monkeypatch, tmp_path):
 
 def test_the_length_of_a_row_for_windows_is_how_far_back_a_query_sees(rows):
     rows((16, None, None), (64, "window", 1024), (128, "window", 8192))
-    assert call(16384, window=1500).launches["forward"].block_m == 64
-    assert call(16384, window=6000).launches["forward"].block_m == 128
+    assert call(16384, window=1500).row("forward").block_m == 64
+    assert call(16384, window=6000).row("forward").block_m == 128
 
 
 @pytest.mark.parametrize("features, general", [({"window": 100}, 16), ({"window": 100, "softcap": 9.0}, 32)])
 def test_a_sequence_that_is_not_in_whole_tiles_takes_a_row_that_serves_all(features, general, rows):
     rows((16, None, None), (32, "mixed", None), (64, "window", None), (128, "softcap+window", None))
-    for seq_len, wanted in ((4096, call(**features).launches["forward"].block_m), (4095, general)):
+    for seq_len, wanted in ((4096, call(**features).row("forward").block_m), (4095, general)):
         made = call(seq_len, **features)
         assert made._choose_launch("forward", made.k, made.v)[0].block_m == wanted
 
@@ -116,3 +116,18 @@ def test_tma_loads_parts_of_one_width_padded_or_not():
 
     assert fits(128, None) and fits(96, 32) and fits(96, 128) and fits(224, 256)
     assert not fits(96, None) and not fits(96, 128, 4095)
+
+
+@pytest.mark.parametrize(
+    "mib, tiles, pairs, group, wanted",
+    [
+        (4, 128, 64, 4, 32),  # what 32 MiB of the L2 cache hold
+        (64, 512, 8, 1, 1),
+        (1, 1, 6, 2, 6),
+        (16, 64, 16, 1, 4),  # two programs for each of 132 multiprocessors, where 32 MiB hold two pairs of 64
+        (12, 64, 30, 1, 5),  # rounds of four would leave one of two
+        (12, 64, 71, 1, 5),  # no rounds of one size
+    ],
+)
+def test_pairs_run_side_by_side_in_rounds_that_fill_the_device(mib, tiles, pairs, group, wanted):
+    assert pairs_in_flight(HOPPER, mib << 20, tiles, pairs, group) == wanted
