@@ -11,9 +11,10 @@ LOCAL_SHARE of the stated rate, fitted to what full sharding, grad_op and one sy
 NVLink, 2026-11-23). That of the network is hidden behind the computation as far as that is long enough; NETWORK_SHARE is an
 assumption, and nothing beyond one node has been measured.
 
-MORE_THAN_ONE stands for what one GPU has and several have not: CUDA graphs, and with them neither FSDP2's copies nor the host's
+MORE_THAN_ONE stands for what one GPU had and several had not: CUDA graphs, and with them neither FSDP2's copies nor the host's
 launches. It is no constant of nature: beyond the communication, two H200s lost 1.7 % of the step of MPT-1B and 4.6 % of
 Zamba2-2.7B's, of more and smaller kernels (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
+Where several take graphs (train/graph_gain.py) it should be less; that has not been measured.
 """
 
 from __future__ import annotations
