@@ -32,6 +32,7 @@ SHAPES = {
     "zamba2, ragged": (ZAMBA, 2, 4097, True),
     "groups": (GROUPED, 4, 1024, True),
     "wide": (WIDE, 1, 333, True),
+    "wide, whole chunks": (WIDE, 2, 512, True),
     "odd": (FEW, 3, 65, True),
     "63 tokens": (GROUPED, 1, 63, True),
     "one token": (GROUPED, 2, 1, True),
@@ -49,9 +50,13 @@ def test_as_exact_as_the_reference_in_the_same_dtype(spec, batch, seq_len, with_
     assert_as_exact(spec, scans.inputs(spec, batch, seq_len, BF16, with_state, "cuda"), None)
 
 
-@pytest.mark.parametrize("spec", [ZAMBA, GROUPED, LIMITED], ids=["zamba2", "groups", "limited steps"])
-def test_as_exact_where_sequences_hold_documents(spec):
-    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 1, 300, 47]))[None].cuda()
+@pytest.mark.parametrize(
+    "spec, last",
+    [(ZAMBA, 47), (GROUPED, 47), (LIMITED, 47), (WIDE, 23)],
+    ids=["zamba2", "groups", "limited steps", "wide, whole chunks"],
+)
+def test_as_exact_where_sequences_hold_documents(spec, last):
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 1, 300, last]))[None].cuda()
     assert_as_exact(spec, scans.inputs(spec, 1, ids.shape[1], BF16, True, "cuda"), ids)
 
 
@@ -80,10 +85,14 @@ def test_every_form_of_the_forward_in_fp32(num_sms):
     assert not wrong
 
 
-@pytest.mark.parametrize("num_sms", [1, 10_000], ids=["sequential scan", "state passing"])
-def test_two_runs_are_equal_bit_by_bit(num_sms):
-    tensors = scans.inputs(ZAMBA, 2, 1000, BF16, True, "cuda")
-    runs = [scans.outcome(kernel(ZAMBA, num_sms=num_sms), tensors) for _ in range(2)]
+@pytest.mark.parametrize(
+    "spec, seq_len, num_sms",
+    [(ZAMBA, 1000, 1), (ZAMBA, 1000, 10_000), (WIDE, 1024, 132)],
+    ids=["sequential scan", "state passing", "wide"],
+)
+def test_two_runs_are_equal_bit_by_bit(spec, seq_len, num_sms):
+    tensors = scans.inputs(spec, 2, seq_len, BF16, True, "cuda")
+    runs = [scans.outcome(kernel(spec, num_sms=num_sms), tensors) for _ in range(2)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 

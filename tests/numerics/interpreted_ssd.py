@@ -103,6 +103,51 @@ def test_wide_heads_are_split(head_dim, at_most, num_sms, halves):
         torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
 
 
+def as_for_large_states(launch: Launch, **passing: Any) -> Launch:
+    """As measured rows run at d_state 256: C B^T once per program; dB and dC by two programs, each with half of d_state; states
+    passed in tiles of half a chunk. passing: more of the launches that pass states.
+    """
+    return replace(
+        launch,
+        state_passing=replace(launch.state_passing, tile=launch.chunk_size // 2, **passing),
+        state_passing_bwd=replace(launch.state_passing_bwd, **passing),
+        chunk_scan=replace(launch.chunk_scan, keep_cb=True),
+        intra_chunk_bwd=replace(launch.intra_chunk_bwd, keep_cb=True),
+        inter_chunk_bwd=replace(launch.inter_chunk_bwd, dstate_blocks=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "head_dim, d_state, halves, dtype",
+    [(32, 24, True, "float32"), (24, 24, False, "float32"), (16, 250, True, "float32"), (32, 24, True, "float16")],
+)
+def test_launches_for_large_states(head_dim, d_state, halves, dtype):
+    """Also where two programs of dB and dC have two parts of d_state each; with documents, groups and states at both ends."""
+    spec = SSDSpec(4, head_dim, d_state, 2, 64, dtype=dtype)
+    tensors = scans.inputs(spec, 2, 37, getattr(torch, dtype), True)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 11, 21])).expand(2, -1)
+    launch = as_for_large_states(small(spec, halves=halves, num_sms=1000))
+    launch = replace(launch, split_headdim=16, fp16_states=dtype == "float16")
+    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
+    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    limit = 1e-4 if dtype == "float32" else 1e-3
+    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < limit}
+    assert not wrong
+
+
+@pytest.mark.parametrize("d_state, rows", [(128, 64), (256, 128)])
+def test_large_states_may_be_loaded_and_stored_by_tma(d_state, rows):
+    spec = SSDSpec(4, 32, d_state, 1, 64, **FP32)
+    launch = small(spec, halves=True, num_sms=1000)
+    fetching = {"use_tma": True, "num_stages": 2}
+    launch = replace(launch, split_headdim=16, **{n: replace(getattr(launch, n), **fetching) for n in LOOPS})
+    assert_agrees(spec, 2, 64, True, as_for_large_states(launch, block_dstate=rows, **fetching))
+
+
+LOOPS = ("chunk_scan", "intra_chunk_bwd", "intra_chunk_halves_bwd", "inter_chunk_bwd")
+
+
 @both_tiles
 @pytest.mark.parametrize("seq_len, d_state", [(48, 16), (64, 128)])
 @pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])

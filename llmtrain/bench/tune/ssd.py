@@ -124,7 +124,8 @@ class Problem:
             for rows, columns, num_warps, num_stages in itertools.product(
                 (64, 128), (32, 64), (4, 8), (1, 2) if amd else (2, 3)
             ):
-                found.append(StatePassingLaunch(rows, columns, num_stages, {"num_warps": num_warps, **more}))
+                made = StatePassingLaunch(rows, columns, num_stages, {"num_warps": num_warps, **more})
+                found += [replace(made, use_tma=tma) for tma in (use_tma if self.spec.d_state > 128 else (False,))]
         elif kernel == "sequential_scan":
             for columns, num_warps, num_stages, tma in itertools.product((32, 64), (4, 8), depths, use_tma):
                 if chunk < 128 or num_warps > 4:
@@ -132,9 +133,19 @@ class Problem:
         else:
             for programs, num_warps, num_stages, tma in itertools.product((2, 4), (4, 8), depths, use_tma):
                 if tile < 128 or num_warps > 4:
-                    found.append(HeadLoopLaunch(programs, num_stages, {"num_warps": num_warps, **more}, tma))
+                    made = HeadLoopLaunch(programs, num_stages, {"num_warps": num_warps, **more}, tma)
+                    found += [replace(made, **change) for change in self._changes(kernel)]
         plain = [asdict(launch) for launch in found]
         return [launch for i, launch in enumerate(plain) if launch not in plain[:i]]
+
+    def _changes(self, kernel: str) -> list[dict[str, Any]]:
+        """More parameters of a loop over heads that are worth a try, each beside none."""
+        large = {
+            "chunk_scan": {"keep_cb": True},
+            "intra_chunk_bwd": {"keep_cb": True},
+            "inter_chunk_bwd": {"dstate_blocks": 2},
+        }
+        return [{}, large[kernel]] if kernel in large and self.spec.d_state > 128 else [{}]
 
     def _table_tiles(self, kernel: str) -> tuple[int, int]:
         """The chunk and the tile of the table's launch."""

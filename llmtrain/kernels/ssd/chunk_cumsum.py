@@ -24,6 +24,7 @@ def chunk_cumsum_fwd(
     dt_limit: tuple[float | None, float | None],
     chunk: int,
     with_largest_dt: bool,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Cumulative log-decays, time steps and document indices for the other kernels, padded to whole chunks.
 
@@ -34,9 +35,10 @@ def chunk_cumsum_fwd(
     - the largest dt of each chunk, [batch, heads, chunks], or None;
     - seq_idx, [batch, padded T] in int32: the documents that have begun since the start of the chunk; None without documents.
 
-    Padding has dt = 0: it neither decays the state nor adds to it.
+    Padding has dt = 0: it neither decays the state nor adds to it. parts: each head of dt is so many heads of the results
+    (split_heads.py).
     """
-    batch, seq_len, n_heads = dt.shape
+    batch, seq_len, n_heads = dt.shape[0], dt.shape[1], parts * dt.shape[2]
     chunks = cdiv(seq_len, chunk)
     dA_cumsum = torch.empty((batch, n_heads, chunks, 2, chunk), dtype=torch.float32, device=dt.device)
     largest_dt, seq_idx = None, None
@@ -48,6 +50,7 @@ def chunk_cumsum_fwd(
         *(dt, A, dt_bias, document_ids, dA_cumsum, largest_dt, seq_idx),
         *(seq_len, n_heads, *dt.stride(), *dt_limit),
         CHUNK=chunk,
+        HEAD_PARTS=parts,
         HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
@@ -63,6 +66,7 @@ def chunk_cumsum_bwd(
     ddA_terms: Tensor,
     cb_diagonal: Tensor,
     ddA_state: Tensor,
+    ddA_blocks: Tensor | None,
     chunk: int,
     d_dt: Tensor,
     param_partials: Tensor,
@@ -76,17 +80,23 @@ def chunk_cumsum_bwd(
     dA_cumsum: from chunk_cumsum_fwd, but with after_j = 2^(a_end - a_j) x_j . B_j R in place of dt
     cb_diagonal: G_jj, [batch, chunks, groups, chunk]
     ddA_state: 2^a_end S . R, [batch, chunks, parts, heads], to be summed over parts
+    ddA_blocks: if there is one, [batch, heads, chunks, blocks, 2, chunk], to be summed over blocks: after_j, which is then not
+        in dA_cumsum, and 2^a_i C_i . S dy_i, which is then not in ddA_terms
+
+    All of these may have several heads for each of dt, which are its parts: they are summed.
     """
     batch, seq_len, n_heads = dt.shape
-    chunks = ddA_terms.shape[2]
+    chunks, head_parts = ddA_terms.shape[2], ddA_terms.shape[1] // n_heads
     assert (
         d_dt.stride(2) == 1 and param_partials.shape == (batch, chunks, 3, n_heads) and param_partials.is_contiguous()
     )
     _chunk_cumsum_bwd[cdiv(n_heads, _HEADS_PER_PROGRAM), chunks, batch](
-        *(dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, d_dt, param_partials),
+        *(dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, ddA_blocks, d_dt, param_partials),
         *(seq_len, n_heads, n_heads // cb_diagonal.shape[2], *dt.stride(), *d_dt.stride()[:2], *dt_limit),
         CHUNK=chunk,
         PARTS=ddA_state.shape[2],
+        DSTATE_BLOCKS=1 if ddA_blocks is None else ddA_blocks.shape[3],
+        HEAD_PARTS=head_parts,
         HEADS_PER_PROGRAM=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
@@ -109,6 +119,7 @@ def _chunk_cumsum_fwd(
     dt_min,
     dt_max,
     CHUNK: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
@@ -116,15 +127,17 @@ def _chunk_cumsum_fwd(
     t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     h_valid = h < n_heads
     valid = (t < seq_len)[:, None] & h_valid[None, :]
-    raw = tl.load(dt + row * dt_row + t[:, None].to(tl.int64) * dt_token + h[None, :] * dt_head, mask=valid, other=0.0)
-    bias = tl.load(dt_bias + h, mask=h_valid, other=0.0).to(tl.float32)
+    of_head = h // HEAD_PARTS
+    dt += row * dt_row + t[:, None].to(tl.int64) * dt_token + of_head[None, :] * dt_head
+    raw = tl.load(dt, mask=valid, other=0.0)
+    bias = tl.load(dt_bias + of_head, mask=h_valid, other=0.0).to(tl.float32)
     step = softplus(raw.to(tl.float32) + bias[None, :])
     if dt_min is not None:
         step = tl.maximum(step, dt_min)
     if dt_max is not None:
         step = tl.minimum(step, dt_max)
     step = tl.where(valid, step, 0.0)
-    rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+    rate = tl.load(A + of_head, mask=h_valid, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
     padded = tl.num_programs(1) * CHUNK
     dA_cumsum += (((row * n_heads + h) * tl.num_programs(1) + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[
         :, None
@@ -151,6 +164,7 @@ def _chunk_cumsum_bwd(
     ddA_terms,
     cb_diagonal,
     ddA_state,
+    ddA_blocks,
     d_dt,
     param_partials,
     seq_len,
@@ -165,6 +179,8 @@ def _chunk_cumsum_bwd(
     dt_max,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    DSTATE_BLOCKS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
 ):
     """Program (block of heads, chunk, row of the batch)."""
@@ -186,12 +202,13 @@ def _chunk_cumsum_bwd(
         step = tl.minimum(step, dt_max)
         passes = passes & (free <= dt_max)
 
-    ddA_terms += (((row * n_heads + h) * chunks + chunk) * (3 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
-    earlier = tl.load(ddA_terms, mask=valid, other=0.0)
-    later = tl.load(ddA_terms + CHUNK, mask=valid, other=0.0)
-    same = tl.load(ddA_terms + 2 * CHUNK, mask=valid, other=0.0)
-    dA_cumsum += (((row * n_heads + h) * chunks + chunk) * (2 * CHUNK))[None, :] + tl.arange(0, CHUNK)[:, None]
-    after = tl.load(dA_cumsum + CHUNK, mask=valid, other=0.0)
+    q = tl.arange(0, CHUNK)[:, None]
+    of_head = (row * n_heads + h) * (HEAD_PARTS * chunks) + chunk  # first of its parts
+    earlier, later, same, after = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
+    for _ in range(1, HEAD_PARTS):
+        of_head += chunks
+        more = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
+        earlier, later, same, after = earlier + more[0], later + more[1], same + more[2], after + more[3]
     n_groups = (n_heads + per_group - 1) // per_group
     cb_diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
     d_step = later + tl.load(cb_diagonal, mask=valid, other=0.0) * same + after
@@ -200,8 +217,9 @@ def _chunk_cumsum_bwd(
     on_end = step * after
     d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
     for part in range(PARTS):
-        at = ddA_state + ((row * chunks + chunk) * PARTS + part) * n_heads + h
-        d_log_decay += tl.load(at, mask=h_valid, other=0.0)[None, :]
+        at = ddA_state + (((row * chunks + chunk) * PARTS + part) * n_heads + h) * HEAD_PARTS
+        for head_part in range(HEAD_PARTS):
+            d_log_decay += tl.load(at + head_part, mask=h_valid, other=0.0)[None, :]
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
@@ -212,6 +230,27 @@ def _chunk_cumsum_bwd(
     tl.store(param_partials, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
     tl.store(param_partials + n_heads, tl.sum(same, 0), mask=h_valid)
     tl.store(param_partials + 2 * n_heads, tl.sum(d_shifted, 0), mask=h_valid)
+
+
+@triton.jit
+def _terms(
+    ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK: tl.constexpr, DSTATE_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """earlier, later, same and after of chunk_cumsum_bwd. of_head: head and chunk, counted over all rows."""
+    ddA_terms += (of_head * (3 * CHUNK))[None, :] + q
+    earlier = tl.load(ddA_terms, mask=valid, other=0.0)
+    later = tl.load(ddA_terms + CHUNK, mask=valid, other=0.0)
+    same = tl.load(ddA_terms + 2 * CHUNK, mask=valid, other=0.0)
+    if DSTATE_BLOCKS == 1:
+        after = tl.load(dA_cumsum + (of_head * (2 * CHUNK))[None, :] + q + CHUNK, mask=valid, other=0.0)
+    else:
+        ddA_blocks += (of_head * (DSTATE_BLOCKS * 2 * CHUNK))[None, :] + q
+        after = tl.load(ddA_blocks, mask=valid, other=0.0)
+        earlier += tl.load(ddA_blocks + CHUNK, mask=valid, other=0.0)
+        for block in range(1, DSTATE_BLOCKS):
+            after += tl.load(ddA_blocks + block * (2 * CHUNK), mask=valid, other=0.0)
+            earlier += tl.load(ddA_blocks + block * (2 * CHUNK) + CHUNK, mask=valid, other=0.0)
+    return earlier, later, same, after
 
 
 @triton.jit

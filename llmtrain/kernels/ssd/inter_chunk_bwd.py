@@ -40,30 +40,39 @@ def inter_chunk_bwd(
     num_sms: int,
     dB: Tensor | None = None,
     dC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dB, dC, and 2^a_end S . R by parts of the states, [batch, chunks, parts, heads].
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dB, dC, 2^a_end S . R by parts of the states, [batch, chunks, parts, heads], and terms of ddA by blocks of d_state or None.
 
     dB and dC include the terms over pairs: dCB of intra_chunk_bwd, and dCB_halves of intra_chunk_halves_bwd if tiles are halves
     of chunks, by blocks of heads, whose number may differ from that of the blocks here. Adds to ddA_terms[..., 0, :], and writes
-    after_j (see chunk_cumsum_bwd) into `dA_cumsum` in place of dt. dB, dC: memory for them, slices of one tensor (see
+    after_j (see chunk_cumsum_bwd) into `dA_cumsum` in place of dt; or, where several programs share d_state, returns both by blocks
+    of it. dB, dC: memory for them, slices of one tensor (see
     `token_stride`); None: allocated.
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
-    chunks, tiles, rows = dA_cumsum.shape[2], chunk // tile, padded(d_state)
+    chunks, tiles, dstate_blocks = dA_cumsum.shape[2], chunk // tile, launch.dstate_blocks
+    rows = padded(d_state) // dstate_blocks
     # The tiles of a chunk share S . R where a part of the states is as wide as a product should be.
     parts = tiles if rows >= 64 * tiles else 1
-    heads, blocks = head_blocks(x, n_groups, chunks * tiles, launch, num_sms)
-    ddA_state = torch.empty((batch, chunks, parts, n_heads), dtype=torch.float32, device=dy.device)
+    heads, blocks = head_blocks(x, n_groups, chunks * tiles * dstate_blocks, launch, num_sms)
+    ddA_blocks = None
+    if dstate_blocks > 1:
+        ddA_blocks = torch.empty(
+            (batch, n_heads, chunks, dstate_blocks, 2, chunk), dtype=torch.float32, device=x.device
+        )
+    ddA_state = torch.empty((batch, chunks, parts * dstate_blocks, n_heads), dtype=torch.float32, device=dy.device)
     dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if d is None else d for t, d in ((B, dB), (C, dC)))
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     # A last chunk without a second tile would read that of the next sequence: only masked loads stop at its end.
-    wanted = launch.use_tma and d_state == rows and seq_len % chunk == 0
+    wanted = launch.use_tma and d_state == rows * dstate_blocks and seq_len % chunk == 0
     views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
     views += [tma_descriptor(wanted, t.view(1, -1, 1, head_dim), rows // parts) for t in states.values]
     use_tma = all(view is not None for view in views)
     dy, x, before, after = views if use_tma else (dy, x, *states.values)
-    for compute_dB, compute_dC in [(True, True)] if rows <= _SMALL_DSTATE else [(True, False), (False, True)]:
+    for compute_dB, compute_dC in (
+        [(True, True)] if padded(d_state) <= _SMALL_DSTATE else [(True, False), (False, True)]
+    ):
         into_B, into_C, token = dB, dC, token_stride(dB if compute_dB else dC)
         assert not (compute_dB and compute_dC) or token == token_stride(dC)
         if blocks > 1:  # sums of one block are final
@@ -72,7 +81,7 @@ def inter_chunk_bwd(
                 empty_head_blocks(dB, blocks) if compute_dB else dB,
                 empty_head_blocks(dC, blocks) if compute_dC else dC,
             )
-        _inter_chunk_bwd[n_groups * blocks, chunks * tiles, batch](
+        _inter_chunk_bwd[n_groups * blocks, chunks * tiles * dstate_blocks, batch](
             *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, before, after),
             *(
                 *split_exponents(states.exponents),
@@ -81,6 +90,7 @@ def inter_chunk_bwd(
                 into_C,
                 ddA_state,
                 ddA_terms,
+                ddA_blocks,
             ),
             *(seq_len, dCB.shape[0], 0 if dCB_halves is None else dCB_halves.shape[0], *strides),
             COMPUTE_DB=compute_dB,
@@ -92,6 +102,7 @@ def inter_chunk_bwd(
             CHUNK=chunk,
             TILE=tile,
             PARTS=parts,
+            DSTATE_BLOCKS=dstate_blocks,
             BLOCK_DSTATE=rows // parts,
             BLOCK_HEADDIM=padded(head_dim),
             EXPONENT_BLOCK=states.block_headdim,
@@ -106,21 +117,21 @@ def inter_chunk_bwd(
             sum_head_blocks(into_B, dB)
         if blocks > 1 and compute_dC:
             sum_head_blocks(into_C, dC)
-    return dB, dC, ddA_state
+    return dB, dC, ddA_state, ddA_blocks
 
 
 @jit
 def _inter_chunk_bwd(
     dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, d_states,
-    exponents, d_exponents, added_exponents, d_added_exponents, dB, dC, ddA_state, ddA_terms,
+    exponents, d_exponents, added_exponents, d_added_exponents, dB, dC, ddA_state, ddA_terms, ddA_blocks,
     seq_len, dCB_blocks, dCB_halves_blocks, dy_row, dy_token, dy_head, x_row, x_token, x_head,
     B_row, B_token, B_group, C_row, C_token, C_group, COMPUTE_DB: tl.constexpr, COMPUTE_DC: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, DSTATE_BLOCKS: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, EXPONENT_BLOCK: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, tile, row of the batch).
+    """Program (group and block of its heads, tile and block of d_state, row of the batch).
 
     The tiles of a chunk read the same states. If PARTS is 2, each of the two tiles sums S . R over its own half of their rows
     (`state`; the other half is `far_state`); else the first tile sums over all rows.
@@ -129,13 +140,15 @@ def _inter_chunk_bwd(
     N_GROUPS: tl.constexpr = N_HEADS // HEADS_PER_GROUP
     TILES: tl.constexpr = CHUNK // TILE
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    tile, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tiles, batch = tl.num_programs(1), tl.num_programs(2)
+    tile, dstate_block = tl.program_id(1) // DSTATE_BLOCKS, tl.program_id(1) % DSTATE_BLOCKS
+    row = tl.program_id(2).to(tl.int64)
+    tiles, batch = tl.num_programs(1) // DSTATE_BLOCKS, tl.num_programs(2)
     # The tiles of a chunk are neighbours: one finds in the L2 cache the states that the other has read.
     chunk, chunks, which = tile // TILES, tiles // TILES, tile % TILES
     first, within = tile * TILE, which * TILE
     part = which if PARTS == 2 else 0
-    top, far_top = part * BLOCK_DSTATE, (1 - part) * BLOCK_DSTATE
+    first_row = dstate_block * (PARTS * BLOCK_DSTATE)
+    top, far_top = first_row + part * BLOCK_DSTATE, first_row + (1 - part) * BLOCK_DSTATE
     q, p = tl.arange(0, TILE), tl.arange(0, BLOCK_HEADDIM)
     n, far_n = top + tl.arange(0, BLOCK_DSTATE), far_top + tl.arange(0, BLOCK_DSTATE)
 
@@ -147,7 +160,7 @@ def _inter_chunk_bwd(
     of_block = ((block * batch + row) * seq_len + first) * TOKEN_STRIDE + group * D_STATE
     dA_cumsum += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
     ddA_terms += (row * N_HEADS * chunks + chunk) * (3 * CHUNK) + within
-    ddA_state += ((row * chunks + chunk) * PARTS + part) * N_HEADS
+    ddA_state += (((row * chunks + chunk) * DSTATE_BLOCKS + dstate_block) * PARTS + part) * N_HEADS
     tokens = seq_len
     seq_len -= first  # tokens from here on
 
@@ -259,8 +272,11 @@ def _inter_chunk_bwd(
                 taken = tl.dot(x_tile, tl.trans(far_d_state), input_precision=PRECISION)
                 after += tl.sum(taken * far_b.to(tl.float32), 1)
                 d_far_b += taken * (to_end * dt)[:, None]
-            # In place of dt, which nothing reads any more.
-            tl.store(dt_at, after * to_end)
+            into = dt_at  # in place of dt, which nothing reads any more
+            if DSTATE_BLOCKS > 1:
+                at = ((row * N_HEADS + head) * chunks + chunk) * DSTATE_BLOCKS + dstate_block
+                into = ddA_blocks + at * (2 * CHUNK) + within + q
+            tl.store(into, after * to_end)
         if COMPUTE_DC:
             from_start = tl.exp2(a + dy_exponent)
             if seq_idx is not None:
@@ -272,8 +288,12 @@ def _inter_chunk_bwd(
                 carried = tl.dot(dy_tile, tl.trans(far_state), input_precision=PRECISION)
                 earlier += tl.sum(carried * far_c.to(tl.float32), 1)
                 d_far_c += carried * from_start[:, None]
-            found = ddA_terms + head * chunks * (3 * CHUNK) + q
-            tl.store(found, tl.load(found) + earlier * from_start)
+            if DSTATE_BLOCKS > 1:
+                at = ((row * N_HEADS + head) * chunks + chunk) * DSTATE_BLOCKS + dstate_block
+                tl.store(ddA_blocks + at * (2 * CHUNK) + CHUNK + within + q, earlier * from_start)
+            else:
+                found = ddA_terms + head * chunks * (3 * CHUNK) + q
+                tl.store(found, tl.load(found) + earlier * from_start)
 
     to = of_block + q[:, None] * TOKEN_STRIDE + n[None, :]
     far_to, inside = to + (far_top - top), (q < seq_len)[:, None] & (n < D_STATE)[None, :]

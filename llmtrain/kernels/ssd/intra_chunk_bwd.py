@@ -84,6 +84,7 @@ def intra_chunk_bwd(
         *(into, dCB, cb_diagonal, ddA_terms),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
+        HEAD_PARTS=n_heads // D.shape[0],
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
@@ -95,6 +96,7 @@ def intra_chunk_bwd(
         HEADS_PER_PROGRAM=heads,
         TOKEN_STRIDE=token_stride(dx),
         USE_TMA=use_tma,
+        KEEP_CB=launch.keep_cb,
         PRECISION=precision,
         NUM_STAGES=launch.num_stages,
         **launch.options,
@@ -106,10 +108,10 @@ def intra_chunk_bwd(
 def _intra_chunk_bwd(
     dy, x, B, C, B_exponents, C_exponents, D, dA_cumsum, seq_idx, d_states, d_exponents, dx, dCB, cb_diagonal, ddA_terms,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, EXPONENT_BLOCK: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, USE_TMA: tl.constexpr, KEEP_CB: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, tile, row of the batch). Matrices over pairs are [j, i], j <= i."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
@@ -154,6 +156,14 @@ def _intra_chunk_bwd(
     if block == 0:
         tl.store(cb_diagonal + of_group * CHUNK + within + q, same)
 
+    if KEEP_CB:
+        pair_mask = q[:, None] < q[None, :]
+        if seq_idx is not None:
+            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+        cb = tl.where(
+            pair_mask, tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION) * tl.exp2(0.0 + cb_exponent), 0.0
+        )
+        cb_exponent = 0.0
     dcb = tl.zeros((TILE, TILE), tl.float32)
     begin = group * HEADS_PER_GROUP + block * HEADS_PER_PROGRAM
     end = tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * HEADS_PER_GROUP)
@@ -180,18 +190,26 @@ def _intra_chunk_bwd(
         a_end += b_exponent + highest
         to_end = tl.exp2(a_end - a)
         later = q[None, :] + opaque_zero(a_end)
-        pair_mask = q[:, None] < later
         if seq_idx is not None:
             to_end = tl.where(seq_idx_t == seq_idx_last, to_end, 0.0)
-            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
 
         d_pair = tl.dot(x_tile, tl.trans(dy_tile), input_precision=PRECISION)
         tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == later, d_pair, 0.0), 1))
-        decay = tl.exp2((a + cb_exponent)[None, :] - a[:, None])  # overflows only where it is masked
-        dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^cb_exponent, after the loop
-        # B C^T is computed again for every head: held over the loop it would cost as many registers as dcb.
-        decayed = tl.where(pair_mask, tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION) * decay, 0.0)
-        d_pair *= decayed
+        # B C^T is computed again for every head where registers are short: held over the loop it costs as many as dcb.
+        if KEEP_CB:
+            decay = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
+            decayed = (cb * decay).to(dy_tile.dtype)
+            d_pair *= decay
+            dcb += d_pair * dt[:, None]
+            d_pair *= cb
+        else:
+            decay = tl.exp2((a + cb_exponent)[None, :] - a[:, None])  # overflows only where it is masked
+            pair_mask = q[:, None] < later
+            if seq_idx is not None:
+                pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+            dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^cb_exponent, after the loop
+            decayed = tl.where(pair_mask, tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION) * decay, 0.0)
+            d_pair *= decayed
         tl.store(found + CHUNK, tl.sum(d_pair, 1))
         tl.store(found, tl.sum(d_pair * dt[:, None], 0))
         u = tl.dot(b_tile, d_state, input_precision=PRECISION) * to_end[:, None]
@@ -199,7 +217,7 @@ def _intra_chunk_bwd(
             u *= tl.exp2(state_exponent - highest)
         u = tl.dot(decayed.to(dy_tile.dtype), dy_tile, acc=u, input_precision=PRECISION)
         # Where j = i nothing decays: in da the term cancels, and its rounding could be all that is left, so it is left out there.
-        on_dy = tl.load(D + head).to(tl.float32) + same * dt
+        on_dy = tl.load(D + head // HEAD_PARTS).to(tl.float32) + same * dt
         d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
         if USE_TMA:
             dx.store([token, head * HEAD_DIM], d_x.to(dx.dtype))
@@ -210,6 +228,8 @@ def _intra_chunk_bwd(
 
     pair_mask = q[:, None] <= q[None, :]
     if seq_idx is not None:
+        if KEEP_CB:  # loaded anew: over the loop it would cost registers
+            seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
         pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
     of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
     dcb = tl.where(pair_mask, dcb * tl.exp2(-cb_exponent), 0.0).to(dCB.dtype.element_ty)

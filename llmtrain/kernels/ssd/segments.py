@@ -40,8 +40,8 @@ def _pass(
     """Cumulative log-decays of the parts of the heads, and the state."""
     shape, parts = x.shape, launch.head_parts(x.shape[3])
     if parts > 1:
-        x, (dt, A, dt_bias) = split_heads.split(x, parts), (split_heads.repeat(t, parts) for t in (dt, A, dt_bias))
-    dA_cumsum, _, seq_idx = chunk_cumsum_fwd(dt, A, dt_bias, document_ids, limits, launch.chunk_size, False)
+        x = split_heads.split(x, parts)
+    dA_cumsum, _, seq_idx = chunk_cumsum_fwd(dt, A, dt_bias, document_ids, limits, launch.chunk_size, False, parts)
     passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
     state = state_passing.added_state(x, B, dA_cumsum, seq_idx, *passing, reverse)
     return dA_cumsum, state.view(shape[0], *shape[2:], B.shape[3])

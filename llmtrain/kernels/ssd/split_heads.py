@@ -1,7 +1,7 @@
 """Wide heads as several narrow ones: the columns of a state do not depend on one another, and share their decays.
 
 A head of 128 columns is two of 64 with the same dt, A and D. The kernels then have registers and shared memory for chunks of 128
-tokens where d_state is large too; products of B and C and the decays within chunks are computed once for each part.
+tokens where d_state is large too; the decays within chunks are computed once for each part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,3 @@ def split(t: Tensor, parts: int) -> Tensor:
 def split_state(state: Tensor | None, parts: int) -> Tensor | None:
     """[batch, heads, head_dim, d_state] -> [batch, heads * parts, head_dim / parts, d_state]."""
     return None if state is None else state.unflatten(2, (parts, -1)).flatten(1, 2)
-
-
-def repeat(t: Tensor, parts: int) -> Tensor:
-    """[..., heads] -> [..., heads * parts]: what all parts of a head share."""
-    return t.repeat_interleave(parts, dim=-1)
-
-
-def sum_parts(t: Tensor, parts: int) -> Tensor:
-    """[..., heads * parts] -> [..., heads]: the gradient of `repeat`."""
-    return t.unflatten(-1, (-1, parts)).sum(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of
-from llmtrain.kernels.ssd.triton_forward import load_tile, padded
+from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import StatePassingLaunch
 
 
@@ -57,7 +57,8 @@ def state_passing_fwd(
     shape = (batch, dA_cumsum.shape[2], n_heads, B.shape[3], head_dim)
     states = States(torch.empty(shape, dtype=x.dtype, device=x.device), None, None, _block_headdim(launch, head_dim))
     ends = (initial_state, None, last_state)
-    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, ends, states, chunk, chunk, precision, launch)
+    tile = launch.tile or chunk
+    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, ends, states, chunk, tile, precision, launch)
     return states.values
 
 
@@ -72,7 +73,8 @@ def added_state(
     batch, _, n_heads, head_dim = x.shape
     found = torch.empty((batch, n_heads, head_dim, B.shape[3]), dtype=torch.float32, device=x.device)
     ends = (None, None, found)
-    _launch(x, x, ScaledBC(B, B, None), dA_cumsum, None, seq_idx, ends, None, chunk, chunk, precision, launch, reverse)
+    bc, tile = ScaledBC(B, B, None), launch.tile or chunk
+    _launch(x, x, bc, dA_cumsum, None, seq_idx, ends, None, chunk, tile, precision, launch, reverse)
     return found
 
 
@@ -142,9 +144,19 @@ def _launch(
     n_groups, d_state = bc.B.shape[2:]
     bidirectional = states is not None and states.values.ndim == 6
     block_dstate = min(launch.block_dstate, padded(d_state))
+    columns, values = _block_headdim(launch, head_dim), None if states is None else states.values
+    # Chunks without all their tokens would read those of the next sequence: only masked loads stop at its end.
+    wanted = launch.use_tma and seq_len % chunk == 0 and d_state % block_dstate == 0
+    views = [tma_descriptor(wanted, t, tile, columns) for t in (x, dy)]
+    views += [tma_descriptor(wanted, t, tile, block_dstate) for t in (bc.B, bc.C)]
+    if values is not None:
+        views.append(tma_descriptor(wanted, values.view(1, -1, 1, head_dim), block_dstate, columns))
+    use_tma = all(view is not None for view in views)
+    tiles = (*views, None)[:5] if use_tma else (x, dy, bc.B, bc.C, values)
     grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if bidirectional else 1))
     _state_passing[grid](
-        *(x, dy, *bc, dA_cumsum, largest_dt, seq_idx, *ends, *((None,) * 3 if states is None else states[:3])),
+        *(*tiles[:4], bc.exponents, dA_cumsum, largest_dt, seq_idx, *ends),
+        *(tiles[4], *((None, None) if states is None else states[1:3])),
         *(seq_len, dA_cumsum.shape[2], *(stride for t in (x, dy, bc.B, bc.C) for stride in t.stride()[:3])),
         HEADS_PER_GROUP=n_heads // n_groups,
         HEAD_DIM=head_dim,
@@ -153,9 +165,10 @@ def _launch(
         TILE=tile,
         PADDED_DSTATE=padded(d_state),
         BLOCK_DSTATE=block_dstate,
-        BLOCK_HEADDIM=_block_headdim(launch, head_dim),
+        BLOCK_HEADDIM=columns,
         BIDIRECTIONAL=bidirectional,
         REVERSE=reverse,
+        USE_TMA=use_tma,
         PRECISION=precision,
         NUM_STAGES=launch.num_stages,
         **launch.options,
@@ -169,36 +182,73 @@ def _state_passing(
     C_row, C_token, C_group,
     HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PADDED_DSTATE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REVERSE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of the state, head, direction and row of the batch). The state stays in fp32 registers for all chunks.
 
     REVERSE: the gradients' direction alone, x and B being dy and C.
     """
-    PARTS: tl.constexpr = (HEAD_DIM + BLOCK_HEADDIM - 1) // BLOCK_HEADDIM
-    part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * BLOCK_DSTATE
-    head, batch_dir = tl.program_id(1), tl.program_id(2)
-    n_heads, group = tl.num_programs(1), head // HEADS_PER_GROUP
-    n, p, q = top + tl.arange(0, BLOCK_DSTATE), part * BLOCK_HEADDIM + tl.arange(0, BLOCK_HEADDIM), tl.arange(0, TILE)
-    valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
-    TILES: tl.constexpr = CHUNK // TILE
-    tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
     # batch_dir counts rows of the batch in both directions: the first two dimensions of states and exponents.
+    head, batch_dir = tl.program_id(1), tl.program_id(2)
     row, reverse = batch_dir, REVERSE
     if BIDIRECTIONAL:
         batch = tl.num_programs(2) // 2
         reverse = batch_dir >= batch
         row = tl.where(reverse, batch_dir - batch, batch_dir)
-        x, x_row = tl.where(reverse, dy, x), tl.where(reverse, dy_row, x_row)
-        x_token, x_head = tl.where(reverse, dy_token, x_token), tl.where(reverse, dy_head, x_head)
-        B, B_row = tl.where(reverse, C, B), tl.where(reverse, C_row, B_row)
-        B_token, B_group = tl.where(reverse, C_token, B_token), tl.where(reverse, C_group, B_group)
+    if BIDIRECTIONAL and USE_TMA:  # a descriptor cannot be chosen as an address can
+        if reverse:
+            _pass_states(
+                dy, C, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+                states, exponents, added_exponents, seq_len, chunks, dy_token, C_token, row, batch_dir, True,
+                HEADS_PER_GROUP, HEAD_DIM, D_STATE, CHUNK, TILE, PADDED_DSTATE, BLOCK_DSTATE, BLOCK_HEADDIM, BIDIRECTIONAL,
+                REVERSE, USE_TMA, PRECISION, NUM_STAGES,
+            )  # fmt: skip
+        else:
+            _pass_states(
+                x, B, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+                states, exponents, added_exponents, seq_len, chunks, x_token, B_token, row, batch_dir, False,
+                HEADS_PER_GROUP, HEAD_DIM, D_STATE, CHUNK, TILE, PADDED_DSTATE, BLOCK_DSTATE, BLOCK_HEADDIM, BIDIRECTIONAL,
+                REVERSE, USE_TMA, PRECISION, NUM_STAGES,
+            )  # fmt: skip
+    else:
+        if BIDIRECTIONAL:
+            x, x_row = tl.where(reverse, dy, x), tl.where(reverse, dy_row, x_row)
+            x_token, x_head = tl.where(reverse, dy_token, x_token), tl.where(reverse, dy_head, x_head)
+            B, B_row = tl.where(reverse, C, B), tl.where(reverse, C_row, B_row)
+            B_token, B_group = tl.where(reverse, C_token, B_token), tl.where(reverse, C_group, B_group)
+        if not USE_TMA:
+            x += row.to(tl.int64) * x_row + head * x_head
+            B += row.to(tl.int64) * B_row + head // HEADS_PER_GROUP * B_group
+        _pass_states(
+            x, B, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+            states, exponents, added_exponents, seq_len, chunks, x_token, B_token, row, batch_dir, reverse,
+            HEADS_PER_GROUP, HEAD_DIM, D_STATE, CHUNK, TILE, PADDED_DSTATE, BLOCK_DSTATE, BLOCK_HEADDIM, BIDIRECTIONAL,
+            REVERSE, USE_TMA, PRECISION, NUM_STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pass_states(
+    x, B, bc_exponents, dA_cumsum, largest_dt, seq_idx, initial_state, d_final_state, last_state,
+    states, exponents, added_exponents, seq_len, chunks, x_token, B_token, row, batch_dir, reverse,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    PADDED_DSTATE: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    REVERSE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One direction. x, B: those of it; without TMA they point to the program's row and head."""
+    PARTS: tl.constexpr = (HEAD_DIM + BLOCK_HEADDIM - 1) // BLOCK_HEADDIM
+    part, top = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS * BLOCK_DSTATE
+    head, n_heads = tl.program_id(1), tl.num_programs(1)
+    group = head // HEADS_PER_GROUP
+    n, p, q = top + tl.arange(0, BLOCK_DSTATE), part * BLOCK_HEADDIM + tl.arange(0, BLOCK_HEADDIM), tl.arange(0, TILE)
+    valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
+    TILES: tl.constexpr = CHUNK // TILE
+    tiles, n_groups = (seq_len + TILE - 1) // TILE, n_heads // HEADS_PER_GROUP
+    first_token = row * seq_len
     row = row.to(tl.int64)
     first_state, of_row = batch_dir.to(tl.int64) * chunks * n_heads + head, row * n_heads + head
 
-    x += row * x_row + head * x_head
     dA_cumsum += of_row * chunks * (2 * CHUNK)
-    B += row * B_row + group * B_group
     inside = n[:, None] * HEAD_DIM + p[None, :]  # offsets in a stored state, which is transposed
     state_at_ends = of_row * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE
     outside = state_at_ends + n[:, None]
@@ -228,12 +278,20 @@ def _state_passing(
                     exponent = exponent_of(bound)
                     stored = state * tl.exp2(state_exponent - exponent)
                     tl.store(exponents + at * PARTS + part, exponent, mask=top == 0)
-                to = states + at * (D_STATE * HEAD_DIM) + inside
-                tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
+                if USE_TMA:
+                    below = ((batch_dir * chunks + chunk) * n_heads + head) * D_STATE + top
+                    states.store([below, part * BLOCK_HEADDIM], stored.to(states.dtype))
+                else:
+                    to = states + at * (D_STATE * HEAD_DIM) + inside
+                    tl.store(to, stored.to(states.dtype.element_ty), mask=valid)
 
         first = tile * TILE
-        v = load_tile(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
-        k = load_tile(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
+        if USE_TMA:
+            v = x.load([first_token + first, head * HEAD_DIM + part * BLOCK_HEADDIM])
+            k = B.load([first_token + first, group * D_STATE + top])
+        else:
+            v = load_tile(x + first.to(tl.int64) * x_token, q, p, x_token, seq_len - first, HEAD_DIM)
+            k = load_tile(B + first.to(tl.int64) * B_token, q, n, B_token, seq_len - first, D_STATE)
         dA_chunk = dA_cumsum + chunk * (2 * CHUNK) + within * TILE
         a, a_end = tl.load(dA_chunk + q), tl.load(dA_chunk + TILE - 1)
         a_begin = tl.load(dA_chunk - 1, mask=within > 0, other=0.0)

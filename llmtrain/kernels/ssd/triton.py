@@ -99,10 +99,9 @@ def launch_forward(
     x, B, C = (_unit_stride(t) for t in (x, B, C))
     shape, parts = x.shape, launch.head_parts(x.shape[3])
     if parts > 1:
-        dt, A, D, dt_bias = (split_heads.repeat(t, parts) for t in (dt, A, D, dt_bias))
         x, initial_state = split_heads.split(x, parts), split_heads.split_state(initial_state, parts)
     dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
-        dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False
+        dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False, parts
     )
     initial, final_state = _state(initial_state), None
     if with_final_state:
@@ -180,15 +179,17 @@ def backward_into(
     """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
     C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """
-    if (parts := launch.head_parts(x.shape[3])) > 1:
-        tensors = (dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
-        return _backward_by_parts(parts, *tensors, dt_min, dt_max, launch, into)
     limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, param_partials = into
+    if (parts := launch.head_parts(x.shape[3])) > 1:
+        dy, x = (split_heads.split(t, parts) for t in (dy, x))
+        initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
+        dx = dx.view(x.shape)  # a view: it is written
+        d_initial = d_initial if initial_state is None else d_initial.view(initial_state.shape)
     chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
     dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
-        dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states
+        dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states, parts
     )
     initial, d_final = _state(initial_state), _state(d_final_state)
     d_initial_out = None if initial is None else d_initial
@@ -207,32 +208,13 @@ def backward_into(
     if launch.intra_chunk_halves_bwd:
         halves = (chunk, precision, launch.intra_chunk_halves_bwd, launch.num_sms)
         dCB_halves = intra_chunk_halves.intra_chunk_halves_bwd(dy, x, B, C, dA_cumsum, seq_idx, ddA_terms, dx, *halves)
-    _, _, ddA_state = inter_chunk.inter_chunk_bwd(
+    _, _, ddA_state, ddA_blocks = inter_chunk.inter_chunk_bwd(
         *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, ddA_terms),
         *(chunk, tile, precision, launch.inter_chunk_bwd, launch.num_sms, dB, dC),
     )
     chunk_cumsum.chunk_cumsum_bwd(
-        dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, chunk, d_dt, param_partials
+        dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, ddA_blocks, chunk, d_dt, param_partials
     )
-
-
-def _backward_by_parts(
-    parts: int, dy: Tensor, d_final_state: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-    dt_bias: Tensor, initial_state: Tensor | None, document_ids: Tensor | None, dt_min: float | None, dt_max: float | None,
-    launch: Launch, into: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """backward_into with each head as `parts` heads; what they share has the sum of their gradients, taken in fp32."""
-    dx, d_dt, dB, dC, d_initial, param_partials = into
-    dt, A, D, dt_bias = (split_heads.repeat(t, parts) for t in (dt, A, D, dt_bias))
-    dy, x = (split_heads.split(t, parts) for t in (dy, x))
-    initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
-    d_dt_parts, partials = torch.empty_like(dt, dtype=torch.float32), empty_param_partials(dt, launch)
-    d_initial_parts = d_initial if initial_state is None else d_initial.view(initial_state.shape)
-    into = (dx.view(x.shape), d_dt_parts, dB, dC, d_initial_parts, partials)  # views: they are written
-    tensors = (dy, d_final_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids)
-    backward_into(*tensors, dt_min, dt_max, replace(launch, split_headdim=None), into)
-    d_dt.copy_(split_heads.sum_parts(d_dt_parts, parts))
-    param_partials.copy_(split_heads.sum_parts(partials, parts))
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def sequential_chunk_scan(
         *(x_tile, b_tile, c_tile, D, dA_cumsum, seq_idx, initial_state, out, final_state),
         *(seq_len, dA_cumsum.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
+        HEAD_PARTS=n_heads // D.shape[0],
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
@@ -118,6 +119,7 @@ def chunk_scan(
         *(x, B, C, D, dA_cumsum, seq_idx, states, out),
         *(seq_len, *strides),
         HEADS_PER_GROUP=per_group,
+        HEAD_PARTS=n_heads // D.shape[0],
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
@@ -126,6 +128,7 @@ def chunk_scan(
         BLOCK_HEADDIM=padded(head_dim),
         HEADS_PER_PROGRAM=heads,
         USE_TMA=use_tma,
+        KEEP_CB=launch.keep_cb,
         PRECISION=precision,
         NUM_STAGES=launch.num_stages,
         **launch.options,
@@ -161,7 +164,7 @@ def _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION: tl.constexpr):
 def _sequential_chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, initial_state, y, final_state,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, USE_TMA: tl.constexpr, STATE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +183,7 @@ def _sequential_chunk_scan(
         C += row * C_row + group * C_group
         y += (row * seq_len * n_heads + head) * HEAD_DIM
     dA_cumsum += (row * n_heads + head) * chunks * (2 * CHUNK)
-    skip = tl.load(D + head).to(tl.float32)
+    skip = tl.load(D + head // HEAD_PARTS).to(tl.float32)
     outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
 
     state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
@@ -236,9 +239,9 @@ def _sequential_chunk_scan(
 def _chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, states, y,
     seq_len, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, KEEP_CB: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, chunk, row of the batch): loops over the heads."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
@@ -266,6 +269,11 @@ def _chunk_scan(
     if seq_idx is not None:
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
 
+    if KEEP_CB:
+        pair_mask = q[:, None] >= q[None, :]
+        if seq_idx is not None:
+            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+        cb = tl.where(pair_mask, tl.dot(c_tile, tl.trans(b_tile), input_precision=PRECISION), 0.0)
     begin = group * HEADS_PER_GROUP + block * HEADS_PER_PROGRAM
     end = tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * HEADS_PER_GROUP)
     for head in tl.range(begin, end, num_stages=NUM_STAGES):
@@ -279,15 +287,19 @@ def _chunk_scan(
             state = load_tile(states + head * (D_STATE * HEAD_DIM), n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, dt = tl.load(dA_cumsum + of_head + q), tl.load(dA_cumsum + of_head + CHUNK + q)
         from_start = tl.exp2(a)
-        pair_mask = q[:, None] >= q[None, :] + opaque_zero(tl.load(dA_cumsum + of_head))
         if seq_idx is not None:
             from_start = tl.where(seq_idx_t == 0, from_start, 0.0)
-            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
-        # C B^T is computed again for every head: held over the loop it costs registers, loaded from memory time.
-        scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
+        # C B^T is computed again for every head where registers are short; loaded from memory it would cost time.
+        if KEEP_CB:
+            scores = (cb * (tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * dt[None, :])).to(x_tile.dtype)
+        else:
+            pair_mask = q[:, None] >= q[None, :] + opaque_zero(tl.load(dA_cumsum + of_head))
+            if seq_idx is not None:
+                pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+            scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
         out = tl.dot(c_tile, state, input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
-        out += tl.load(D + head).to(tl.float32) * x_tile.to(tl.float32)
+        out += tl.load(D + head // HEAD_PARTS).to(tl.float32) * x_tile.to(tl.float32)
         if USE_TMA:
             y.store([token, head * HEAD_DIM], out.to(y.dtype))
         else:

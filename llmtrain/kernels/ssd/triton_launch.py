@@ -12,7 +12,8 @@ from llmtrain.kernels.options import Count, Flag, Options
 class StatePassingLaunch(Options):
     """Launch of state passing. A program's tile of a state is [block_dstate, block_headdim].
 
-    options: Triton's own. programs_per_sm: programs that run at once on a multiprocessor.
+    options: Triton's own. programs_per_sm: programs that run at once on a multiprocessor. use_tma: as in SequentialScanLaunch.
+    tile: tokens that the forward reads at a time, a part of a chunk; None: a chunk.
     """
 
     block_dstate: Count
@@ -20,6 +21,8 @@ class StatePassingLaunch(Options):
     num_stages: Count
     options: dict[str, Count] = field(default_factory=dict)
     programs_per_sm: Count = 1
+    use_tma: Flag = False
+    tile: Count | None = None
 
     def tiles(self, d_state: int, head_dim: int) -> int:
         return math.ceil(d_state / self.block_dstate) * math.ceil(head_dim / self.block_headdim)
@@ -49,12 +52,16 @@ class HeadLoopLaunch(Options):
 
     programs_per_sm: programs per multiprocessor, at least, where there are heads enough. use_tma: as in
     SequentialScanLaunch.
+    keep_cb: C B^T is computed once per program and held in registers; else for every head (chunk_scan, intra_chunk_bwd).
+    dstate_blocks: programs that share d_state, each with the sums of its own columns of dB and dC (inter_chunk_bwd).
     """
 
     programs_per_sm: Count
     num_stages: Count
     options: dict[str, Count] = field(default_factory=dict)
     use_tma: Flag = False
+    keep_cb: Flag = False
+    dstate_blocks: Count = 1
 
     def heads(self, per_group: int, chunk_groups: int, num_sms: int) -> int:
         """Heads per program: all of a group if the chunks alone make enough programs, so that sums over heads stay in
