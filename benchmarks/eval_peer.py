@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from llmtrain.eval.native_task import NativeTask
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
-from llmtrain.eval.task import Documents, NativeTask
+from llmtrain.eval.task import Documents
 from llmtrain.eval.tasks.documents import group_by_category
 from llmtrain.eval.tasks.sections import LmEvalPrompting
 

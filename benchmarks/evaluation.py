@@ -34,12 +34,13 @@ from benchmarks.plan_work import work
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenizer import TextTokenizer, train_bpe
 from llmtrain.errors import UserError, exit_with
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.runner import frozen_gc
 from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.overlap import Prefetcher, Steps, no_host_work, run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
-from llmtrain.eval.task import Documents, NativeTask, load_task
+from llmtrain.eval.task import Documents
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hybrid import HybridLM

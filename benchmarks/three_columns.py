@@ -34,10 +34,11 @@ from benchmarks.arguments import parse
 from benchmarks.eval_peer import ask, instances, load_peer
 from llmtrain.errors import exit_with
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, window_of
-from llmtrain.eval.task import Documents, NativeTask, load_task
+from llmtrain.eval.task import Documents
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 from llmtrain.train.loggers import read_metrics

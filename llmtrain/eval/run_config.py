@@ -23,9 +23,10 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval_tasks.groups import Group, GroupRun, Leaf, leaves
 from llmtrain.eval.lm_eval_tasks.task import make_task
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.chat import PromptStyle, chat_template
 from llmtrain.eval.report.gauntlet import Gauntlet, check_metric, load_gauntlet
-from llmtrain.eval.task import Task, load_task
+from llmtrain.eval.task import Task
 from llmtrain.eval.task_names import Named, TaskNames, is_lm_eval_file
 from llmtrain.eval.tasks.config import Convention
 from llmtrain.eval.tasks.load import find_yaml

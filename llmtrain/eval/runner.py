@@ -17,6 +17,7 @@ from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.errors import EvalError, TaskFailed
 from llmtrain.eval.failures import Failures, failed_tasks, failure_line
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import Responses, responses_in_order
 from llmtrain.eval.prompts.tokens import PromptTokenizer
@@ -37,7 +38,7 @@ from llmtrain.eval.scoring.load import (
 )
 from llmtrain.eval.scoring.overlap import Prefetcher, Steps
 from llmtrain.eval.scoring.scorer import Scorer
-from llmtrain.eval.task import Documents, load_task
+from llmtrain.eval.task import Documents
 from llmtrain.logs import log
 from llmtrain.progress import CountBar
 

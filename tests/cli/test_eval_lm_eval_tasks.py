@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.eval.lm_eval_tasks import index
-from llmtrain.eval.task import load_task
+from llmtrain.eval.native_task import load_task
 from tests.support.evaluation import Place, records
 
 CLOZE = """

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.three_columns import TaskRequests, as_markdown, compare, main
 from llmtrain.errors import exit_status
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest
-from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level, some_sentence
 
 

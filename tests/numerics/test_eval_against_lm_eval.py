@@ -18,10 +18,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest, Response
 from llmtrain.eval.report.metrics import DocumentMetrics, Metrics
 from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
-from llmtrain.eval.task import NativeTask, load_task
 from tests.numerics.test_eval_lm_eval import LOCAL, NAMES, categories, harness_settings, without_pmi_premise
 from tests.support.closeness import rounding
 from tests.support.icl import byte_level, icl_file

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import EOD
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest
-from llmtrain.eval.task import load_task
 from tests.support.icl import TOKENIZERS
 
 pytestmark = pytest.mark.skipif(

@@ -14,9 +14,9 @@ import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.lm_eval_tasks.task import make_task
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.chat import PromptStyle, chat_template, question_turns
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
-from llmtrain.eval.task import load_task
 from tests.support.icl import ask, byte_level, some_sentence
 
 pytestmark = pytest.mark.skipif(

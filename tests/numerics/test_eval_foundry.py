@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request
-from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.sections import FoundryPrompting
 from tests.support import foundry_oracle as oracle
 from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
-from llmtrain.eval.task import load_task
 from tests.support.icl import bos_processor, some_sentence
 
 EXPECTED = Path(__file__).parents[1] / "data" / "foundry_generation.json"

@@ -13,8 +13,8 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.eval import instructions
 from llmtrain.eval.instructions import read_instruction
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.report.document_scores import read_lines
-from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.sections import Source
 from tests.support import icl
 from tests.support.evaluation import Place

@@ -13,8 +13,8 @@ import pytest
 
 from llmtrain.eval.lm_eval_tasks.convert import as_yaml, own_settings
 from llmtrain.eval.lm_eval_tasks.yaml_file import read_task_file
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest
-from llmtrain.eval.task import load_task
 from tests.support.icl import ask, byte_level, some_sentence
 
 pytestmark = pytest.mark.skipif(

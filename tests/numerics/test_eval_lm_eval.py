@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.report.metrics import Metrics
-from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.sections import Examples, Source
 from llmtrain.eval.tasks.templates import Template

@@ -11,11 +11,11 @@ from tokenizers import normalizers
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.run_config import EvalRun, TaskRun
 from llmtrain.eval.scoring.overlap import run_steps
-from llmtrain.eval.task import load_task
 from tests.support.icl import byte_level
 
 GOOD = {"query": "Is it", "choices": ["so", "not so"], "gold": 1}

@@ -16,9 +16,9 @@ import zstandard
 from llmtrain.config.report import ConfigError
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.process_results import process_results
-from llmtrain.eval.task import NativeTask, load_task
 from llmtrain.eval.tasks.documents import Choices, Text
 from llmtrain.eval.tasks.sections import Source
 from llmtrain.eval.tasks.sources import read_records
