@@ -3,8 +3,8 @@
     python -m benchmarks.attention_choices benchmarks/grid.csv [--arch sm90]
 
 Writes llmtrain/kernels/tables/ARCH.attention.csv anew. A row that failed is left out, and so is a backend whose error is more than
-twice the least of its cell. A public backend that was not measured in a cell with ours, but at half to
-twice the heads and the same length and window, has that row's time by heads; its commit says from where.
+twice the least of its cell (a row without one is of a program that only timed). A public backend that was not measured in a cell
+with ours, but at half to twice the heads and the same length and window, has that row's time by heads; its commit says from where.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
     key = lambda line: (line["cell"], line["seq_len"])  # noqa: E731
     for _, group in itertools.groupby(sorted(attention, key=key), key):
         cell = list(group)
-        least = min(float(line["error"]) for line in cell)
-        found += [row(line) for line in cell if float(line["error"]) <= 2 * least]
+        least = min((float(line["error"]) for line in cell if line["error"]), default=0.0)
+        found += [row(line) for line in cell if not line["error"] or float(line["error"]) <= 2 * least]
     now = {one.kind for one in found if one.backend == measured.OURS}
     found = [
         replace(one, backend=measured.OURS) if one.backend == BEFORE else one
