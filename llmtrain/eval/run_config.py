@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from llmtrain.config.base import PositiveInt, Problem, Section, setting_error
+from llmtrain.config.base import PositiveInt, Problem, Section
 from llmtrain.config.config_type import check_config_type
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
@@ -17,9 +17,10 @@ from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.overrides import apply_override
 from llmtrain.config.report import ConfigError
 from llmtrain.config.shipped import config_title, find_config
-from llmtrain.config.texts import LocalPath, PathText, RunName, path_problem
+from llmtrain.config.texts import LocalPath, PathText, RunName
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.eval.choices import ModelChoice, ModelOrModels, Models, Tasks, TemplateSetting
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval_tasks.groups import Group, GroupRun, Leaf, leaves
 from llmtrain.eval.lm_eval_tasks.task import make_task
@@ -33,93 +34,6 @@ from llmtrain.eval.tasks.load import find_yaml
 from llmtrain.eval.tasks.sections import Shots
 from llmtrain.schema.wandb import WandbConfig
 
-
-class _OrText:
-    """JSON schema of a section that may also be written as a string, the value of one key."""
-
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
-
-
-def _from_text(key: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
-
-
-def _template_setting(value: Any) -> bool | str:
-    if not isinstance(value, bool | str):
-        raise setting_error("expected true, false or the path of a Jinja file")
-    if isinstance(value, str) and (reason := path_problem(value)):
-        raise setting_error(reason)
-    return value
-
-
-TemplateSetting = Annotated[bool | str, BeforeValidator(_template_setting)]
-
-
-class ModelChoice(Section):
-    """A model to evaluate; a string is its path."""
-
-    path: PathText
-    """A run's folder (its newest checkpoint), a checkpoint, either also in a store (s3://bucket/prefix), or a folder or hub
-    name in Hugging Face format."""
-    name: str | None = None
-    """Name in results; default: the last part of the path (of a checkpoint, its run's and its own)."""
-    tokenizer: PathText | None = None
-    """A folder, tokenizer.json or hub name; default: the model's own."""
-    backend: Literal["auto", "llmtrain", "transformers"] = "auto"
-    """transformers: as AutoModelForCausalLM loads it. auto: llmtrain's own model wherever it can be read as one."""
-    max_length: PositiveInt | None = None
-    """Most tokens it may read; default: the run's setting, or that of its config."""
-    chat_template: TemplateSetting | None = None
-    """As the run's setting, for this model."""
-    system_instruction: str | None = None
-    """As the run's setting, for this model."""
-    fewshot_as_multiturn: bool | None = None
-    """As the run's setting, for this model."""
-    ema: bool = False
-    """The moving average of its weights, which a run with train.ema keeps. Its default name ends in -ema."""
-
-    @property
-    def title(self) -> str:
-        return self.name or self._last_part + "-ema" * self.ema
-
-    @property
-    def _last_part(self) -> str:
-        path = Path(self.path)
-        inside = path.name.startswith("step-") and path.parent.name == "checkpoints"
-        return f"{path.parents[1].name}/{path.name}" if inside else path.name or self.path
-
-
-class TaskChoice(Section):
-    """A task to run; a string is its name."""
-
-    task: PathText
-    """The name of a shipped task, or the path of a task's YAML, ours or lm-evaluation-harness's; or a name, group, tag or
-    pattern (mmlu_*) of the installed lm-evaluation-harness and of lm_eval_folders, with lm_eval: before it where a shipped task
-    has that name too."""
-    shots: Shots | None = None
-    """Numbers of few-shot examples; default: the task's own."""
-
-
-Models = list[Annotated[ModelChoice, _from_text("path"), _OrText()]]
-
-
-def _models(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | dict | list):
-        raise setting_error("expected a path, a mapping with path, or a list of these")
-    return [value] if isinstance(value, str | dict) else value
-
-
-class _OrItem:
-    """JSON schema of a list that may also be written as one of its items."""
-
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        schema = handler(core_schema)
-        return {"anyOf": [*schema["items"]["anyOf"], schema]}
-
-
-ModelOrModels = Annotated[Models, BeforeValidator(_models), _OrItem()]
-Tasks = list[Annotated[TaskChoice, _from_text("task"), _OrText()]]
 Paths = Annotated[
     list[PathText],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),

@@ -15,6 +15,7 @@ import torch
 
 from llmtrain.data.tokenizer import TextTokenizer
 from llmtrain.distributed.world import initialize, world_from_environment
+from llmtrain.eval.choices import ModelChoice
 from llmtrain.eval.errors import EvalError, TaskFailed
 from llmtrain.eval.failures import Failures, failed_tasks, failure_line
 from llmtrain.eval.native_task import load_task
@@ -25,7 +26,7 @@ from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, gauntlet_sco
 from llmtrain.eval.report.groups import GroupResult, group_lines, group_results
 from llmtrain.eval.report.response_store import ResponseStore, requests_digest
 from llmtrain.eval.report.results import Report, Result, skipped_note, truncation_note
-from llmtrain.eval.run_config import EvalRun, ModelChoice, TaskRun, group_runs, task_runs
+from llmtrain.eval.run_config import EvalRun, TaskRun, group_runs, task_runs
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import (
     FoundModel,

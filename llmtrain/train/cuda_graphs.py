@@ -81,7 +81,7 @@ def graphed_loss(
     reason = refusal(config, world_size, platform, model.config.dropout)
     if reason is None and world_size > 1 and config.cuda_graphs == "auto" and gain() <= 0:
         reason = (
-            f"the host keeps up with these microbatches, beside which {world_size} ranks exchange weights and gradients"
+            f"{world_size} ranks would exchange weights and gradients apart from microbatches that are few and long"
         )
     if reason is None:
         microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))

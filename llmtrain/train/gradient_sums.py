@@ -24,7 +24,7 @@ def sum_by_our_kernel(model: nn.Module) -> None:
 
 def _add(parameter: Any) -> None:
     """FSDPParam.accumulate_unsharded_grad_if_needed, by our kernel."""
-    from llmtrain.kernels.accumulate import accumulate  # needs Triton
+    from llmtrain.kernels.accumulate import accumulate
 
     total = parameter.unsharded_accumulated_grad
     if total is None or parameter.unsharded_param.grad is None:

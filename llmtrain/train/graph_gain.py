@@ -6,7 +6,7 @@ HOST_SECONDS = 2e-3
 """Of launching a layer's forward and backward pass without graphs: 1.6 ms with attention, 3 ms with Mamba-2 (BENCHMARKS.md)."""
 KERNEL_FLOPS = 4e14
 """A second, of a GPU at work; on a slower one graphs gain less than reckoned, and are still right."""
-BESIDE = 0.04
+FSDP_OVERHEAD = 0.04
 """Share of a microbatch's kernels that FSDP2 adds where the GPU does not wait for the host: MPT-125M on two H200s, 5 %."""
 EXCHANGED_BYTES = 6
 """For each parameter: weights in bf16 and gradients in fp32, which without graphs travel beside layers, and with them apart."""
@@ -17,6 +17,6 @@ BANDWIDTH = {True: 3e11, False: 3e10}
 def gained(parameters: int, layers: int, microbatches: int, tokens: int, ranks: int, one_node: bool) -> float:
     """Seconds of a step; negative: what it loses. microbatches: of a rank's step. tokens: of each."""
     kernels = 6 * parameters * tokens / KERNEL_FLOPS
-    each = max(layers * HOST_SECONDS - kernels, BESIDE * kernels)
+    each = max(layers * HOST_SECONDS - kernels, FSDP_OVERHEAD * kernels)
     exchanged = EXCHANGED_BYTES * parameters * (ranks - 1) / ranks
     return microbatches * each - exchanged / BANDWIDTH[one_node]

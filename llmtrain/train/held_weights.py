@@ -90,8 +90,8 @@ class HeldWeights:
         ranks' parts of the sums."""
         if not self._shared:
             return 0
-        parts = sum(p.to_local().nbytes for p in self.parameters) if self._ranks is not None else 0  # type: ignore[operator]
-        return sum(leaf.nbytes for leaf in self.leaves) + parts
+        parts = local_parts(self.parameters) if self._ranks is not None else []
+        return sum(t.nbytes for t in (*self.leaves, *parts))
 
     def zeros(self) -> list[Tensor]:
         """Sums for the leaves' gradients, of the leaves' shapes in the parameters' format."""
@@ -147,7 +147,7 @@ def _at_once(ranks: dist.ProcessGroup, device: torch.device) -> contextlib.Abstr
     return dist._coalescing_manager(ranks)
 
 
-def local_parts(tensors: list[Any]) -> list[Tensor]:
+def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
     """This rank's part of each."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 

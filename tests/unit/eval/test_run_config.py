@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from llmtrain.config.report import ConfigError
-from llmtrain.eval.run_config import EvalRun, ModelChoice, load_eval_run, task_runs
+from llmtrain.eval.choices import ModelChoice
+from llmtrain.eval.run_config import EvalRun, load_eval_run, task_runs
 from scripts.generate_reference import plain_json_schema
 
 EVAL = Path(__file__).parents[3] / "eval"

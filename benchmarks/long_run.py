@@ -1,12 +1,12 @@
 """A long run: speed, memory of the GPUs and of each process over its time, and how much they have drifted.
 
-    python -m benchmarks.soak FILE [a.b=c …] --out FOLDER [--minutes 20] [--nproc 2] [--every 15]
-    python -m benchmarks.soak --picture FOLDER        # again, of what is there
+    python -m benchmarks.long_run FILE [a.b=c …] --out FOLDER [--minutes 20] [--nproc 2] [--every 15]
+    python -m benchmarks.long_run --picture FOLDER        # again, of what is there
 
 FILE is trained by `llmtrain train` into FOLDER/run. So many minutes after its second step it is asked to save and end (SIGTERM),
 unless its duration has ended it before. FOLDER gets steps.csv (metrics of each step, and when it was written),
 gpus.csv (nvidia-smi) and processes.csv (resident memory), both every `--every` seconds, and, rewritten each minute,
-soak.png and soak.json. The exit status is that of a run that ended too early, or 0.
+long-run.png and long-run.json. The exit status is that of a run that ended too early, or 0.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def drawing_of(out: Path, before: subprocess.Popen | None) -> subprocess.Popen:
     """A process that draws what there is, while this one watches; the one before is at its end."""
     if before is not None:
         before.wait()
-    command = [sys.executable, "-m", "benchmarks.soak", "--picture", str(out)]
+    command = [sys.executable, "-m", "benchmarks.long_run", "--picture", str(out)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -196,16 +196,16 @@ def roles(launcher: int, found: dict[int, tuple[int, float, str]]) -> list[tuple
 
 
 def report(out: Path) -> int:
-    """Write soak.json and soak.png of what is there so far, and print the former."""
+    """Write long-run.json and long-run.png of what is there so far, and print the former."""
     what = json.loads((out / "what.json").read_text())
     steps, gpus, processes = (read(out / f"{name}.csv") for name in ("steps", "gpus", "processes"))
     if len(steps) < 8:
         print("fewer than eight steps yet", flush=True)
         return 0
     found = summary(steps, gpus, processes, what["tokens_per_step"])
-    (out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "long-run.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1), flush=True)
-    draw(steps, gpus, processes, what["tokens_per_step"], out / "soak.png")
+    draw(steps, gpus, processes, what["tokens_per_step"], out / "long-run.png")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""benchmarks.soak: roles of processes, the summary and the picture of a long run."""
+"""benchmarks.long_run: roles of processes, the summary and the picture of a long run."""
 
 import csv
 import json
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import long_run
 
 TOKENS = 1000
 
@@ -36,7 +36,7 @@ def test_processes_have_roles():
         14: (11, 200.0, "python .../compile_worker/__main__.py"),
         15: (14, 200.0, "python .../compile_worker/__main__.py"),
     }
-    named = {pid: what for what, pid, _ in soak.roles(10, found)}
+    named = {pid: what for what, pid, _ in long_run.roles(10, found)}
     assert named == {10: "launcher", 11: "rank 0", 12: "rank 1", 13: "of rank 1", 14: "compiler", 15: "compiler"}
 
 
@@ -44,7 +44,7 @@ def test_processes_have_roles():
 def test_a_session_s_processes_and_their_memory():
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        [(pid, (_, mib, command))] = soak.processes_of(process.pid).items()
+        [(pid, (_, mib, command))] = long_run.processes_of(process.pid).items()
         assert pid == process.pid and 0 < mib < 100 and "60" in command
     finally:
         process.kill()
@@ -56,7 +56,7 @@ def test_the_summary_compares_quarters_and_tells_memory_at_its_times():
         {"seconds": 50.0 + 15 * i, "index": 0.0, "memory.used": 100.0 + i, "utilization.gpu": 99.0} for i in range(20)
     ]
     processes = [{"seconds": 50.0 + 15 * i, "what": "rank 0", "pid": 11.0, "rss_mib": 900.0} for i in range(20)]
-    found = soak.summary(steps(240), gpus, processes, TOKENS)
+    found = long_run.summary(steps(240), gpus, processes, TOKENS)
     assert found["quarters"] == [2000, 2000, 1000, 1000] and found["last_over_first_quarter"] == 0.5
     assert set(found["memory"]) == {"minute 2", "end"}
     assert found["memory"]["minute 2"] == {
@@ -67,7 +67,7 @@ def test_the_summary_compares_quarters_and_tells_memory_at_its_times():
 
 
 def test_the_report_is_made_of_the_sheets_alone(tmp_path):
-    with soak.Sheets(tmp_path) as sheets:
+    with long_run.Sheets(tmp_path) as sheets:
         for row in steps(20):
             sheets.steps.writerow(
                 [row["seconds"], row["step"], row["step_seconds"], "", 3.0, 3.5, 3.2, "", "", "", 2.0]
@@ -78,6 +78,6 @@ def test_the_report_is_made_of_the_sheets_alone(tmp_path):
     (tmp_path / "what.json").write_text(json.dumps({"tokens_per_step": TOKENS, "settings": []}))
     with (tmp_path / "gpus.csv").open(newline="") as file:
         assert next(csv.reader(file))[:2] == ["seconds", "index"]
-    assert soak.report(tmp_path) == 0
-    assert json.loads((tmp_path / "soak.json").read_text())["steps"] == 20
-    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+    assert long_run.report(tmp_path) == 0
+    assert json.loads((tmp_path / "long-run.json").read_text())["steps"] == 20
+    assert (tmp_path / "long-run.png").read_bytes().startswith(b"\x89PNG")
