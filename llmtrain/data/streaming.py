@@ -156,6 +156,9 @@ class TokenDataset(StreamingDataset):
         """This worker's sample ids for the rest of an epoch."""
         if self.order is None:
             return super()._get_work(epoch, sample_in_epoch)
+        # The node's first process has by now counted the epoch up. Without this wait (StreamingDataset's order has one) a process
+        # that finds nothing left of the epoch would come to the next one before that, and take it for the same again.
+        self._shared_barrier(self._unique_worker_world.workers_per_node)
         world = self._parallel_worker_world
         reader = Reader(world.rank, world.num_ranks, world.worker_of_rank, world.workers_per_rank)
         begin = epoch * self.epoch_size

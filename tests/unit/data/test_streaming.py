@@ -19,6 +19,7 @@ import pytest
 import torch
 from streaming import StreamingDataset
 from streaming.base.batching import generate_work
+from streaming.base.shared import SharedScalar
 from streaming.base.world import World
 from torch import distributed as dist
 
@@ -189,6 +190,24 @@ def test_a_checkpoint_after_the_last_batch_has_nothing_left_of_the_epoch(data, o
     assert state["sample_in_epoch"] == 40
     [(rest, _, _)] = on_ranks(1, lambda: epoch(config, 8, skip_to=state))
     assert rest == []
+
+
+@pytest.mark.parametrize(("order", "workers"), [("seekable", 0), ("seekable", 1), ("streaming", 0)])
+def test_every_rank_goes_on_from_an_epochs_end_to_the_next_epoch(data, on_ranks, monkeypatch, order, workers):
+    """They come there at once, having nothing to read, also where the first of the node is slow to count the epoch."""
+    config = data({"a": 40}, order=order, num_workers=workers)
+    [whole] = on_ranks(1, lambda: [batches for batches, _ in epochs(config, 2)])
+    state = epochs(config, 1)[0][1] | {"epoch": 0, "sample_in_epoch": 40}
+    count = SharedScalar.set
+
+    def counted_late(scalar, value) -> None:
+        time.sleep(0.3)
+        count(scalar, value)
+
+    monkeypatch.setattr(SharedScalar, "set", counted_late)
+    resumed = on_ranks(2, lambda: [batches for batches, _ in epochs(config, 2, skip_to=state)])
+    assert [first for first, _ in resumed] == [[], []]
+    assert global_batches([second for _, second in resumed]) == global_batches([whole[1]])
 
 
 def test_seed_decides_the_order_and_shuffle_can_be_off(data):
