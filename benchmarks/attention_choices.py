@@ -33,20 +33,25 @@ def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
         cell = list(group)
         least = min((float(line["error"]) for line in cell if line["error"]), default=0.0)
         found += [row(line) for line in cell if not line["error"] or float(line["error"]) <= 2 * least]
-    now = {one.kind for one in found if one.backend == measured.OURS}
+    now = {kind(one) for one in found if one.backend == measured.OURS}
     found = [
         replace(one, backend=measured.OURS) if one.backend == BEFORE else one
         for one in found
-        if not (one.backend == BEFORE and one.kind in now)
+        if not (one.backend == BEFORE and kind(one) in now)
     ]
     return [*found, *scaled(found)]
+
+
+def kind(cell: measured.Cell) -> tuple[object, ...]:
+    """What cells have in common whose times may stand for each other's."""
+    return cell.shape, cell.features
 
 
 def scaled(found: list[measured.Row]) -> list[measured.Row]:
     """Rows of public backends that were measured near a cell of ours, but not in it."""
     more = []
     for cell in dict.fromkeys(one.cell for one in found if one.backend == measured.OURS):
-        public = [one for one in found if one.kind == cell.kind and one.backend != measured.OURS]
+        public = [one for one in found if kind(one) == kind(cell) and one.backend != measured.OURS]
         there = {one.backend for one in public if one.cell == cell}
         near = [one for one in public if not cell.distance(one) and 0.5 <= one.n_heads / cell.n_heads <= 2]
         for source in sorted(near, key=cell.other_heads):

@@ -57,7 +57,7 @@ def test_ours_is_taken_over_a_public_kernel_only_where_it_takes_less_by_more_tha
         {"head_dim": 64},
         {"sliding_window": None},
         {"documents": True},
-        {"softcap": 30.0},
+        {"softcap": 30.0},  # of a window alone
         {"alibi_max_bias": 8.0},
         {"n_kv_heads": 4},
         {"n_heads": 64, "n_kv_heads": 1},
@@ -84,6 +84,19 @@ def test_a_cell_does_not_speak_for_another_head_dim_grouping_or_feature(tables, 
 def test_it_speaks_for_a_like_grouping_other_heads_and_windows_and_numbers_as_wide(tables, changes):
     tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9))
     assert auto(replace(SPEC, **changes), 4096) == "flex"
+
+
+def test_features_that_no_cell_has_together_are_spoken_for_by_cells_with_most_of_them(tables):
+    capped, biased = replace(SPEC, softcap=30.0), replace(SPEC, alibi_max_bias=8.0)
+    tables(
+        (replace(capped, sliding_window=None), 4096, "triton", 1.0),
+        (replace(capped, sliding_window=None), 4096, "flex", 2.0),
+    )
+    tables((biased, 4096, "triton", 3.0), (biased, 4096, "flex", 2.0))
+    assert auto(capped, 4096) == "triton"
+    assert auto(replace(capped, alibi_max_bias=8.0), 4096) == "flex"  # lacks the softcap alone
+    assert auto(replace(biased, sliding_window=None), 4096) == "not measured"
+    assert auto(SPEC, 4096) == "not measured"  # a softcap says nothing about a window without one
 
 
 def test_the_nearest_length_in_octaves_decides(tables):
