@@ -83,4 +83,4 @@ def _length(config: Config) -> str:
     if duration.unit == "epochs":
         return f"{duration}, in steps"
     steps = duration.steps(tokens_per_step=config.tokens_per_step, steps_per_epoch=None, total_steps=None)
-    return f"{steps} steps"
+    return "1 step" if steps == 1 else f"{steps} steps"

@@ -211,9 +211,9 @@ class TrainConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
-            yield Problem("float8", self.precision, "needs train.precision: amp_bf16")
+            yield Problem("precision", self.precision, "must be amp_bf16 for train.float8")
         if self.sharding.reduce_dtype == "bf16" and self.precision != "amp_bf16":
-            yield Problem("sharding.reduce_dtype", "bf16", "needs train.precision: amp_bf16")
+            yield Problem("precision", self.precision, "must be amp_bf16 for train.sharding.reduce_dtype: bf16")
         if self.activation_checkpointing.type == "budget" and self.compile == "off":
             yield Problem(
                 "activation_checkpointing.type", "budget", "is the compiler's; it needs train.compile: auto or on"

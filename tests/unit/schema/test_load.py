@@ -309,7 +309,7 @@ def test_groups_of_ranks_that_share_sequences_share_the_batch(load):
 @pytest.mark.parametrize(
     ("overrides", "path", "message"),
     [
-        (["train.float8={}"], "train.float8", "needs train.precision: amp_bf16"),
+        (["train.float8={}"], "train.precision", "must be amp_bf16 for train.float8"),
         (
             ["train.precision=amp_bf16", "train.float8={recipe: rowwise, all_gather: true}"],
             "train.float8.all_gather",
