@@ -81,6 +81,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     """Train for the config's steps. fullgraph: compile layers without graph breaks."""
     import torch
 
+    from llmtrain.distributed.world import World
     from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.schema.schedule import resolve
@@ -101,7 +102,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     causal_lm = CausalLM(model, config.train.loss)
-    loss_of = graphed_loss(causal_lm, config.train, 1) or causal_lm.loss
+    loss_of = graphed_loss(config, causal_lm, World(0, 1, 0, 1)) or causal_lm.loss
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]

@@ -21,13 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from llmtrain.distributed.world import World
 from llmtrain.errors import RunError, UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
+from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.fsdp_reset import reset_fsdp
+from llmtrain.train.graph_gain import gain
 from llmtrain.train.held_weights import HeldWeights
 
 MEMORY_LEFT = 0.06
@@ -68,27 +71,24 @@ def _not_once_a_step(config: TrainConfig, world_size: int) -> str | None:
     return None
 
 
-def graphed_loss(
-    model: CausalLM, config: TrainConfig, world_size: int, gain: Callable[[], float] = lambda: 1.0
-) -> GraphedLoss | None:
-    """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be.
+def reason_against(config: Config, model: CausalLM, world: World) -> str | None:
+    """Reason for which this run makes no graphs; None: it does, if it can. config: without `auto` microbatches."""
+    if config.train.cuda_graphs == "off":
+        return "train.cuda_graphs is off"
+    reason = refusal(config.train, world.size, model.hybrid.platform, model.config.dropout)
+    if reason is None and world.size > 1 and config.train.cuda_graphs == "auto" and gain(config, model, world) <= 0:
+        return f"{world.size} ranks would exchange weights and gradients apart from microbatches that are few and long"
+    return reason
 
-    gain: seconds of a step, for several ranks (graph_gain.py).
-    """
-    if config.cuda_graphs == "off":
-        return None
-    platform = model.hybrid.platform
-    reason = refusal(config, world_size, platform, model.config.dropout)
-    if reason is None and world_size > 1 and config.cuda_graphs == "auto" and gain() <= 0:
-        reason = (
-            f"{world_size} ranks would exchange weights and gradients apart from microbatches that are few and long"
-        )
+
+def graphed_loss(config: Config, model: CausalLM, world: World) -> GraphedLoss | None:
+    """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be."""
+    reason, setting = reason_against(config, model, world), config.train.cuda_graphs
     if reason is None:
-        microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))
-        return GraphedLoss(model, microbatches, config.cuda_graphs == "on", world_size)
-    if config.cuda_graphs == "on":
+        return GraphedLoss(model, config.grad_accum(world.size), setting == "on", world.size)
+    if setting == "on":
         raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")
-    if platform.vendor != "cpu":
+    if setting == "auto" and model.hybrid.platform.vendor != "cpu":
         run_log.info(f"CUDA graphs: off, as {reason}")
     return None
 
@@ -126,47 +126,53 @@ class GraphedLoss:
 
     def _capture(self, *batch: Any) -> None:
         """Make the graphs on every rank, or never try again."""
-        reason = ""
-        try:
-            self.graph = MicrobatchGraph(self.model, batch)
-        except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
-            reason = str(error).strip().splitlines()[0]
-        if self.ranks > 1:
-            failed = torch.tensor(bool(reason), dtype=torch.int32, device=batch[0].device)
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if failed and not reason:
-                self.graph, reason = None, "another rank cannot make them"
+        self.graph, reason = make_graph(self.model, batch, self.ranks)
         if self.graph is not None:
             run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
             return
         self.microbatches = 0
-        kept = [(p, p.grad) for p in self.model.parameters()]  # of earlier microbatches of this step
-        reset_fsdp(self.model)
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-        gc.collect()
-        torch.cuda.empty_cache()
         if self.required:
             raise RunError(f"train.cuda_graphs = on, but they cannot be made: {reason}; use auto or off")
         run_log.warning(f"CUDA graphs: off, as they cannot be made: {reason}")
 
 
-def replay_seconds(model: CausalLM, batch: tuple[Tensor | None, ...], clock: Callable[[], float]) -> float | None:
-    """Time of one microbatch by its graphs, which are dropped again; None where they cannot be made. Gradients are None afterwards.
-
-    batch: as for MicrobatchGraph. clock: the time in seconds, once the GPU has done everything so far.
-    """
-    seconds, graph = None, None
+def make_graph(model: CausalLM, batch: tuple[Tensor | None, ...], ranks: int = 1) -> tuple[MicrobatchGraph | None, str]:
+    """The graphs of a microbatch, or a reason for which there are none; then the model is as it was before. Every one of `ranks`
+    calls it: all make them or none does. batch: as for MicrobatchGraph."""
+    graph, reason = None, ""
     try:
         graph = MicrobatchGraph(model, batch)
-        for _ in range(2):  # the first is slower
-            began = clock()
-            graph(*batch).loss.backward()
-            seconds = clock() - began
-    except (RuntimeError, NoGraph) as error:
-        error.__traceback__ = None
-        seconds = None
+    except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
+        reason = str(error).strip().splitlines()[0]
+    if ranks > 1:
+        failed = torch.tensor(bool(reason), dtype=torch.int32, device=next(model.parameters()).device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed and not reason:
+            graph, reason = None, "another rank cannot make them"
+    if graph is None:
+        kept = [(p, p.grad) for p in model.parameters()]  # of earlier microbatches of a step
         reset_fsdp(model)
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        gc.collect()
+        torch.cuda.empty_cache()
+    return graph, reason
+
+
+def replay_seconds(
+    model: CausalLM, batch: tuple[Tensor | None, ...], clock: Callable[[], float], ranks: int = 1
+) -> float | None:
+    """Time of one microbatch by its graphs, which are dropped again; None where they cannot be made. Gradients are None afterwards.
+
+    batch, ranks: as for make_graph. clock: the time in seconds, once the GPU has done everything so far.
+    """
+    graph, _ = make_graph(model, batch, ranks)
+    if graph is None:
+        return None
+    for _ in range(2):  # the first is slower, and exchanges weights
+        began = clock()
+        graph(*batch).loss.backward()
+        seconds = clock() - began
     del graph
     model.zero_grad(set_to_none=True)
     gc.collect()

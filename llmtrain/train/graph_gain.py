@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from llmtrain.distributed.world import World
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.schema.config import Config
+
 HOST_SECONDS = 2e-3
 """Of launching a layer's forward and backward pass without graphs: 1.6 ms with attention, 3 ms with Mamba-2 (BENCHMARKS.md)."""
 KERNEL_FLOPS = 4e14
@@ -20,3 +24,11 @@ def gained(parameters: int, layers: int, microbatches: int, tokens: int, ranks: 
     each = max(layers * HOST_SECONDS - kernels, FSDP_OVERHEAD * kernels)
     exchanged = EXCHANGED_BYTES * parameters * (ranks - 1) / ranks
     return microbatches * each - exchanged / BANDWIDTH[one_node]
+
+
+def gain(config: Config, model: CausalLM, world: World) -> float:
+    """Seconds of a step that this run gains. config: without `auto`."""
+    tokens = config.microbatch_tokens(config.train.least_microbatch)
+    count = sum(p.numel() for p in model.parameters())
+    microbatches, one_node = config.grad_accum(world.size), world.size == world.local_size
+    return gained(count, len(model.hybrid.blocks), microbatches, tokens, world.size, one_node)

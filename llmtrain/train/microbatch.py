@@ -29,7 +29,7 @@ from llmtrain.flops.memory import estimate_memory
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import Segments
 from llmtrain.schema.config import Config
-from llmtrain.train.cuda_graphs import refusal, replay_seconds
+from llmtrain.train.cuda_graphs import reason_against, replay_seconds
 from llmtrain.train.fsdp_reset import reset_fsdp
 from llmtrain.train.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
 
@@ -148,13 +148,10 @@ def choose_microbatch(
     limit = USABLE * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
-    # Several ranks would have to agree where one cannot make them.
-    graphs = settled.train.cuda_graphs != "off" and world.size == 1
-    graphs = graphs and not refusal(settled.train, 1, model.hybrid.platform, model.config.dropout)
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:
-        return _attempt(size, settled, model, segments, device, gauge, agreement, graphs)
+        return _attempt(of_size(settled, size), model, segments, world, device, gauge, agreement)
 
     trials = search(sizes, start, attempt, fixed, limit)
     agreement.close()
@@ -219,23 +216,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)
 
 
+def of_size(config: Config, microbatch_size: int) -> Config:
+    """The config with this size."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"microbatch_size": microbatch_size})})
+
+
 def _attempt(
-    size: int,
     config: Config,
     model: CausalLM,
     segments: Segments | None,
+    world: World,
     device: torch.device,
     gauge: Gauge,
     agreement: MemoryAgreement,
-    graphs: bool,
 ) -> Trial | None:
     """Forward and backward passes, of which the last is timed. Those before take as much memory, so that it is they that fail,
-    on some of the ranks; where the last fails, the run ends. The first does not reduce gradients where a step does so once.
-
-    graphs: the time is that of CUDA graphs, where they can be made.
+    on some of the ranks; where the last fails, the run ends. The first does not reduce gradients where a step does so once. Where
+    the run would launch CUDA graphs and they can be made, the time is theirs.
     """
     gauge.begin()
-    once = config.train.sharding.sync_every_microbatch is False
+    size, once = config.train.least_microbatch, config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
     tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
     documents = None
@@ -269,8 +269,8 @@ def _attempt(
         reset_fsdp(model)
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
-    if fits and graphs:
-        replayed = replay_seconds(model, (tokens, tokens, documents), gauge.seconds)
+    if fits and reason_against(config, model, world) is None:
+        replayed = replay_seconds(model, (tokens, tokens, documents), gauge.seconds, world.size)
         fits = replayed is not None or config.train.cuda_graphs != "on"
         seconds, peak = replayed or seconds, gauge.peak()
     if _most(0.0 if fits else 1.0, device):

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,8 @@ from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.cuda_graphs import graphed_loss
 from llmtrain.train.extend import extension_notice
 from llmtrain.train.float8 import compute_scales, compute_scales_after_steps
-from llmtrain.train.graph_gain import gained
 from llmtrain.train.loggers import build_loggers
-from llmtrain.train.microbatch import choose_microbatch
+from llmtrain.train.microbatch import choose_microbatch, of_size
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.optimizers.host_state import set_aside
 from llmtrain.train.parallel import compute_dtype, parallelize
@@ -122,7 +120,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
     if config.train.microbatch_size == "auto":
         settled = with_microbatch(config, settled, causal_lm, segments, world, device)
-    graphs = graphed_loss(causal_lm, settled.train, world.size, partial(gain_of_graphs, settled, causal_lm, world))
+    graphs = graphed_loss(settled, causal_lm, world)
     if world.is_main:
         write_settled(folder, settled)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
@@ -292,15 +290,7 @@ def with_microbatch(
     """The settled config with the size of a microbatch that was found to be the fastest."""
     size, reason = choose_microbatch(config, settled, model, segments, world, device)
     run_log.info(reason)
-    return settled.model_copy(update={"train": settled.train.model_copy(update={"microbatch_size": size})})
-
-
-def gain_of_graphs(settled: Config, model: CausalLM, world: World) -> float:
-    """Seconds of a step that several ranks gain by CUDA graphs, about."""
-    tokens = settled.microbatch_tokens(settled.train.least_microbatch)
-    count = sum(p.numel() for p in model.parameters())
-    microbatches, one_node = settled.grad_accum(world.size), world.size == world.local_size
-    return gained(count, len(model.hybrid.blocks), microbatches, tokens, world.size, one_node)
+    return of_size(settled, size)
 
 
 def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:

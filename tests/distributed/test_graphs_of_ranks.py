@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from llmtrain.schema.config import Config
 from llmtrain.train import cuda_graphs, held_weights, run
-from llmtrain.train.cuda_graphs import MicrobatchGraph, added_to
+from llmtrain.train.cuda_graphs import MicrobatchGraph, NoGraph, added_to
 from llmtrain.train.held_weights import HeldWeights
+from llmtrain.train.microbatch import choose_microbatch
+from llmtrain.train.settled import FILE, read_settled
+from tests.support.gauge import Gauge
 from tests.support.tiny import tiny_config
 
 COMPARED = ("loss/train/total", "gradient_norm", "cross_entropy")
@@ -29,15 +34,19 @@ class WithoutGraphs(MicrobatchGraph):
     """The passes that graphs would replay, by the same weights, to the same sums."""
 
     made = 0
+    most = 8
+    """Sequences of a microbatch for which rank 1 can make them."""
 
     def __init__(self, model: Any, batch: tuple[torch.Tensor | None, ...]):
-        WithoutGraphs.made += 1
         self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
         self._backward_of = self._forwards = self.nbytes = 0
         self._within_step = False
         self.weights = HeldWeights(model)
         with self.weights.read():
             self.sums = self.weights.zeros()
+        if dist.get_rank() == 1 and len(batch[0]) > WithoutGraphs.most:  # type: ignore[arg-type]
+            raise NoGraph("no memory would be left")
+        WithoutGraphs.made += 1
         self.reached = list(range(len(self.sums)))
         self.anchor, self.d_loss = torch.zeros((), requires_grad=True), torch.ones(())
         self.forward_graph: Any = SimpleNamespace(replay=self.passes)
@@ -74,9 +83,9 @@ class WithoutGraphs(MicrobatchGraph):
             module.set_reshard_after_backward(True, recurse=False)
 
 
-def trained(config: Config, graphs: bool) -> tuple[int, list[tuple[int, str, float]]]:
-    """A job: how many graphs there were, and what was logged."""
-    WithoutGraphs.made = 0
+def trained(config: Config, graphs: bool, most: int = 8) -> tuple[int, list[tuple[int, str, float]]]:
+    """A job: how many graphs there were, and what was logged. most: see WithoutGraphs."""
+    WithoutGraphs.made, WithoutGraphs.most = 0, most
     none = patch.object(cuda_graphs, "refusal", lambda *args: None)
     with patch.object(cuda_graphs, "MicrobatchGraph", WithoutGraphs), none if graphs else contextlib.nullcontext():
         run.train(config)
@@ -105,3 +114,30 @@ def test_losses_and_validation_are_those_of_a_run_without(ranks, shards, tmp_pat
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     for mine, other in zip(found, expected, strict=True):
         assert mine[2] == pytest.approx(other[2], rel=2e-5), (mine, other)
+
+
+@pytest.mark.parametrize(("setting", "size", "made"), [("on", 1, 2), ("auto", 2, 0)])
+def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, tmp_path, setting, size, made):
+    """Of two sequences rank 1 can make none: a run that asks for graphs has microbatches of one, another goes on without."""
+    config = tiny_config(
+        shards,
+        tmp_path,
+        {
+            "train.duration": "4 steps",
+            "train.global_batch_size": 4,
+            "train.microbatch_size": "auto",
+            "train.sharding": {"strategy": "grad_op", "sync_every_microbatch": False},
+            "train.cuda_graphs": setting,
+        },
+    )
+    _, [found, _] = ranks(2).run(searched, config)
+    assert found == made  # by rank 1: for the search and for the run
+    assert read_settled(tmp_path / FILE)["microbatch_size"] == size
+
+
+def searched(config: Config) -> tuple[int, Any]:
+    """A job: `trained`, with a search as on a GPU."""
+    gains = patch.object(cuda_graphs, "gain", lambda *args: 1.0)
+    gauged = patch.object(run, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
+    with gains, gauged:
+        return trained(config, True, most=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from unittest.mock import patch
 
@@ -13,31 +12,8 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.train import microbatch
 from tests.support import runs
+from tests.support.gauge import Gauge
 from tests.support.tiny import tiny_config
-
-
-class FakeGauge(microbatch.Gauge):
-    """A GPU for 2 sequences; what it says of its memory asks for no larger size, nor for a smaller one."""
-
-    name, total = "fake", 1
-
-    def __init__(self) -> None:
-        pass
-
-    def available(self) -> float:
-        return 1.0
-
-    def allocated(self) -> float:
-        return 0.0
-
-    def begin(self) -> None:
-        pass
-
-    def peak(self) -> float:
-        return 1.0
-
-    def seconds(self) -> float:
-        return time.perf_counter()
 
 
 def fail(*_: Any) -> None:
@@ -72,7 +48,7 @@ def with_fake_memory(
 
     with (
         patch.object(CausalLM, "loss", limited),
-        patch("llmtrain.train.run.choose_microbatch", lambda *args: choose(*args, gauge=FakeGauge())),
+        patch("llmtrain.train.run.choose_microbatch", lambda *args: choose(*args, gauge=Gauge())),
     ):
         return runs.train(config), tried
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.training import TrainConfig
@@ -65,7 +66,8 @@ class Model:
 
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
     model: Any = Model(platform)
-    return graphed_loss(model, train(**settings), ranks)
+    config: Any = SimpleNamespace(train=train(**settings), grad_accum=lambda ranks: 2)
+    return graphed_loss(config, model, World(0, ranks, 0, ranks))
 
 
 def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
@@ -82,10 +84,10 @@ def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(capl
 @pytest.mark.parametrize(
     ("seconds", "setting", "taken"), [(0.1, "auto", True), (-0.1, "auto", False), (-0.1, "on", True)]
 )
-def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds, setting, taken, caplog):
+def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds, setting, taken, caplog, monkeypatch):
     caplog.set_level("INFO", "llmtrain.run")
-    model: Any = Model(NVIDIA)
-    graphs = graphed_loss(model, train(sharding=ONCE, cuda_graphs=setting), 2, lambda: seconds)
+    monkeypatch.setattr(cuda_graphs, "gain", lambda *args: seconds)
+    graphs = made(NVIDIA, 2, sharding=ONCE, cuda_graphs=setting)
     assert (graphs is not None) == taken
     assert len(caplog.messages) == (not taken)
 
