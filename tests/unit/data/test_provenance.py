@@ -137,7 +137,7 @@ def test_a_folder_without_the_record_is_made_anew_by_overwrite(config):
 
 
 def test_a_document_costs_few_bytes_of_memory_and_of_the_disk(tmp_path):
-    count, rng = 100_000, random.Random(0)
+    count, rng = 10_000, random.Random(0)
     lengths = [rng.randint(20, 3000) for _ in range(count)]
     file = SourceFile("/a.jsonl", "a.jsonl", 1, 0, False)
     tracemalloc.start()
