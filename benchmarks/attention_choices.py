@@ -43,7 +43,7 @@ def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
 
 
 def kind(cell: measured.Cell) -> tuple[object, ...]:
-    """What cells have in common whose times may stand for each other's."""
+    """Properties in which cells agree whose times may stand for each other's."""
     return cell.shape, cell.features
 
 

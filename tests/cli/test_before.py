@@ -57,7 +57,7 @@ def test_a_run_of_before_is_whole_and_its_yaml_is_valid(folder, name, command):
     assert "OK" in command(folder, "check", f"{name}.yaml")
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2])
 @pytest.mark.parametrize("name", before.RANKS)
 def test_a_run_of_before_continues_with_the_same_losses(ranks, folder, expected, name, size):
     def train(folder: Path, *arguments: str, ranks: int) -> None:

@@ -92,6 +92,7 @@ def check_mutants(count: int, folder: Path) -> None:
     assert 0.02 * count < accepted < 0.5 * count, "the mutants are no test of the checks"
 
 
+@pytest.mark.ci
 def test_every_mutant_gets_a_clean_answer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_mutants(500, tmp_path)

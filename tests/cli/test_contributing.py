@@ -24,6 +24,7 @@ TRAINED = {
     "A model family": "arcee",
     "An optimizer": "lion",
 }
+pytestmark = pytest.mark.ci
 VERBS = ("check", "train", "generate", "eval", "describe")
 REFUSED = {
     "uv run llmtrain check try/run.yaml model.blocks.x.backend=blockwise data.mask_documents=true": "documents apart",

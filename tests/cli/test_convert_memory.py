@@ -26,6 +26,7 @@ SIZES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [

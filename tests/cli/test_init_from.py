@@ -65,7 +65,7 @@ def imported(tmp_path) -> Path:
     return tmp_path / "weights"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_training_goes_on_from_imported_weights(ranks, imported, shards, tmp_path, size):
     model = yaml.safe_load((imported / "model.yaml").read_text())["model"]
     assert model["vocab_size"] == 300

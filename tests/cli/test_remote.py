@@ -41,6 +41,7 @@ def command(url: str, *arguments: str) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+@pytest.mark.ci
 def test_a_run_comes_back_from_its_store(ranks, s3, project):
     project.write(
         {"checkpoint.interval": "2 steps", "checkpoint.keep_last": 2, "checkpoint.remote": "s3://checkpoints/tiny"}

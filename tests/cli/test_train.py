@@ -63,6 +63,7 @@ LAUNCHERS: dict[str, Callable[[], list[str]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.slow)])
 def test_other_launchers_run_two_ranks(project, finished, launcher):
     status, text = project.run(*LAUNCHERS[launcher](), "run.yaml")
@@ -96,6 +97,7 @@ def test_what_is_free_may_change_and_the_run_goes_on(ranks, finished, tmp_path):
     assert project.checkpoints() == ["step-00000006", "step-00000009"]
 
 
+@pytest.mark.ci
 def test_a_wsd_run_is_extended_from_before_its_decay(ranks, finished, tmp_path, monkeypatch):
     project = copy_of(finished, tmp_path)
     folder, file = project.folder, str(project.folder / "run.yaml")
@@ -284,6 +286,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     assert f"(step {last} of {last + 6})" in text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "composer"))]
 )

@@ -71,6 +71,7 @@ def train(folder: Path, arguments: list[str]) -> tuple[int, str]:
         return command(*arguments)
 
 
+@pytest.mark.ci
 def test_the_page_is_what_happens(ranks, tmp_path, monkeypatch, capsys):
     project = Project(tmp_path, shards=tmp_path)  # for its subprocesses; the page brings run.yaml and the shards
     stories = []

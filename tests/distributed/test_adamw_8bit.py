@@ -51,6 +51,7 @@ def config(shards, tmp_path_factory) -> Config:
     return tiny_config(shards, tmp_path_factory.mktemp("run"), {"optimizer.type": "adamw_8bit"})
 
 
+@pytest.mark.ci
 def test_many_ranks_are_bit_identical_to_one_and_continue_each_others_checkpoints(ranks, config, tmp_path):
     [one] = ranks(1).run(state_after, config, None, tmp_path / "one", 1)
     [more] = ranks(1).run(state_after, config, tmp_path / "one" / "step-00000001", None, 1)

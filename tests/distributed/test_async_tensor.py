@@ -75,6 +75,7 @@ def test_every_exchange_of_attention_and_mlp_is_part_of_a_product(ranks, shards,
     assert_same_step(step, ranks(1).run(one_step, tiny_config(shards, tmp_path / "alone", ONE_STEP | blocks))[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_the_hybrid_computes_what_one_rank_does(ranks, shards, tmp_path, kind):
     """Mamba-2 with one norm group, whose sums stay collectives of their own, and shared blocks with adapters."""

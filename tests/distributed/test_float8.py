@@ -82,7 +82,10 @@ def test_recomputed_activations_change_nothing(ranks, shards, tmp_path, kind, re
     torch.testing.assert_close(recomputed[1], kept[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.slow), "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.slow), pytest.param("muon", marks=pytest.mark.ci)],
+)
 def test_a_run_goes_on_with_and_without_float8(ranks, shards, tmp_path, optimizer):
     """Two ranks begin in float8, one goes on in bf16, two end in float8 again: checkpoints and losses are of one run."""
     more = {"train.ema": {}, "optimizer.type": optimizer, "train.duration": "6 steps", "checkpoint.interval": "2 steps"}

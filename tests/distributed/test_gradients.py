@@ -200,7 +200,7 @@ ACTIVATION_CHECKPOINTING = {
     ("size", "compiled_by", "kind"),
     [
         *((2, None, kind) for kind in ACTIVATION_CHECKPOINTING),
-        (2, "aot_eager", "selective"),
+        pytest.param(2, "aot_eager", "selective", marks=pytest.mark.ci),
         *(pytest.param(1, None, kind, marks=SLOW) for kind in ACTIVATION_CHECKPOINTING),
         *(pytest.param(2, "aot_eager", kind, marks=SLOW) for kind in ("none", "full", "every_k")),
         *(pytest.param(1, "inductor", kind, marks=SLOW) for kind in ACTIVATION_CHECKPOINTING),
@@ -223,6 +223,7 @@ def test_inputs_of_recomputed_layers_may_wait_in_host_memory(ranks, config, comp
     assert_same_step(step, plain_step(made, step.batch))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["selective", pytest.param("full", marks=SLOW), pytest.param("none", marks=SLOW)])
 def test_they_also_do_whatever_surrounds_the_mixers(ranks, config, kind):
     changes = {"train.microbatch_size": 4, "train.compile": "on"}

@@ -73,7 +73,7 @@ def configs(request, shards, tmp_path_factory) -> tuple[Config, Config]:
     return here, there
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_steps_and_checkpoints_are_the_same(ranks, configs, tmp_path, size):
     here, there = configs
     expected = ranks(size).run(state_after, here, None, tmp_path / "here")
@@ -103,7 +103,7 @@ def test_the_state_of_a_resumed_run_stays_on_the_host(ranks, shards, tmp_path):
     assert ranks(1).run(brought_to_the_device, plain) != [0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.ci) for kind in KINDS[1:])])
 def test_a_run_may_take_its_state_to_the_host_and_back(ranks, shards, tmp_path, kind):
     """Clipped, with skipped steps and a moving average, and saved in the background."""
     changes: dict[str, Any] = {

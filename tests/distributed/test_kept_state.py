@@ -56,7 +56,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], relative: float
             assert found[name] == value, name
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_a_resumed_run_is_bit_identical(ranks, shards, tmp_path, uninterrupted, size):
     config = tiny_config(shards, tmp_path / "run", KEPT)
     ranks(size).run(train, config, 7)  # a step after the checkpoint is lost

@@ -53,7 +53,7 @@ def with_fake_memory(
         return runs.train(config), tried
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [pytest.param(True, marks=pytest.mark.ci), False])
 def test_a_size_is_found_and_remembered_and_training_is_as_with_it(ranks, shards, tmp_path, sync):
     """8 sequences a step over two ranks: 4 do not fit, 2 do."""
     changes = {
@@ -76,7 +76,13 @@ def test_a_size_is_found_and_remembered_and_training_is_as_with_it(ranks, shards
 
 
 @pytest.mark.parametrize(
-    ("poor", "in_backward", "sync"), [(0, False, True), (1, False, False), (0, True, False), (1, True, True)]
+    ("poor", "in_backward", "sync"),
+    [
+        (0, False, True),
+        (1, True, True),
+        pytest.param(1, False, False, marks=pytest.mark.ci),
+        pytest.param(0, True, False, marks=pytest.mark.ci),
+    ],
 )
 def test_where_one_rank_alone_runs_out_of_memory_the_others_do_not_wait_for_it(
     ranks, shards, tmp_path, poor, in_backward, sync

@@ -53,6 +53,7 @@ def test_a_trace_and_the_parts_of_a_step(ranks, shards, tmp_path, size):
     assert str(folder) in said
 
 
+@pytest.mark.ci
 def test_shares_of_a_steps_time_are_metrics_of_one_step_in_so_many(ranks, shards, tmp_path):
     steps = {"train.duration": "8 steps"}
     plain = ranks(2).run(train, tiny_config(shards, tmp_path / "plain", SETTINGS | steps))[0]

@@ -90,7 +90,7 @@ def read(samples: dict[int, list[int]], order: list[Any]) -> list[tuple[int, int
     return [(step, place[tuple(ids)]) for step, ids in order]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_the_run_goes_on_from_the_checkpoint_with_the_data_behind_the_spike(ranks, shards, tmp_path, samples, size):
     config = tiny_config(shards, tmp_path / "run", GUARDED)
     for order, warnings, error in ranks(size).run(train_with, config, samples[7][:1]):
@@ -136,6 +136,7 @@ def _train_and_save_after_rewinds(config: Config, bad: list[int]) -> tuple[list[
         return train_with(config, bad)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("first", "then", "stop_at"), [(1, 1, 9), (1, 1, 13), (1, 2, 13), (2, 1, 9)])
 def test_a_run_that_is_interrupted_after_a_rewind_ends_as_the_other(
     ranks, shards, tmp_path, samples, first, then, stop_at

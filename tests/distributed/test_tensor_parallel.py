@@ -39,6 +39,7 @@ def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size)
     )
 
 
+@pytest.mark.ci
 def test_random_models_on_random_meshes(ranks):
     """Meshes of context, tensor, shards and replicas."""
     assert_exact(ranks, 4, [random_case(seed, 4) for seed in range(20)])

@@ -117,6 +117,7 @@ def test_every_form_of_a_kernel(form, name, monkeypatch):
     assert_agree(CASES[name], 1, 61)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("form", [{}, {"single_loop": True}, {"one_loop": True}], ids=str)
 def test_a_program_takes_any_number_of_the_heads_that_share_keys(heads, form, monkeypatch):
@@ -187,6 +188,7 @@ def test_the_backend_agrees_with_the_reference():
     torch.testing.assert_close(out, reference(q, k, v, reference.prepare(37, device)), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
 def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole(packed, monkeypatch):
     spec = AttentionSpec(4, 2, 32, 0.3, alibi_max_bias=8.0, sliding_window=20, documents=packed, dtype="float32")

@@ -38,6 +38,7 @@ def test_the_launch_changes_nothing_but_rounding(run, group, parallel_runs):
     around.assert_agrees(ours, around.outcome(causal_conv1d_silu, tensors, torch.float64))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("run, group, parallel_runs", [(4, 4, 1), (16, 4, 2), (6, 3, 2)])
 def test_when_tokens_are_read_changes_no_bit(run, group, parallel_runs):
     tensors = around.conv_inputs(2, 43, 20, 4, True, torch.float32)
@@ -45,6 +46,7 @@ def test_when_tokens_are_read_changes_no_bit(run, group, parallel_runs):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [[5, 1, 16, 11], [1, 1, 1, 20], [8, 8, 7]])
 def test_packed_documents_equal_the_documents_apart(width, lengths):

@@ -37,6 +37,7 @@ def test_agrees_with_the_reference(dim, groups, norm_first, columns, rows, run):
     assert_agrees(made(spec(dim, groups, norm_first), columns, rows, run), tensors)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("columns, rows, run", [(16, 1, 3), (64, 2, 1)])
 @pytest.mark.parametrize("how", [{"prefetch": True}, {"reload": False}, {"prefetch": True, "reload": False}])

@@ -151,12 +151,14 @@ def test_gradients_are_written_where_they_stay():
     assert not {"part", "aten::cat", "aten::clone"}.intersection(ran.names)
 
 
+@pytest.mark.ci
 def test_every_run_is_equal_bit_by_bit_whatever_it_keeps():
     tensors = mixers.inputs(SMALL, 2, 37)
     first, *others = (around.outcome(made(SMALL, 1000, keep), tensors) for keep in ("all", *get_args(Keep)))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "biased, with_state, launch",
     [(True, True, {}), (False, False, {"keep": "scan"}), (False, True, {"keep": "nothing"})],
@@ -177,6 +179,7 @@ def test_the_operator_is_whole(biased, with_state, launch):
     assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("groups, first", [(1, False), (2, True)])
 def test_a_model_runs_it_between_its_projections(groups, first):
     """Parameters reach the arguments that they are meant for; a layer compiles without a graph break."""

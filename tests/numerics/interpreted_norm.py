@@ -99,6 +99,7 @@ def test_two_runs_are_equal_bit_by_bit():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.ci
 @TYPES
 @pytest.mark.parametrize("summed", [False, True])
 def test_the_operators_are_whole(type_, biased, summed):

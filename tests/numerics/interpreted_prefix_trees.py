@@ -47,6 +47,7 @@ def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     assert any(len(segment.ancestors) == 2 for segment in plan.packs[0])
 
 
+@pytest.mark.ci
 def test_scores_do_not_depend_on_how_much_is_read_at_a_time():
     model = build("mpt with alibi", platform.cpu())
     requests = choices(1, shots=30)
@@ -57,6 +58,7 @@ def test_scores_do_not_depend_on_how_much_is_read_at_a_time():
         assert work(plan).calls > 1
 
 
+@pytest.mark.ci
 def test_a_model_in_training_is_read_the_same_way(tmp_path):
     """A hybrid, its layers sharded over one rank: their contexts reach them through FSDP2's hooks."""
     config = tiny_config(tmp_path, tmp_path, {"model.max_seq_len": 300})

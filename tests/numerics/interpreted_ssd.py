@@ -117,6 +117,7 @@ def as_for_large_states(launch: Launch, **passing: Any) -> Launch:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "head_dim, d_state, halves, dtype",
     [(32, 24, True, "float32"), (24, 24, False, "float32"), (16, 250, True, "float32"), (32, 24, True, "float16")],
@@ -136,6 +137,7 @@ def test_launches_for_large_states(head_dim, d_state, halves, dtype):
     assert not wrong
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("d_state, rows", [(128, 64), (256, 128)])
 def test_large_states_may_be_loaded_and_stored_by_tma(d_state, rows):
     spec = SSDSpec(4, 32, d_state, 1, 64, **FP32)
@@ -235,6 +237,7 @@ COVERING = {
 """Every pair of two settings is in one of these."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "halves, columns, longer, sizes",
     [pytest.param(*case, marks=[] if case in COVERING else pytest.mark.slow) for case in FP16_STATES],
@@ -255,6 +258,7 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, sizes):
     assert not wrong
 
 
+@pytest.mark.ci
 @both_tiles
 @pytest.mark.parametrize("limits, use_tma", [(None, True), ((0.05, 0.3), False)], ids=["TMA", "limited dt"])
 def test_documents_with_states_in_fp16(halves, limits, use_tma):

@@ -43,6 +43,7 @@ def test_the_reviewed_table_holds_every_row_and_each_fits(checks):
     assert not [line for check in checks for line in offline.faults(check, known[check.key])]
 
 
+@pytest.mark.ci
 def test_a_sample_compiles(checks, compilers):
     """What has changed since the review comes first; a row that has not must take what the table says."""
     chance = random.Random(0)

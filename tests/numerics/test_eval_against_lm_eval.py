@@ -241,6 +241,7 @@ def test_zero_shot(folder, scratch):
     compare(folder, SCORED, 0, WINDOW, scratch)
 
 
+@pytest.mark.ci
 def test_few_shot_and_a_window_that_cuts_contexts(folder, scratch):
     compare(folder, ["arc_challenge", "boolq", "winogrande", "lambada"], 2, 90, scratch)
     compare(folder, ["copa", "winograd", "openbook_qa", "piqa"], 3, WINDOW, scratch)
@@ -250,5 +251,6 @@ def test_answers_in_text(folder, scratch):
     compare(folder, ["triviaqa"], 0, WINDOW, scratch, limit=10)
 
 
+@pytest.mark.ci
 def test_long_answers_in_text(folder, scratch):
     compare(folder, ["gsm8k"], 1, 600 if folder.name[:5] in ("mamba", "llama") else WINDOW, scratch)

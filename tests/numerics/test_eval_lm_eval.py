@@ -160,12 +160,13 @@ def assert_same(theirs: Any, results: dict[str, Any], requests: list[Request], m
     assert compared == sum(key in NAMES.values() for key in results)
 
 
-@pytest.mark.parametrize("shots", [0, 3])
+@pytest.mark.parametrize("shots", [pytest.param(0, marks=pytest.mark.ci), 3])
 @pytest.mark.parametrize("name", LOCAL)
 def test_local_records(name: str, shots: int, tokenizer, tmp_path):
     check_local(name, shots, tokenizer, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["arc_challenge", "winogrande", "lambada", "triviaqa"])
 def test_every_kind_of_tokenizer(name: str, any_tokenizer, tmp_path):
     check_local(name, 1, any_tokenizer, tmp_path)

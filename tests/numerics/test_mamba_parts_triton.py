@@ -38,6 +38,11 @@ def test_the_interpreted_kernels_agree_with_the_reference():
     run_interpreted("accumulate", *parts)
 
 
+@pytest.mark.ci
+def test_further_cases():
+    run_interpreted("conv1d", "gated_norm", "mixer", "norm", cases="ci and not slow")
+
+
 @pytest.mark.slow
 def test_all_of_their_cases():
     run_interpreted("documents", cases="slow")

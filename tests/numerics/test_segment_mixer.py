@@ -8,6 +8,7 @@ import pytest
 from tests.support.interpreter import run_interpreted
 
 
+@pytest.mark.ci
 def test_the_interpreted_operator_agrees_with_the_reference_of_one_rank():
     run_interpreted("segment_mixer")
 

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(*operations: str, cases: str = "not slow", timeout: float = 900) -> None:
+def run_interpreted(*operations: str, cases: str = "not slow and not ci", timeout: float = 900) -> None:
     """Runs tests/numerics/interpreted_OPERATION.py, in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
     Several operations in one, which imports for many seconds.
 

@@ -114,6 +114,7 @@ def test_a_program_is_run_until_it_has_its_result_and_not_again(tmp_path):
     assert len(list(tmp_path.glob("run-*"))) == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seconds", [1, 600])
 def test_a_program_is_cut_off_when_its_time_or_all_is_over_with_all_that_it_has_started(tmp_path, seconds):
     code = "child = subprocess.Popen(['sleep', '100']); (here / 'pid').write_text(str(child.pid)); child.wait()"

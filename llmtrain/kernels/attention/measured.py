@@ -78,9 +78,9 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What two cells must share for one to speak for the other: width of the numbers, head_dim, and a like number of query
-        heads per key head, within 1 to 4, 5 to 16, or more: from 1 to 4, no backend's time per query head differs by more than a
-        twentieth in the grid, but Flex's with one key head is half as much again."""
+        """Properties that two cells must share for one to speak for the other: width of the numbers, head_dim, and a like number of
+        query heads per key head, within 1 to 4, 5 to 16, or more: from 1 to 4, no backend's time per query head differs by more
+        than a twentieth in the grid, but Flex's with one key head is half as much again."""
         return (_BYTES[self.dtype], self.head_dim, sum(self.group > most for most in (4, 16)))
 
     @property

@@ -495,6 +495,7 @@ def far_away(data: Callable[..., DataConfig], tmp_path: Path) -> DataConfig:
     return data({}, train={"streams": streams})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wrong", [{"column_encodings": ["pkl"]}, {"raw_data": {"basename": "../../x"}}])
 def test_an_index_from_a_remote_is_checked_before_it_is_used(data, tmp_path, wrong):
     config = far_away(data, tmp_path)
