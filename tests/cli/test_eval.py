@@ -124,6 +124,7 @@ def test_what_changes_the_answers_is_asked_anew(place, tmp_path):
     assert asked() == [12, 12]
 
 
+@pytest.mark.ci
 def test_two_processes_say_the_same(place, tmp_path, whole):
     file = place.write({})
     project = Project.__new__(Project)

@@ -44,7 +44,8 @@ def test_a_run_learns(one_batch):
 @pytest.mark.parametrize(
     ("size", "microbatch", "sync"),
     [
-        *((2, 4, None), (2, 1, True)),
+        (2, 4, None),
+        pytest.param(2, 1, True, marks=pytest.mark.ci),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in ((1, 1, None), (1, 4, None), (1, 1, True), (2, 1, False))

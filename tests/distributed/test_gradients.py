@@ -194,6 +194,7 @@ ACTIVATION_CHECKPOINTING = {
     "kernels": {"train.activation_checkpointing": {"type": "kernels"}},
     "selective": {"train.activation_checkpointing": {"type": "selective"}},
 }
+FEW = ("none", "selective")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,9 @@ def test_sharding_leaves_gradients_alone(ranks, config, size, sharding):
         assert_same_step(step, plain_step(made, step.batch))
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING)
+@pytest.mark.parametrize(
+    "kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.ci) for kind in ACTIVATION_CHECKPOINTING if kind not in FEW)]
+)
 @pytest.mark.parametrize(("size", "microbatch"), [pytest.param(1, 8, marks=SLOW), (2, 2)])
 def test_bf16_keeps_the_recurrence_and_positions_in_fp32(ranks, config, kind, size, microbatch):
     changes = {"train.precision": "amp_bf16", "train.microbatch_size": microbatch}

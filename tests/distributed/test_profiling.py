@@ -29,6 +29,7 @@ def train(config: Config) -> runs.Run:
         return runs.train(config)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trace_and_the_parts_of_a_step(ranks, shards, tmp_path, size):
     plain = ranks(size).run(train, config_of(shards, tmp_path / "plain"))[0]

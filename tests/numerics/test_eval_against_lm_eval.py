@@ -68,7 +68,9 @@ def mpt() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": lambda: llama(600, WINDOW), "mamba2": mamba2, "mpt": mpt}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=["llama", "mamba2", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gpt2", "mpt"))]
+)
 def folder(request, tmp_path_factory) -> Path:
     torch.manual_seed(1)
     return save_random(MODELS[request.param](), byte_level(), tmp_path_factory.mktemp(request.param))

@@ -161,7 +161,9 @@ def assert_same(theirs: Any, results: dict[str, Any], requests: list[Request], m
 
 
 @pytest.mark.parametrize("shots", [pytest.param(0, marks=pytest.mark.ci), 3])
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if number % 2 else pytest.mark.ci) for number, name in enumerate(LOCAL)]
+)
 def test_local_records(name: str, shots: int, tokenizer, tmp_path):
     check_local(name, shots, tokenizer, tmp_path)
 

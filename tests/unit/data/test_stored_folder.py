@@ -44,6 +44,7 @@ def fetched(server: S3, prefix: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_parts_of_several_machines_meet_in_a_store(server, here, corpus, settings, tmp_path):
     for file in corpus.rglob("*.*"):
         put(server, f"texts/{file.relative_to(corpus).as_posix()}", file.read_bytes())

@@ -30,7 +30,7 @@ def test_documents_that_see_each_other_would_be_noticed(name):
 @pytest.mark.parametrize(
     "name, kind",
     [
-        ("zamba2 as the 1.2B", "selective"),
+        pytest.param("zamba2 as the 1.2B", "selective", marks=pytest.mark.ci),
         pytest.param("a window and soft caps", "none", marks=pytest.mark.slow),
         pytest.param("zamba2 as the 2.7B", "full", marks=pytest.mark.slow),
     ],
