@@ -22,7 +22,7 @@ def test_pre_commit_uses_local_hooks_only():
 
 def test_ci_runs_the_readmes_test_command():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    command = "uv run pytest -n 2 --dist loadfile"
+    command = "uv run pytest -n 3 --dist loadfile"
     assert command in (ROOT / "README.md").read_text()
     assert command in (ROOT / ".ci" / "run").read_text()
 
