@@ -44,7 +44,7 @@ def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
 
 def kind(cell: measured.Cell) -> tuple[object, ...]:
     """Properties in which cells agree whose times may stand for each other's."""
-    return cell.shape, cell.features
+    return cell.dtype, cell.head_dim, cell.grouping, cell.features
 
 
 def scaled(found: list[measured.Row]) -> list[measured.Row]:

@@ -3,9 +3,9 @@
 A cell is one layer's attention at one length; its rows are its backends. A cell speaks for a spec of the same head_dim, the same
 features (ALiBi, softcap, window, documents), numbers as wide and a like number of query heads per key head; of several the one
 nearest in length and window, those first in which ours was measured beside public backends. Where ALiBi or a softcap comes with
-features that no cell has together, cells that lack the fewest of them speak. The user's cells, in FILE.attention.csv beside his own
-tuning rows FILE.yaml, come before shipped ones that are as near: `llmtrain bench tune FILE.yaml` writes there. Rows of one
-architecture say nothing about another.
+features or a number of heads that no cell has with it, cells that lack the fewest of these speak. The user's cells, in
+FILE.attention.csv beside his own tuning rows FILE.yaml, come before shipped ones that are as near: `llmtrain bench tune FILE.yaml`
+writes there. Rows of one architecture say nothing about another.
 """
 
 from __future__ import annotations
@@ -77,11 +77,10 @@ class Cell:
         return self.n_heads // self.n_kv_heads
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Properties that two cells must share for one to speak for the other: width of the numbers, head_dim, and a like number of
-        query heads per key head, within 1 to 4, 5 to 16, or more: from 1 to 4, no backend's time per query head differs by more
-        than a twentieth in the grid, but Flex's with one key head is half as much again."""
-        return (_BYTES[self.dtype], self.head_dim, sum(self.group > most for most in (4, 16)))
+    def grouping(self) -> int:
+        """Class of the number of query heads per key head: 1 to 4, 5 to 16, or more. From 1 to 4, no backend's time per query head
+        differs by more than a twentieth in the grid, but Flex's with one key head is half as much again."""
+        return sum(self.group > most for most in (4, 16))
 
     @property
     def features(self) -> frozenset[str]:
@@ -89,13 +88,13 @@ class Cell:
         return frozenset(name for name in has if has[name])
 
     def lacks(self, other: Cell) -> int | None:
-        """Features of `other` that this cell is without; None where it says nothing about it: it has others, or lacks some and
-        is not of ALiBi or a softcap. Ours beside Flex took 1.41 and 1.81 times less at two combinations of a softcap, 2.3 and 2.1
-        by cells of the softcap alone."""
-        lacking = other.features - self.features
+        """Features of `other` that this cell is without, and one more for another grouping; None where it says nothing about it: it
+        has other features, or lacks some and is not of ALiBi or a softcap. None but Flex and ours serves these; ours took 1.41 and
+        1.81 times less than it at two combinations of a softcap, 2.3 and 2.1 by the cells of a softcap alone."""
+        lacking = len(other.features - self.features) + (self.grouping != other.grouping)
         if self.features - other.features or (lacking and not self.features & {"alibi", "softcap"}):
             return None
-        return len(lacking)
+        return lacking
 
     def distance(self, other: Cell) -> float:
         """Octaves between the lengths and between the windows."""
@@ -146,9 +145,8 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     if by_parts or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
-    own, shipped = (
-        _by_shape(file).get(asked.shape, {}) for file in (own_file(platform.arch), shipped_file(platform.arch))
-    )
+    width = (_BYTES[asked.dtype], asked.head_dim)
+    own, shipped = (_by_width(file).get(width, {}) for file in (own_file(platform.arch), shipped_file(platform.arch)))
     found = []
     for not_own, cells in enumerate((own, shipped)):
         for cell, rows in cells.items():
@@ -198,7 +196,7 @@ def save(file: Path, rows: Iterable[Row]) -> None:
             values = (getattr(row, field.name) for field in fields(Row))
             writer.writerow([int(value) if isinstance(value, bool) else value for value in values])
     temporary.replace(file)
-    _by_shape.cache_clear()
+    _by_width.cache_clear()
 
 
 def discard(file: Path, unwanted: Callable[[Row], bool]) -> None:
@@ -215,13 +213,14 @@ def shipped_file(arch: str) -> Path:
 
 
 @functools.cache
-def _by_shape(file: Path) -> dict[tuple[int, int, int], dict[Cell, list[Row]]]:
-    found: dict[tuple[int, int, int], dict[Cell, list[Row]]] = {}
+def _by_width(file: Path) -> dict[tuple[int, int], dict[Cell, list[Row]]]:
+    """Cells by the bytes of a number and head_dim, which those that speak for each other share."""
+    found: dict[tuple[int, int], dict[Cell, list[Row]]] = {}
     for row in read(file):
-        found.setdefault(row.shape, {}).setdefault(row.cell, []).append(row)
+        found.setdefault((_BYTES[row.dtype], row.head_dim), {}).setdefault(row.cell, []).append(row)
     return found
 
 
 def forget() -> None:
     """Read the files again at the next choice."""
-    _by_shape.cache_clear()
+    _by_width.cache_clear()

@@ -93,7 +93,7 @@ def test_features_that_no_cell_has_together_are_spoken_for_by_cells_with_most_of
         (replace(capped, sliding_window=None), 4096, "flex", 2.0),
     )
     tables((biased, 4096, "triton", 3.0), (biased, 4096, "flex", 2.0))
-    assert auto(capped, 4096) == "triton"
+    assert auto(capped, 4096) == auto(replace(capped, n_kv_heads=4), 4096) == "triton"
     assert auto(replace(capped, alibi_max_bias=8.0), 4096) == "flex"  # lacks the softcap alone
     assert auto(replace(biased, sliding_window=None), 4096) == "not measured"
     assert auto(SPEC, 4096) == "not measured"  # a softcap says nothing about a window without one
