@@ -89,8 +89,8 @@ class Cell:
 
     def lacks(self, other: Cell) -> int | None:
         """Features of `other` that this cell is without, and one more for another grouping; None where it says nothing about it: it
-        has other features, or lacks some and is not of ALiBi or a softcap. None but Flex and ours serves these; ours took 1.41 and
-        1.81 times less than it at two combinations of a softcap, 2.3 and 2.1 by the cells of a softcap alone."""
+        has other features, or lacks some and is not of ALiBi or a softcap. None but Flex and ours serves these; ours was 1.41 and
+        1.81 times as fast as it at two combinations of a softcap, 2.3 and 2.1 times by the cells of a softcap alone."""
         lacking = len(other.features - self.features) + (self.grouping != other.grouping)
         if self.features - other.features or (lacking and not self.features & {"alibi", "softcap"}):
             return None
