@@ -86,6 +86,7 @@ def test_weights_to_start_from_may_be_in_a_store(finished, project, tmp_path, mo
     assert manifest.step == 6 and folder.is_relative_to(tmp_path / "cache")
 
 
+@pytest.mark.ci
 def test_a_run_starts_from_weights_in_a_store(ranks, s3, finished, project, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     upload(s3.bucket("initial"), finished[0].run_dir / "checkpoints" / "step-00000006")

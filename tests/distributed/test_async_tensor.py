@@ -63,6 +63,7 @@ def operators_on_cpus() -> Iterator[None]:
     library._destroy()
 
 
+@pytest.mark.ci
 def test_every_exchange_of_attention_and_mlp_is_part_of_a_product(ranks, shards, tmp_path):
     """Forward two that gather and two that scatter, and backward their transposes."""
     blocks = {"model.blocks": {"w": ATTENTION | {"mlp": {"type": "swiglu", "d_ff": 64}}}, "model.layers": "w*2"}

@@ -75,6 +75,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("documents")
 
 
+@pytest.mark.ci
 def test_a_resumed_run_is_bit_identical_and_sees_what_an_unmasked_one_sees(ranks, shards, folder):
     changes = (
         MASKED

@@ -33,7 +33,15 @@ def scored(model: CausalLM, requests, **options):
 NAMES = [name for name in PACKABLE if "B" not in name]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "capped", pytest.param("zamba2 as the 1.2B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        NAMES[0],
+        *(pytest.param(name, marks=pytest.mark.ci) for name in NAMES[1:]),
+        "capped",
+        pytest.param("zamba2 as the 1.2B", marks=pytest.mark.slow),
+    ],
+)
 def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
     monkeypatch.setitem(MODELS, "capped", CAPPED)
     model = build(name, platform.cpu())
