@@ -30,7 +30,7 @@ from llmtrain.models.loss import LossOutput
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.fsdp_reset import reset_fsdp
-from llmtrain.train.graph_gain import gain
+from llmtrain.train.graph_gain import gained_by_run
 from llmtrain.train.held_weights import HeldWeights
 
 MEMORY_LEFT = 0.06
@@ -76,7 +76,12 @@ def reason_against(config: Config, model: CausalLM, world: World) -> str | None:
     if config.train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
     reason = refusal(config.train, world.size, model.hybrid.platform, model.config.dropout)
-    if reason is None and world.size > 1 and config.train.cuda_graphs == "auto" and gain(config, model, world) <= 0:
+    if (
+        reason is None
+        and world.size > 1
+        and config.train.cuda_graphs == "auto"
+        and gained_by_run(config, model, world) <= 0
+    ):
         return f"{world.size} ranks would exchange weights and gradients apart from microbatches that are few and long"
     return reason
 

@@ -26,8 +26,8 @@ def gained(parameters: int, layers: int, microbatches: int, tokens: int, ranks: 
     return microbatches * each - exchanged / BANDWIDTH[one_node]
 
 
-def gain(config: Config, model: CausalLM, world: World) -> float:
-    """Seconds of a step that this run gains. config: without `auto`."""
+def gained_by_run(config: Config, model: CausalLM, world: World) -> float:
+    """Seconds of a step that the run of this config gains; the config without `auto`."""
     tokens = config.microbatch_tokens(config.train.least_microbatch)
     count = sum(p.numel() for p in model.parameters())
     microbatches, one_node = config.grad_accum(world.size), world.size == world.local_size

@@ -217,7 +217,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def of_size(config: Config, microbatch_size: int) -> Config:
-    """The config with this size."""
+    """The config with microbatches of this size."""
     return config.model_copy(update={"train": config.train.model_copy(update={"microbatch_size": microbatch_size})})
 
 

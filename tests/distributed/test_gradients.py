@@ -194,7 +194,7 @@ ACTIVATION_CHECKPOINTING = {
     "kernels": {"train.activation_checkpointing": {"type": "kernels"}},
     "selective": {"train.activation_checkpointing": {"type": "selective"}},
 }
-FEW = ("none", "selective")
+BY_DEFAULT = ("none", "selective")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,11 @@ def test_sharding_leaves_gradients_alone(ranks, config, size, sharding):
 
 
 @pytest.mark.parametrize(
-    "kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.ci) for kind in ACTIVATION_CHECKPOINTING if kind not in FEW)]
+    "kind",
+    [
+        *BY_DEFAULT,
+        *(pytest.param(kind, marks=pytest.mark.ci) for kind in ACTIVATION_CHECKPOINTING if kind not in BY_DEFAULT),
+    ],
 )
 @pytest.mark.parametrize(("size", "microbatch"), [pytest.param(1, 8, marks=SLOW), (2, 2)])
 def test_bf16_keeps_the_recurrence_and_positions_in_fp32(ranks, config, kind, size, microbatch):

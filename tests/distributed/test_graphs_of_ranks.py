@@ -44,7 +44,9 @@ class WithoutGraphs(MicrobatchGraph):
         self.weights = HeldWeights(model)
         with self.weights.read():
             self.sums = self.weights.zeros()
-        if dist.get_rank() == 1 and len(batch[0]) > WithoutGraphs.most:  # type: ignore[arg-type]
+        input_ids = self.batch[0]
+        assert input_ids is not None
+        if dist.get_rank() == 1 and len(input_ids) > WithoutGraphs.most:
             raise NoGraph("no memory would be left")
         WithoutGraphs.made += 1
         self.reached = list(range(len(self.sums)))
@@ -140,7 +142,7 @@ def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, 
 
 def searched(config: Config) -> tuple[int, Any]:
     """A job: `trained`, with a search as on a GPU."""
-    gains = patch.object(cuda_graphs, "gain", lambda *args: 1.0)
+    gains = patch.object(cuda_graphs, "gained_by_run", lambda *args: 1.0)
     gauged = patch.object(run, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
     with gains, gauged:
         return trained(config, True, most=1)

@@ -194,7 +194,8 @@ def test_a_checkpoint_after_the_last_batch_has_nothing_left_of_the_epoch(data, o
 
 @pytest.mark.parametrize(("order", "workers"), [("seekable", 0), ("seekable", 1), ("streaming", 0)])
 def test_every_rank_goes_on_from_an_epochs_end_to_the_next_epoch(data, on_ranks, monkeypatch, order, workers):
-    """They come there at once, having nothing to read, also where the first of the node is slow to count the epoch."""
+    """A rank that resumes there has nothing to read and begins the next epoch at once, also while the node's first rank is slow to
+    count it."""
     config = data({"a": 40}, order=order, num_workers=workers)
     [whole] = on_ranks(1, lambda: [batches for batches, _ in epochs(config, 2)])
     state = epochs(config, 1)[0][1] | {"epoch": 0, "sample_in_epoch": 40}

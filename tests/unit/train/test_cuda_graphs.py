@@ -86,7 +86,7 @@ def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(capl
 )
 def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds, setting, taken, caplog, monkeypatch):
     caplog.set_level("INFO", "llmtrain.run")
-    monkeypatch.setattr(cuda_graphs, "gain", lambda *args: seconds)
+    monkeypatch.setattr(cuda_graphs, "gained_by_run", lambda *args: seconds)
     graphs = made(NVIDIA, 2, sharding=ONCE, cuda_graphs=setting)
     assert (graphs is not None) == taken
     assert len(caplog.messages) == (not taken)
