@@ -65,6 +65,7 @@ def losses(config_file: Path, name: str, *overrides: str) -> list[float]:
     from llmtrain.train.loggers import read_metrics
     from llmtrain.train.run import train
 
+    torch._dynamo.reset()  # each model compiles the same functions anew, of which it keeps twelve
     run_dir = config_file.parent / name
     config = load_config(config_file, [f"run_dir={run_dir}", *overrides])
     assert config.data.prepare is not None

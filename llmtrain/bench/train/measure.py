@@ -39,11 +39,11 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
-    """Figures of a case, or `error`, the end of what the run said. Its folder is removed again."""
+    """Figures of a case, or `error`, the end of what the run said. Its folder is removed again; what it said stays, in a file beside."""
     folder = Path(case.config.run_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    said = folder.with_suffix(".txt")
+    said = folder.parent / f"{folder.name}.txt"
     command = [sys.executable, "-m", "llmtrain.cli", "train", case.model, *case.settings, "--nproc", str(case.gpus)]
     began = time.monotonic()
     with said.open("wb") as file:
@@ -58,7 +58,6 @@ def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
         return {"error": why + "\n".join(last)}
     found = figures(rows[sweep.warmup :], case, read_settled(folder / FILE))
     shutil.rmtree(folder, ignore_errors=True)
-    said.unlink()
     return found
 
 

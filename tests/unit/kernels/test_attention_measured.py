@@ -47,8 +47,28 @@ def test_the_fastest_sum_of_forward_and_backward_is_taken(tables):
 def test_ours_is_taken_over_a_public_kernel_only_where_it_takes_less_by_more_than_its_launches_cost(tables):
     tables((SPEC, 4096, "triton", 2.0), (SPEC, 4096, "flex", 2.09), (SPEC, 4096, "varlen", 2.05))
     assert auto(SPEC, 4096) == "varlen"
-    tables((SPEC, 4096, "triton", 1.9), (SPEC, 4096, "flex", 2.09), (SPEC, 4096, "varlen", 2.05))
+    tables((SPEC, 4096, "triton", 1.85), (SPEC, 4096, "flex", 2.09), (SPEC, 4096, "varlen", 2.05))
     assert auto(SPEC, 4096) == "triton"
+
+
+def test_more_advantage_is_asked_of_a_cell_of_other_heads_or_another_length(tables):
+    tables((SPEC, 4096, "triton", 20.0), (SPEC, 4096, "flex", 21.5))
+    assert auto(SPEC, 4096) == "triton"
+    assert auto(SPEC, 8192) == auto(replace(SPEC, n_heads=2 * SPEC.n_heads, n_kv_heads=2 * SPEC.n_kv_heads)) == "flex"
+    tables((SPEC, 4096, "triton", 20.0), (SPEC, 4096, "flex", 23.0))
+    assert auto(SPEC, 8192) == "triton"
+
+
+def test_more_advantage_is_asked_for_a_length_that_ours_fills_up(tables):
+    tables((SPEC, 4096, "triton", 20.0), (SPEC, 4096, "flex", 24.0))
+    assert (auto(SPEC, 4224), auto(SPEC, 4200)) == ("triton", "flex")
+
+
+def test_time_that_ours_saves_counts_by_the_heads_that_are_asked_for(tables):
+    """0.06 ms for the cell's heads, 0.24 ms for four times as many."""
+    tables((SPEC, 4096, "triton", 0.24), (SPEC, 4096, "flex", 0.3))
+    many = replace(SPEC, n_heads=4 * SPEC.n_heads, n_kv_heads=4 * SPEC.n_kv_heads)
+    assert (auto(SPEC, 4096), auto(many, 4096)) == ("flex", "triton")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +199,7 @@ def test_a_wrong_row_is_named_by_file_and_line(tables, text):
 
 
 def test_auto_takes_what_every_shipped_cell_says():
-    """The fastest public one, or ours where it takes 5 % less."""
+    """The fastest public one, or ours where it takes 5 % less and saves 0.08 ms more."""
     times: dict[Cell, dict[str, float]] = {}
     for row in measured.read(measured.shipped_file("sm90")):
         times.setdefault(row.cell, {})[row.backend] = row.ms
@@ -187,7 +207,8 @@ def test_auto_takes_what_every_shipped_cell_says():
     assert len(compared) > 30
     for cell, found in compared.items():
         public = min(found.keys() - {"triton"}, key=lambda name: found[name])
-        expected = "triton" if 1.05 * found["triton"] <= found[public] else public
+        enough = 1.05 * found["triton"] + 0.08 <= found[public]
+        expected = "triton" if enough else public
         spec = AttentionSpec(
             cell.n_heads, cell.n_kv_heads, cell.head_dim, 1.0, 8.0 if cell.alibi else None, cell.window,
             30.0 if cell.softcap else None, documents=cell.documents,
