@@ -11,10 +11,10 @@ LOCAL_SHARE of the stated rate, fitted to what full sharding, grad_op and one sy
 NVLink, 2026-11-23). That of the network is hidden behind the computation as far as that is long enough; NETWORK_SHARE is an
 assumption, and nothing beyond one node has been measured.
 
-MORE_THAN_ONE stands for what one GPU had and several had not: CUDA graphs, and with them neither FSDP2's copies nor the host's
-launches. It is no constant of nature: beyond the communication, two H200s lost 1.7 % of the step of MPT-1B and 4.6 % of
-Zamba2-2.7B's, of more and smaller kernels (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
-Where several take graphs (train/graph_gain.py) it should be less; that has not been measured.
+WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
+launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
+of Zamba2-2.7B's, of more and smaller kernels. With graphs, which ranks of one node may have (flops/graph_gain.py), two GPUs kept
+what the communication leaves, within 1 % (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from pathlib import Path
 from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.errors import UserError
 from llmtrain.flops.automatic import settle
+from llmtrain.flops.graph_gain import takes_graphs
 from llmtrain.flops.memory import ParameterSizes, estimate_memory, shard_ranks
 from llmtrain.flops.peaks import Device
 from llmtrain.schema.config import Config
 
 LOCAL_SHARE = 0.55
 NETWORK_SHARE = 0.8
-MORE_THAN_ONE = 0.025
+WITHOUT_GRAPHS = 0.025
 
 NODE_LINKS = {
     **dict.fromkeys(("a100", "a100-40gb", "h100-nvl", "h200-nvl"), 300.0),
@@ -111,7 +112,8 @@ def _scale(
     compute = per_gpu * config.data.seq_len / rate
     local, network = exchanged_seconds(config, sizes, place, gpus)
     exposed = local + max(network - compute, 0.0)
-    step = compute * (1 + (MORE_THAN_ONE if gpus > 1 else 0.0)) + exposed
+    graphs = gpus == 1 or (gpus <= place.per_node and takes_graphs(config, sizes.total, gpus, one_node=True))
+    step = compute * (1 if graphs else 1 + WITHOUT_GRAPHS) + exposed
     needed = estimate_memory(config, sizes, gpus).total
     return Scale(
         gpus=gpus,

@@ -209,6 +209,30 @@ class TrainConfig(Section):
         """microbatch_size; with auto the smallest that it may become."""
         return 1 if self.microbatch_size == "auto" else self.microbatch_size
 
+    def against_graphs(self, ranks: int) -> str | None:
+        """Reason for which this section's microbatches can be no CUDA graphs on so many GPUs."""
+        if ranks > 1 and (reason := self._exchanged_within_step(ranks)):
+            return reason
+        if self.activation_checkpointing.offload:
+            return "inputs of recomputed layers wait in host memory"
+        if self.float8 is not None and self.float8.gathers:
+            return "train.float8 keeps the scales of its weights in new memory after every step"
+        return None
+
+    def _exchanged_within_step(self, ranks: int) -> str | None:
+        """Reason for which ranks exchange more than weights before and gradients after all microbatches of a step."""
+        sharding, microbatches = self.sharding, -(-self.global_batch_size // (self.least_microbatch * ranks))
+        if self.parallel.ranks > 1:
+            return "ranks that share sequences or layers exchange tensors within a microbatch"
+        if sharding.strategy != "grad_op" or (microbatches > 1 and sharding.sync_every_microbatch is not False):
+            return (
+                f"{ranks} ranks gather weights or reduce gradients in every microbatch (not so with train.sharding: "
+                "{strategy: grad_op, sync_every_microbatch: false})"
+            )
+        if sharding.reduce_dtype == "bf16":
+            return "sums of gradients are reduced in fp32"
+        return None
+
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
             yield Problem("precision", self.precision, "must be amp_bf16 for train.float8")

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import RunError, UserError
+from llmtrain.flops.graph_gain import gained_by_run
 from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
@@ -30,7 +31,6 @@ from llmtrain.models.loss import LossOutput
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.fsdp_reset import reset_fsdp
-from llmtrain.train.graph_gain import gained_by_run
 from llmtrain.train.held_weights import HeldWeights
 
 MEMORY_LEFT = 0.06
@@ -42,32 +42,12 @@ def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: f
     """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
     if platform.vendor == "cpu":
         return "they need a GPU"
-    if world_size > 1 and (reason := _not_once_a_step(config, world_size)):
+    if reason := config.against_graphs(world_size):
         return reason
     if dropout and config.activation_checkpointing.type != "none":
         return "dropout in recomputed layers asks the random generator for its state"
-    if config.activation_checkpointing.offload:
-        return "inputs of recomputed layers wait in host memory"
-    if config.float8 is not None and config.float8.gathers:
-        return "train.float8 keeps the scales of its weights in new memory after every step"
     if platform.vendor == "amd" and config.cuda_graphs == "auto":
         return "they were not tried on AMD (train.cuda_graphs: on takes them)"
-    return None
-
-
-def _not_once_a_step(config: TrainConfig, world_size: int) -> str | None:
-    """Reason for which ranks exchange more than weights before and gradients after all microbatches of a step."""
-    sharding = config.sharding
-    microbatches = -(-config.global_batch_size // (config.least_microbatch * world_size))
-    if config.parallel.ranks > 1:
-        return "ranks that share sequences or layers exchange tensors within a microbatch"
-    if sharding.strategy != "grad_op" or (microbatches > 1 and sharding.sync_every_microbatch is not False):
-        return (
-            f"{world_size} ranks gather weights or reduce gradients in every microbatch (not so with train.sharding: "
-            "{strategy: grad_op, sync_every_microbatch: false})"
-        )
-    if sharding.reduce_dtype == "bf16":
-        return "sums of gradients are reduced in fp32"
     return None
 
 
@@ -76,13 +56,12 @@ def reason_against(config: Config, model: CausalLM, world: World) -> str | None:
     if config.train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
     reason = refusal(config.train, world.size, model.hybrid.platform, model.config.dropout)
-    if (
-        reason is None
-        and world.size > 1
-        and config.train.cuda_graphs == "auto"
-        and gained_by_run(config, model, world) <= 0
-    ):
-        return f"{world.size} ranks would exchange weights and gradients apart from microbatches that are few and long"
+    if reason is None and world.size > 1 and config.train.cuda_graphs == "auto":
+        parameters, one_node = sum(p.numel() for p in model.parameters()), world.size == world.local_size
+        if gained_by_run(config, parameters, world.size, one_node) <= 0:
+            return (
+                f"{world.size} ranks would exchange weights and gradients apart from microbatches that are few and long"
+            )
     return reason
 
 

@@ -39,7 +39,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
-    """Figures of a case, or `error`, the end of what the run said. Its folder is removed again; what it said stays, in a file beside."""
+    """Figures of a case, or `error`, the end of what the run said, which stays in RUN.txt; the run's folder is removed again."""
     folder = Path(case.config.run_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
+from llmtrain.flops.graph_gain import gained
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import cuda_graphs
 from llmtrain.train.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss, refusal
-from llmtrain.train.graph_gain import gained
 from llmtrain.train.held_weights import HeldWeights
 
 NVIDIA = Platform("nvidia", "sm90", "H200", 140 << 30, 132)
@@ -62,6 +62,9 @@ class Model:
     def __init__(self, platform: Platform, dropout: float = 0.0):
         self.hybrid = self.config = self
         self.platform, self.dropout = platform, dropout
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.zeros(2)]
 
 
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:

@@ -1,9 +1,7 @@
-"""Seconds that a step of several ranks gains by CUDA graphs, by rough figures; for `train.cuda_graphs: auto`."""
+"""Seconds that a step of several ranks gains by CUDA graphs, by rough figures; for `train.cuda_graphs: auto`. No torch here."""
 
 from __future__ import annotations
 
-from llmtrain.distributed.world import World
-from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 
 HOST_SECONDS = 2e-3
@@ -26,9 +24,15 @@ def gained(parameters: int, layers: int, microbatches: int, tokens: int, ranks: 
     return microbatches * each - exchanged / BANDWIDTH[one_node]
 
 
-def gained_by_run(config: Config, model: CausalLM, world: World) -> float:
+def gained_by_run(config: Config, parameters: int, ranks: int, one_node: bool) -> float:
     """Seconds of a step that the run of this config gains; the config without `auto`."""
     tokens = config.microbatch_tokens(config.train.least_microbatch)
-    count = sum(p.numel() for p in model.parameters())
-    microbatches, one_node = config.grad_accum(world.size), world.size == world.local_size
-    return gained(count, len(model.hybrid.blocks), microbatches, tokens, world.size, one_node)
+    return gained(parameters, len(config.model.layer_list()), config.grad_accum(ranks), tokens, ranks, one_node)
+
+
+def takes_graphs(config: Config, parameters: int, ranks: int, one_node: bool) -> bool:
+    """True if a run of several NVIDIA GPUs is expected to make graphs. The config without `auto` but of graphs."""
+    setting = config.train.cuda_graphs
+    if setting == "off" or config.train.against_graphs(ranks) is not None:
+        return False
+    return setting == "on" or gained_by_run(config, parameters, ranks, one_node) > 0
