@@ -206,13 +206,15 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     first.
 
     cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
-    masked tiles; ours has kernels for all of it, and sdpa:efficient reads a [heads, T, T] bias from memory. On CPUs, SDPA's own
-    kernel never stores the T x T scores.
+    masked tiles. On Hopper varlen, which is FA2, is ahead of Flex in all cells of benchmarks/grid.csv with documents or with a
+    window at a head_dim above 128, and behind it in most others. Ours has kernels for all of it, and sdpa:efficient reads a
+    [heads, T, T] bias from memory. On CPUs, SDPA's own kernel never stores the T x T scores.
     """
     if platform.vendor == "cpu":
         return ("sdpa:cpu", "reference")
     if platform.arch == "sm90" and spec.dtype != "float32":
-        return ("sdpa:cudnn", "sdpa:flash", "flex", "varlen", "triton", "sdpa:efficient", "reference")
+        masked = ("varlen", "flex") if spec.documents or spec.head_dim > 128 else ("flex", "varlen")
+        return ("sdpa:cudnn", "sdpa:flash", *masked, "triton", "sdpa:efficient", "reference")
     if not spec.plain:
         return ("flex", "varlen", "sdpa:efficient", "reference", "triton")
     if platform.vendor == "nvidia" and int(platform.arch.removeprefix("sm")) >= 90:

@@ -108,6 +108,21 @@ def test_cudnn_has_wide_heads_on_hopper_where_it_is_named(head_dim):
     assert chosen("sdpa:cudnn", spec(head_dim=head_dim), H200) == "sdpa:cudnn"
 
 
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"documents": True, "head_dim": 88}, "varlen"),
+        ({"documents": True, "sliding_window": 64, "head_dim": 88}, "varlen"),
+        ({"sliding_window": 64, "head_dim": 88}, "flex"),
+        ({"sliding_window": 64, "head_dim": 208}, "varlen"),
+    ],
+)
+def test_masks_that_no_cell_has_go_to_the_public_kernel_that_is_ahead_in_other_cells(changes, first):
+    """No cell has these two widths."""
+    assert not registry.measured("attention", "auto", spec(**changes), H200)
+    assert chosen("auto", spec(**changes), H200) == first
+
+
 def test_platform_reasons_wait_for_a_platform():
     assert registry.refusal("attention", "sdpa:cudnn", PLAIN, None) is None
     assert registry.refusal("attention", "sdpa:cudnn", spec(head_dim=160), None) is None
