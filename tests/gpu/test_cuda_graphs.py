@@ -36,6 +36,7 @@ MODEL = {
 
 
 def model(compiled: bool = True, **changes: object) -> CausalLM:
+    torch._dynamo.reset()  # each model compiles the same functions anew, of which it keeps eight
     hybrid = HybridLM(ModelConfig.model_validate(MODEL | changes), dtype=torch.bfloat16, documents=True).cuda()
     hybrid.init_weights(1)
     hybrid.cast(torch.bfloat16)
@@ -108,7 +109,7 @@ def test_other_shapes_and_validation_between_microbatches_do_not_disturb():
     found, got = step(ours, interrupted, mixed, graphs)
     assert found == wanted
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-5)  # bf16 sums in another order
+        assert (a - b).norm() < 1e-2 * b.norm()  # bf16 sums in another order
 
 
 def test_weights_that_change_are_read_anew():

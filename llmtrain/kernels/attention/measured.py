@@ -44,7 +44,9 @@ length; for a length that is no multiple of 128, up to which ours copies tensors
 0.89 times as fast as a public kernel where the nearest cells said 1.07 and, of whole tiles, 1.18."""
 HOST_MS = 0.08
 """Least time that ours must save beside that, for as many heads as are asked for. Times of cells are the device's; called eagerly,
-ours takes the host up to 0.5 ms longer (`wall_ms` of benchmarks/grid.csv), so that cells that gain less are slower by the clock."""
+ours takes the host up to 0.5 ms longer (`wall_ms` of benchmarks/grid.csv), so that cells that gain less are slower by the clock.
+Not so beside varlen of documents, for which the host waits for the GPU once a microbatch: CUDA graphs, where launches cost the host
+nothing, can have ours alone."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -92,14 +94,16 @@ class Cell:
         return frozenset(name for name in has if has[name])
 
     def lacks(self, other: Cell) -> int | None:
-        """Features of `other` that this cell is without, and one more for another grouping; None where this cell
-        says nothing about the other: it has a feature more, or lacks some and has neither ALiBi nor a softcap. Only Flex and ours
-        serve these two: at two combinations of a softcap ours was 1.41 and 1.81 times as fast as Flex, 2.3 and 2.1 times by the
-        cells of a softcap alone."""
-        lacking = len(other.features - self.features) + (self.grouping != other.grouping)
+        """Features of `other` that this cell is without, and one more for another grouping; None where this cell says nothing about
+        the other: it has a feature more, or lacks some and has neither ALiBi nor a softcap, or neither has a feature, but another
+        grouping. With a feature, ours is ahead by nearly as much in all groupings of the grid; of several features ALiBi and the
+        softcap decide, which only Flex and ours serve: at two combinations of a softcap ours was 1.41 and 1.81 times as fast as
+        Flex, 2.3 and 2.1 times by the cells of a softcap alone.
+        """
+        lacking, regrouped = len(other.features - self.features), self.grouping != other.grouping
         if self.features - other.features or (lacking and not self.features & {"alibi", "softcap"}):
             return None
-        return lacking
+        return None if regrouped and not other.features else lacking + regrouped
 
     def distance(self, other: Cell) -> float:
         """Octaves between the lengths and between the windows."""
@@ -165,8 +169,9 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     rows = sorted(min(found, key=lambda one: one[:-1])[-1], key=lambda row: (row.ms, row.backend))
     public = next(row for row in rows if row.backend != OURS)
     margin = MARGIN_FILLED if asked.seq_len % 128 else MARGIN if public.cell == asked else MARGIN_ELSEWHERE
-    least = margin * rows[0].ms + HOST_MS * public.n_heads / asked.n_heads
-    if rows[0].backend == OURS and public.ms < least:
+    waits = public.backend == "varlen" and spec.documents
+    saved = 0.0 if waits else HOST_MS * public.n_heads / asked.n_heads
+    if rows[0].backend == OURS and public.ms < margin * rows[0].ms + saved:
         rows = [public, *(row for row in rows if row != public)]
     return rows
 

@@ -59,6 +59,12 @@ def test_more_advantage_is_asked_of_a_cell_of_other_heads_or_another_length(tabl
     assert auto(SPEC, 8192) == "triton"
 
 
+def test_launches_do_not_count_beside_varlen_of_documents_which_no_cuda_graph_can_have(tables):
+    packed = replace(SPEC, documents=True)
+    tables(*((spec, 4096, name, ms) for spec in (SPEC, packed) for name, ms in (("triton", 0.2), ("varlen", 0.25))))
+    assert (auto(SPEC, 4096), auto(packed, 4096)) == ("varlen", "triton")
+
+
 def test_more_advantage_is_asked_for_a_length_that_ours_fills_up(tables):
     tables((SPEC, 4096, "triton", 20.0), (SPEC, 4096, "flex", 24.0))
     assert (auto(SPEC, 4224), auto(SPEC, 4200)) == ("triton", "flex")
@@ -79,13 +85,11 @@ def test_time_that_ours_saves_counts_by_the_heads_that_are_asked_for(tables):
         {"documents": True},
         {"softcap": 30.0},  # of a window alone
         {"alibi_max_bias": 8.0},
-        {"n_kv_heads": 4},
-        {"n_heads": 64, "n_kv_heads": 1},
         {"dtype": "float32"},
         {"lower_right": True},
     ],
 )
-def test_a_cell_does_not_speak_for_another_head_dim_grouping_or_feature(tables, changes):
+def test_a_cell_does_not_speak_for_another_head_dim_or_feature(tables, changes):
     tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9))
     assert auto(replace(SPEC, **changes), 4096) == "not measured"
 
@@ -104,6 +108,15 @@ def test_a_cell_does_not_speak_for_another_head_dim_grouping_or_feature(tables, 
 def test_it_speaks_for_a_like_grouping_other_heads_and_windows_and_numbers_as_wide(tables, changes):
     tables((SPEC, 4096, "triton", 3.0), (SPEC, 4096, "flex", 2.9))
     assert auto(replace(SPEC, **changes), 4096) == "flex"
+
+
+def test_a_cell_speaks_for_another_grouping_where_there_is_a_feature_and_no_cell_of_the_grouping(tables):
+    plain, other = replace(SPEC, sliding_window=None), {"n_heads": 64, "n_kv_heads": 1}
+    tables(*((spec, 4096, name, ms) for spec in (SPEC, plain) for name, ms in (("triton", 3.0), ("flex", 2.9))))
+    assert auto(replace(SPEC, **other), 4096) == "flex"
+    assert auto(replace(plain, **other), 4096) == "not measured"
+    tables((replace(SPEC, **other), 32768, "triton", 3.0), (replace(SPEC, **other), 32768, "flex", 5.0))
+    assert auto(replace(SPEC, **other), 4096) == "triton"
 
 
 def test_features_that_no_cell_has_together_are_spoken_for_by_cells_with_most_of_them(tables):
@@ -199,7 +212,7 @@ def test_a_wrong_row_is_named_by_file_and_line(tables, text):
 
 
 def test_auto_takes_what_every_shipped_cell_says():
-    """The fastest public one, or ours where it takes 5 % less and saves 0.08 ms more."""
+    """The fastest public one, or ours where it takes 5 % less, and saves 0.08 ms more but beside varlen of documents."""
     times: dict[Cell, dict[str, float]] = {}
     for row in measured.read(measured.shipped_file("sm90")):
         times.setdefault(row.cell, {})[row.backend] = row.ms
@@ -207,7 +220,8 @@ def test_auto_takes_what_every_shipped_cell_says():
     assert len(compared) > 30
     for cell, found in compared.items():
         public = min(found.keys() - {"triton"}, key=lambda name: found[name])
-        enough = 1.05 * found["triton"] + 0.08 <= found[public]
+        saved = 0 if public == "varlen" and cell.documents else 0.08
+        enough = 1.05 * found["triton"] + saved <= found[public]
         expected = "triton" if enough else public
         spec = AttentionSpec(
             cell.n_heads, cell.n_kv_heads, cell.head_dim, 1.0, 8.0 if cell.alibi else None, cell.window,

@@ -44,7 +44,7 @@ def chosen(name: str, wanted: AttentionSpec, where: Platform) -> str:
         (A100, spec(alibi_max_bias=8.0), "flex"),
         (MI300X, spec(sliding_window=1024), "flex"),
         (H200, spec(head_dim=96), "sdpa:cudnn"),
-        (H200, spec(head_dim=72, documents=True), "flex"),
+        (H200, spec(head_dim=72, documents=True), "varlen"),
         (H200, spec(head_dim=248), "sdpa:cudnn"),
         (CPU, spec(softcap=50.0), "reference"),
         (H200, spec(softcap=50.0, head_dim=12), "reference"),
