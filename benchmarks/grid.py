@@ -1,6 +1,7 @@
 """Every operation over the grid of grid_cells.py, by every backend that can serve, as CSV.
 
     python -m benchmarks.grid [--only attention ssd …] [--backends triton flex …] [--match TEXT] [--seconds 400] --out grid.csv
+    python -m benchmarks.grid --drawn 26 2711 --out drawn.csv      # 26 shapes of attention that no list names, by a seed
 
 `llmtrain bench kernels` holds our kernels to bars at a few shapes. This shows all the others. Milliseconds are medians of the
 device's own time with a cold L2 cache, wall_ms is forward and backward by the host's clock, error is the largest relative one of
@@ -51,10 +52,15 @@ SHARES = 8
 Makers = list[Callable[[], Cell]]
 
 
-def makers() -> dict[str, Makers]:
+Drawn = tuple[int, int] | None
+"""Number and seed of shapes of attention in place of the grid's."""
+
+
+def makers(drawn: Drawn = None) -> dict[str, Makers]:
     """Functions that build the cells, by operation: a cell is built when it is its turn."""
+    shapes = grid_cells.attention() if drawn is None else grid_cells.drawn_attention(*drawn)
     return {
-        "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in grid_cells.attention()],
+        "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in shapes],
         "others": list(grid_cells.others()),
         "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
     }
@@ -78,12 +84,13 @@ def contenders(shape: AttentionShape) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """One contender of one cell. operation, at: the cell's place in `makers`."""
+    """One contender of one cell. operation, at: the cell's place in `makers` of `drawn`."""
 
     operation: str
     at: int
     label: str
     name: str
+    drawn: Drawn = None
 
     @property
     def compiles(self) -> bool:
@@ -97,15 +104,17 @@ class Task:
         return cell, self.name
 
 
-def tasks(only: list[str], backends: list[str] | None, match: str, done: set[tuple[str, ...]]) -> list[Task]:
+def tasks(
+    only: list[str], backends: list[str] | None, match: str, done: set[tuple[str, ...]], drawn: Drawn = None
+) -> list[Task]:
     """Tasks that are wanted and not measured yet, in order of value. A backend's first word names all of it (mamba_ssm)."""
     found = []
-    for operation, makes in makers().items():
+    for operation, makes in makers(drawn).items():
         for at, make in enumerate(makes if operation in only else []):
             cell = make()
             if match in cell.label:
                 found += [
-                    Task(operation, at, cell.label, one.name)
+                    Task(operation, at, cell.label, one.name, drawn)
                     for one in cell.contenders()
                     if (backends is None or one.name.split()[0] in backends)
                     and not (
@@ -147,7 +156,7 @@ def _compile(task: Task, share: int | None) -> None:
     import torch
 
     if not _MAKERS:
-        _MAKERS.update(makers())
+        _MAKERS.update(makers(task.drawn))
     cell = _MAKERS[task.operation][task.at]()
     one = next(c for c in cell.contenders() if c.name == task.name)
     if share is not None:
@@ -160,12 +169,12 @@ def _compile(task: Task, share: int | None) -> None:
     torch.cuda.empty_cache()
 
 
-def measure_all(wanted: list[Task], until: float, write: Callable[[dict[str, Any]], None]) -> None:
+def measure_all(wanted: list[Task], until: float, write: Callable[[dict[str, Any]], None], drawn: Drawn = None) -> None:
     """Rows of every task, cell by cell, up to a time of time.perf_counter."""
     import torch
 
     facts = {"device": platform.detect().device_name, "date": datetime.date.today().isoformat(), "commit": commit()}
-    built = makers()
+    built = makers(drawn)
     by_cell = itertools.groupby(wanted, key=lambda task: (task.operation, task.at))
     for (operation, at), group in by_cell:
         if time.perf_counter() > until:
@@ -193,6 +202,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument("--backends", nargs="+", help="by their first word, such as triton, sdpa:cudnn, mamba_ssm")
     parser.add_argument("--match", default="", help="only cells whose label has this in it")
+    parser.add_argument(
+        "--drawn", type=int, nargs=2, metavar=("COUNT", "SEED"), help="other shapes of attention, alone"
+    )
     parser.add_argument("--seconds", type=float, default=400, help="no measurement begins after them")
     parser.add_argument("--peer-path", type=Path, metavar="FOLDER", help="where mamba_ssm and causal_conv1d lie")
     parser.add_argument("--out", type=Path, required=True)
@@ -204,7 +216,8 @@ def main() -> int:
     done: set[tuple[str, ...]] = set()
     if args.out.exists():
         done = {tuple(row[name] for name in COLUMNS[:4]) for row in csv.DictReader(args.out.open())}
-    wanted = tasks(args.only, args.backends, args.match, done)
+    drawn = tuple(args.drawn) if args.drawn else None
+    wanted = tasks(["attention"] if drawn else args.only, args.backends, args.match, done, drawn)
     print(f"{len(wanted)} rows to measure", flush=True)
     ready = compile_all(wanted, 0.55 * args.seconds, workers)
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -218,7 +231,7 @@ def main() -> int:
             file.flush()
             print(", ".join(str(row[name]) for name in COLUMNS[:8]), row["failed"], flush=True)
 
-        measure_all([task for task in wanted if task in ready], began + args.seconds, write)
+        measure_all([task for task in wanted if task in ready], began + args.seconds, write, drawn)
     print(f"{time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

@@ -6,6 +6,7 @@ other lengths. About 16,384 tokens a cell.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,22 @@ def attention() -> list[AttentionShape]:
             found += [_shape(32, 8, 128, seq_len, features), _shape(32, 32, 64, seq_len, features)]
         found += [_shape(8, 4, 256, seq_len, features) for features in FEATURES[:2]]
     return list(dict.fromkeys(found))
+
+
+def drawn_attention(count: int, seed: int) -> list[AttentionShape]:
+    """Shapes that no list names, most of lengths that are whole tiles."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        head_dim = draw.choice((48, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 224, 256))
+        kv_heads, group = draw.choice((1, 1, 2, 2, 3, 4, 5, 8)), draw.choice((1, 2, 3, 4, 5, 6, 8, 10))
+        if not 256 <= kv_heads * group * head_dim <= 8192:
+            continue
+        seq_len = draw.choice((draw.randint(4, 120) * 128, draw.randint(4, 40) * 128, draw.randint(500, 9000)))
+        window, short = draw.choice((256, 700, 1024, 2048)), draw.choice((256, 1000))
+        features: list[dict[str, Any]] = [{}, {}, {"sliding_window": window}, {"documents": True}]
+        features += [{"documents": True, "sliding_window": short}, {"alibi_max_bias": 8.0}, {"softcap": 40.0}]
+        found.append(_shape(kv_heads * group, kv_heads, head_dim, seq_len, draw.choice(features)))
+    return found
 
 
 def scans() -> list[Case]:
