@@ -11,6 +11,7 @@ from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
+from llmtrain.train.machine import missing_units
 
 # Sizes by which rows of the tuning table are chosen, of our kernels that have one launch per size.
 _LAUNCHES = {
@@ -23,17 +24,21 @@ _LAUNCHES = {
 
 
 def run(config: Config, dtype: str | None = None) -> int:
-    """Print a row for every kernel of the model. dtype: None: that of train.precision. Returns 1 if a named backend cannot
-    serve here. Raises UserError for an unknown dtype."""
+    """Print a row for every kernel of the model, and what else of the config this machine does not have. dtype: None: that of
+    train.precision. Returns 1 if there is such a thing, or a named backend that cannot serve here. Raises UserError for an
+    unknown dtype."""
     here = platform.detect()
-    dtype = dtype or ("float32" if here.vendor == "cpu" or config.train.precision == "fp32" else "bfloat16")
+    dtype = dtype or config.train.dtype
     if dtype not in selftest.TOLERANCE:
         raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
     found = list(chosen(config.model, here, dtype, config.data.mask_documents))
     rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
     title = f"{config.name} on {here.device_name or here.arch} ({here.arch}), {dtype}"
     show(title, ("block", "operation", "backend", "because"), list(dict.fromkeys(rows)))
-    return 1 if any(one.backend is None for one in found) else 0
+    missing = [f"{problem.path}: {problem.message}" for problem in missing_units(config, here)]
+    for line in missing:
+        print(line)
+    return 1 if missing or any(one.backend is None for one in found) else 0
 
 
 def reason(one: Chosen, here: Platform) -> str:

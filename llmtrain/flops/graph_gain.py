@@ -33,6 +33,6 @@ def gained_by_run(config: Config, parameters: int, ranks: int, one_node: bool) -
 def takes_graphs(config: Config, parameters: int, ranks: int, one_node: bool) -> bool:
     """True if a run of several NVIDIA GPUs is expected to make graphs. The config without `auto` but of graphs."""
     setting = config.train.cuda_graphs
-    if setting == "off" or config.train.against_graphs(ranks) is not None:
+    if setting == "off" or config.train.against_graphs(ranks, config.model.dropout) is not None:
         return False
     return setting == "on" or gained_by_run(config, parameters, ranks, one_node) > 0

@@ -207,7 +207,8 @@ def refusal(operation: Operation, name: str, spec: Spec, platform: Platform | No
     closest = next((b for b in order if b in reasons), next(iter(reasons)))
     others = [row.backend for row in table(operation, spec, platform) if row.reason is None]
     able = ", ".join(["auto", *others])
-    return f"{operation} backend '{name}' cannot serve here: {reasons[closest]} (can serve: {able})"
+    where, others_can = (" here", "can serve") if platform else ("", "can serve, where the machine has them")
+    return f"{operation} backend '{name}' cannot serve{where}: {reasons[closest]} ({others_can}: {able})"
 
 
 def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None) -> Backend:

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from llmtrain.kernels.attention.measured import Row
 
 
-def backend_problems(config: ModelConfig, documents: bool = False) -> Iterator[Problem]:
+def backend_problems(config: ModelConfig, dtype: str = "bfloat16", documents: bool = False) -> Iterator[Problem]:
     """Named backends of blocks and of norms that cannot serve them on any machine. Paths start at the model section.
 
-    documents: as HybridLM's.
+    dtype, documents: as HybridLM's.
     """
     for name, block in config.blocks.items():
         if any(block.width_problems(config.d_model)):
             continue  # reported by themselves; such a block has no kernel
         for path, part in block.parts():
-            kernel = part.kernel(config.d_model, documents=documents)
+            kernel = part.kernel(config.d_model, dtype, documents)
             if kernel and (reason := registry.refusal(kernel.operation, kernel.backend, kernel.spec)):
                 yield Problem(f"blocks.{name}.{path}backend", kernel.backend, reason)
     yield from _norm_problems(config)

@@ -100,5 +100,5 @@ def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:
         if not any(path.startswith(f"model.blocks.{name}.") for path in wrong)
     }
     model = config.model.model_copy(update={"blocks": sound})
-    for problem in backend_problems(model, documents=config.data.mask_documents):
+    for problem in backend_problems(model, config.train.dtype, config.data.mask_documents):
         yield Problem(f"model.{problem.path}", problem.found, problem.message)

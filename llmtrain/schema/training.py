@@ -209,10 +209,12 @@ class TrainConfig(Section):
         """microbatch_size; with auto the smallest that it may become."""
         return 1 if self.microbatch_size == "auto" else self.microbatch_size
 
-    def against_graphs(self, ranks: int) -> str | None:
-        """Reason for which this section's microbatches can be no CUDA graphs on so many GPUs."""
+    def against_graphs(self, ranks: int, dropout: float) -> str | None:
+        """Reason for which microbatches can be no CUDA graphs on so many GPUs. dropout: the model's."""
         if ranks > 1 and (reason := self._exchanged_within_step(ranks)):
             return reason
+        if dropout and self.activation_checkpointing.type != "none":
+            return "dropout in recomputed layers asks the random generator for its state"
         if self.activation_checkpointing.offload:
             return "inputs of recomputed layers wait in host memory"
         if self.float8 is not None and self.float8.gathers:
@@ -232,6 +234,11 @@ class TrainConfig(Section):
         if sharding.reduce_dtype == "bf16":
             return "sums of gradients are reduced in fp32"
         return None
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Of what layers compute."""
+        return "bfloat16" if self.precision == "amp_bf16" else "float32"
 
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":

@@ -42,10 +42,8 @@ def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: f
     """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
     if platform.vendor == "cpu":
         return "they need a GPU"
-    if reason := config.against_graphs(world_size):
+    if reason := config.against_graphs(world_size, dropout):
         return reason
-    if dropout and config.activation_checkpointing.type != "none":
-        return "dropout in recomputed layers asks the random generator for its state"
     if platform.vendor == "amd" and config.cuda_graphs == "auto":
         return "they were not tried on AMD (train.cuda_graphs: on takes them)"
     return None

@@ -18,11 +18,12 @@ from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
 from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error, unwritable_output
-from llmtrain.kernels.platform import build_vendor
+from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
 from llmtrain.train.early_sigterm import handlers_kept
 from llmtrain.train.environment import apply_environment
+from llmtrain.train.machine import refuse_what_is_missing
 from llmtrain.train.resume import (
     check_resumption,
     download_initial_weights,
@@ -103,8 +104,9 @@ def _prepare(config: Config, world: World, lock: RunLock | None, fresh: bool) ->
         launch = launch_id() if world.size > 1 else None
         verified = download_newest_checkpoint(config, launch, progress=sys.stderr.isatty())
         check_resumption(config)
-    download_initial_weights(config, fresh)
     _refuse_missing_gpus(world)
+    refuse_what_is_missing(config, detect())
+    download_initial_weights(config, fresh)
     _prepare_data(config, world)
     if fresh and lock and first_start:
         set_aside(lock)  # the other ranks look for a checkpoint only once this one has joined them

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmtrain.cli import main
 from llmtrain.distributed.run_lock import RunLock
@@ -228,6 +229,28 @@ def test_a_bad_config_starts_nothing(project, arguments, expected):
     assert seconds_of_children() - began < 5
     assert expected in text and "Traceback" not in text
     assert not project.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.blocks.m.backend=triton", "model.blocks.m.backend = triton: ssd backend 'triton' cannot serve here"),
+        ("train.cuda_graphs=on", "train.cuda_graphs = on: there can be no CUDA graphs here"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has them")
+def test_what_this_machine_does_not_have_is_refused_before_data_are_prepared(
+    project, monkeypatch, capsys, setting, said
+):
+    monkeypatch.chdir(project.folder)
+    prepared = [
+        "data.train=null",
+        "data.validation=null",
+        "data.prepare={sources: [stdlib], out: new, seq_len: 32, vocab_size: 300}",
+    ]
+    assert main(["train", "run.yaml", *prepared, setting]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("new").exists()
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.slow)])

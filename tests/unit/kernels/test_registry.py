@@ -66,7 +66,12 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
     [
         ("sdpa:flash", spec(alibi_max_bias=8.0), None, ["flash", "no ALiBi"]),
         ("sdpa:cudnn", spec(softcap=50.0), None, ["cuDNN", "no softcap"]),
-        ("sdpa", spec(softcap=50.0), None, ["softcap", "can serve: auto, reference, flex, triton"]),
+        (
+            "sdpa",
+            spec(softcap=50.0),
+            None,
+            ["softcap", "(can serve, where the machine has them: auto, reference, flex, triton)"],
+        ),
         ("sdpa", spec(softcap=50.0), CPU, ["SDPA has no softcap", "can serve: auto, reference)"]),
         ("sdpa:cudnn", spec(documents=True), None, ["cuDNN", "no document mask"]),
         ("sdpa", spec(documents=True), CPU, ["SDPA has no document mask", "can serve: auto, reference)"]),
@@ -83,13 +88,15 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
             "triton",
             spec(lower_right=True, alibi_max_bias=8.0),
             None,
-            ["(train.parallel.context) (can serve: auto, reference, sdpa:efficient, sdpa:cpu, flex)"],
+            [
+                "(train.parallel.context) (can serve, where the machine has them: auto, reference, sdpa:efficient, sdpa:cpu, flex)"
+            ],
         ),
         (
             "triton",
             spec(lower_right=True, softcap=50.0, sliding_window=64, head_dim=8),
             None,
-            ["(train.parallel.context) (can serve: auto, reference)"],
+            ["(train.parallel.context) (can serve, where the machine has them: auto, reference)"],
         ),
         ("triton", spec(dtype="float64"), None, ["bfloat16, float16, float32, not float64"]),
     ],
