@@ -69,7 +69,8 @@ def summary(config: Config, world_size: int | None = None) -> str:
     line = f"{kinds.total()} layers ({layers}), d_model {config.model.d_model}; {_length(config)} of {batch}"
     if world_size is not None:
         accumulated, context = config.grad_accum(world_size), config.train.parallel.context
-        groups = "" if context == 1 else f" in {world_size // context} groups that share sequences"
+        shared = world_size // context
+        groups = "" if context == 1 else f" in {shared} group{'s' * (shared != 1)} that share{'s' * (shared == 1)} sequences"
         line += f"; on {world_size} ranks{groups} "
         if config.train.microbatch_size == "auto":
             line += f"{accumulated} sequences a step, in microbatches that a GPU chooses"

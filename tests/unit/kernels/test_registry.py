@@ -70,7 +70,7 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
             "sdpa",
             spec(softcap=50.0),
             None,
-            ["softcap", "(can serve, where the machine has them: auto, reference, flex, triton)"],
+            ["softcap", "(can serve, where the machine has them: auto, reference, flex, triton"],
         ),
         ("sdpa", spec(softcap=50.0), CPU, ["SDPA has no softcap", "can serve: auto, reference)"]),
         ("sdpa:cudnn", spec(documents=True), None, ["cuDNN", "no document mask"]),
