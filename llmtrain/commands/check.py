@@ -70,7 +70,9 @@ def summary(config: Config, world_size: int | None = None) -> str:
     if world_size is not None:
         accumulated, context = config.grad_accum(world_size), config.train.parallel.context
         shared = world_size // context
-        groups = "" if context == 1 else f" in {shared} group{'s' * (shared != 1)} that share{'s' * (shared == 1)} sequences"
+        groups = (
+            "" if context == 1 else f" in {shared} group{'s' * (shared != 1)} that share{'s' * (shared == 1)} sequences"
+        )
         line += f"; on {world_size} ranks{groups} "
         if config.train.microbatch_size == "auto":
             line += f"{accumulated} sequences a step, in microbatches that a GPU chooses"

@@ -46,7 +46,7 @@ HOST_MS = 0.08
 """Least time that ours must save beside that, for as many heads as are asked for. Times of cells are the device's; called eagerly,
 ours takes the host up to 0.5 ms longer (`wall_ms` of benchmarks/grid.csv), so that cells that gain less are slower by the clock.
 Not so beside varlen of documents, for which the host waits for the GPU once a microbatch: CUDA graphs, where launches cost the host
-nothing, can have ours alone."""
+nothing, can have ours alone. So there MARGIN is enough, too, for other heads and whole tiles of another length."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -168,8 +168,8 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
         return []
     rows = sorted(min(found, key=lambda one: one[:-1])[-1], key=lambda row: (row.ms, row.backend))
     public = next(row for row in rows if row.backend != OURS)
-    margin = MARGIN_FILLED if asked.seq_len % 128 else MARGIN if public.cell == asked else MARGIN_ELSEWHERE
     waits = public.backend == "varlen" and spec.documents
+    margin = MARGIN_FILLED if asked.seq_len % 128 else MARGIN if waits or public.cell == asked else MARGIN_ELSEWHERE
     saved = 0.0 if waits else HOST_MS * public.n_heads / asked.n_heads
     if rows[0].backend == OURS and public.ms < margin * rows[0].ms + saved:
         rows = [public, *(row for row in rows if row != public)]
