@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -143,10 +143,6 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.
         block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=False, mode=mode)
-
-
-def compute_dtype(precision: Literal["fp32", "amp_bf16"]) -> torch.dtype:
-    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def device_mesh(config: TrainConfig, world: World, device: torch.device) -> DeviceMesh:

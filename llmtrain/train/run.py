@@ -53,7 +53,7 @@ from llmtrain.train.loggers import build_loggers
 from llmtrain.train.microbatch import choose_microbatch, of_size
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
 from llmtrain.train.optimizers.host_state import set_aside
-from llmtrain.train.parallel import compute_dtype, parallelize
+from llmtrain.train.parallel import parallelize
 from llmtrain.train.preemption import Preemption
 from llmtrain.train.resume import continued, require_same_run
 from llmtrain.train.rewind import PassedOver, Rewind
@@ -104,9 +104,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     config = continued(config, resumed) if resumed else config
 
     with torch.device("meta"):
-        dtype, documents = compute_dtype(config.train.precision), config.data.mask_documents
-        model = HybridLM(config.model, dtype=dtype, documents=documents)
-    require_same_kernels(config.model, model.platform, str(dtype).removeprefix("torch."), documents, world)
+        dtype, documents = config.train.dtype, config.data.mask_documents
+        model = HybridLM(config.model, dtype=getattr(torch, dtype), documents=documents)
+    require_same_kernels(config.model, model.platform, dtype, documents, world)
     causal_lm = CausalLM(model, config.train.loss)
     settled = settled_config(config, world, device)
     cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers
