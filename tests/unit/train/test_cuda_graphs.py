@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
-from llmtrain.flops.graph_gain import gained
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import cuda_graphs
@@ -93,21 +92,6 @@ def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds,
     graphs = made(NVIDIA, 2, sharding=ONCE, cuda_graphs=setting)
     assert (graphs is not None) == taken
     assert len(caplog.messages) == (not taken)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "layers", "microbatches", "tokens", "ranks", "one_node", "gains"),
-    [
-        (130_000_000, 24, 8, 8_192, 2, True, True),  # a small model, whose GPUs wait for the host
-        (130_000_000, 24, 8, 8_192, 64, False, True),
-        (130_000_000, 24, 1, 8_192, 64, False, True),
-        (1_300_000_000, 24, 1, 2_048, 16, False, False),  # 8 GB over the network for one short microbatch
-        (2_700_000_000, 54, 4, 8_192, 2, True, True),
-        (8_000_000_000, 32, 1, 8_192, 8, True, False),  # all that travels, beside one microbatch
-    ],
-)
-def test_graphs_gain_more_than_they_lose(parameters, layers, microbatches, tokens, ranks, one_node, gains):
-    assert (gained(parameters, layers, microbatches, tokens, ranks, one_node) > 0) == gains
 
 
 class Loss(nn.Module):
