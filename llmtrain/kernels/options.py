@@ -9,12 +9,32 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from llmtrain.errors import UserError
 
 Count = Annotated[int, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+MOST_WARPS = 32
+"""Warps of the largest thread block of CUDA, 1,024 threads."""
+
+
+def _check_warps(count: int) -> int:
+    if count & (count - 1) or count > MOST_WARPS:
+        raise UserError(f"num_warps must be a power of two from 1 to {MOST_WARPS}, not {count}")
+    return count
+
+
+def _check_triton_options(options: dict[str, int]) -> dict[str, int]:
+    if "num_warps" in options:
+        _check_warps(options["num_warps"])
+    return options
+
+
+Warps = Annotated[Count, AfterValidator(_check_warps)]
+"""Warps of a program, as many as Triton takes."""
+TritonOptions = Annotated[dict[str, Count], AfterValidator(_check_triton_options)]
+"""Launch options of Triton by name, such as num_warps."""
 
 # Names of parameters in tables written before 2026-11-23, and what they are called now, by the dataclass that has them.
 RENAMED: dict[str, tuple[str, ...]] = {

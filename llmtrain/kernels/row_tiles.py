@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from llmtrain.kernels.options import Count, Flag, Options
+from llmtrain.kernels.options import Count, Flag, Options, Warps
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Tile(Options):
     """
 
     block_columns: Count
-    num_warps: Count
+    num_warps: Warps
     max_tiles: Count
     block_rows: Count = 1
     num_stages: Count = 1

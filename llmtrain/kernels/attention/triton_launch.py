@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmtrain.kernels.options import Count, Flag, Options
+from llmtrain.kernels.options import Count, Flag, Options, Warps
 from llmtrain.kernels.platform import Platform
 
 Kernel = Literal["forward", "dq", "dkdv"]
@@ -29,7 +29,7 @@ class Launch(Options):
 
     block_m: Count
     block_n: Count
-    num_warps: Count
+    num_warps: Warps
     num_stages: Count
     use_tma: Flag = False
     maxnreg: Count | None = None
@@ -62,7 +62,7 @@ class StoredLaunch(Options):
 
     block_m: Count
     block_n: Count
-    num_warps: Count
+    num_warps: Warps
     num_stages: Count
     rows: Count
     keys: Count

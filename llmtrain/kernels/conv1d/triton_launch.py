@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.options import Count, Flag, Options
+from llmtrain.kernels.options import Count, Flag, Options, Warps
 
 PROGRAMS_PER_SM = 4  # at least, where there are tokens enough
 
@@ -27,7 +27,7 @@ class Tile(Options):
     parallel_runs: Count
     run_tokens: Count
     step_tokens: Count
-    num_warps: Count
+    num_warps: Warps
     num_stages: Count = 1
     prefetch: Flag = False
 

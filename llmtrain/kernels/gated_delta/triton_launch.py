@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
-from llmtrain.kernels.options import Count, Options
+from llmtrain.kernels.options import Count, Options, Warps
 from llmtrain.kernels.platform import Platform
 
 
@@ -16,7 +16,7 @@ class Tile(Options):
 
     block_keys: Count
     block_values: Count
-    num_warps: Count
+    num_warps: Warps
     num_stages: Count
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmtrain.kernels.options import Count, Options
+from llmtrain.kernels.options import Count, Options, Warps
 
 
 @dataclass(frozen=True)
@@ -15,4 +15,4 @@ class Launch(Options):
 
     block_tokens: Count
     block_heads: Count
-    num_warps: Count
+    num_warps: Warps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from llmtrain.kernels.options import Count, Flag, Options
+from llmtrain.kernels.options import Count, Flag, Options, TritonOptions
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StatePassingLaunch(Options):
     block_dstate: Count
     block_headdim: Count
     num_stages: Count
-    options: dict[str, Count] = field(default_factory=dict)
+    options: TritonOptions = field(default_factory=dict)
     programs_per_sm: Count = 1
     use_tma: Flag = False
     tile: Count | None = None
@@ -40,7 +40,7 @@ class SequentialScanLaunch(Options):
 
     block_headdim: Count
     num_stages: Count
-    options: dict[str, Count] = field(default_factory=dict)
+    options: TritonOptions = field(default_factory=dict)
     use_tma: Flag = False
     programs_per_sm: Count = 1
     state_first: Flag = False
@@ -58,7 +58,7 @@ class HeadLoopLaunch(Options):
 
     programs_per_sm: Count
     num_stages: Count
-    options: dict[str, Count] = field(default_factory=dict)
+    options: TritonOptions = field(default_factory=dict)
     use_tma: Flag = False
     keep_cb: Flag = False
     dstate_blocks: Count = 1
