@@ -7,10 +7,11 @@ ones: `llmtrain bench tune` writes there. Files are read once; tuning_table.py i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ FOLDER = Path(__file__).with_name("tables")
 TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90", "sm100"), "amd": ("gfx90a", "gfx942", "gfx950")}
 """Architectures with a table, oldest first."""
 
+_NAMED, _TO_BE_MADE = "LLMTRAIN_TUNING", "LLMTRAIN_TUNING_TO_BE_MADE"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Untuned(UserError):
+    """No row of a tuning table can serve."""
 
 
 def nearest(platform: Platform) -> str:
@@ -51,7 +57,7 @@ def select(
     seq_len: int | None = None,
     variant: str | None = None,
 ) -> Row:
-    """The row to launch `kernel` by. Raises UserError where none can serve. Cached.
+    """The row to launch `kernel` by. Raises Untuned where none can serve, and UserError for a table that is wrong. Cached.
 
     Can serve: rows of the kernel, for numbers as wide, for sizes that are all as large or larger (tiles are cut to the
     shape, so they then fit in shared memory and registers too), that fit in this device's shared memory, and that name
@@ -94,10 +100,34 @@ def read_shipped(arch: str) -> Table:
 
 def own_file(arch: str) -> Path:
     """Path of the user's rows for this architecture, whether it exists or not."""
-    if named := os.environ.get("LLMTRAIN_TUNING"):
+    if named := os.environ.get(_NAMED):
         return Path(named)
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "llmtrain" / "tuning" / f"{arch}.yaml"
+
+
+def named_arch() -> str | None:
+    """Architecture of the rows in the file that LLMTRAIN_TUNING names; None where it names none, or one that does not exist.
+
+    Raises UserError for a file that is no tuning table.
+    """
+    named = os.environ.get(_NAMED)
+    return load(Path(named), None, own=True).arch if named and Path(named).exists() else None
+
+
+@contextlib.contextmanager
+def to_be_made(file: Path) -> Iterator[None]:
+    """Inside, and in processes that begin there, `file` need not exist if LLMTRAIN_TUNING names it: what runs inside makes it."""
+    named = os.environ.get(_NAMED)
+    if not named or Path(named).resolve() != file.resolve():
+        yield
+        return
+    os.environ[_TO_BE_MADE] = named
+    try:
+        yield
+    finally:
+        del os.environ[_TO_BE_MADE]
+        forget()  # that there are no rows
 
 
 def forget() -> None:
@@ -110,8 +140,11 @@ def forget() -> None:
 def _own_rows(arch: str) -> tuple[Row, ...]:
     file = own_file(arch)
     if not file.exists():
-        if "LLMTRAIN_TUNING" in os.environ:
-            raise UserError(f"LLMTRAIN_TUNING names {file}, which does not exist: unset it, or run llmtrain bench tune")
+        named = os.environ.get(_NAMED)
+        if named and named != os.environ.get(_TO_BE_MADE):
+            raise UserError(
+                f"{_NAMED} names {file}, which does not exist: unset it, or make the file by `llmtrain bench tune --out {file}`"
+            )
         return ()
     return load(file, arch, own=True).rows
 
@@ -142,7 +175,7 @@ def _select(
     able = [row for row in rows if serves(row)]
     if not able:
         sizes = ", ".join(f"{name} {size}" for name, size in zip(KERNELS[kernel].shape, shape, strict=True))
-        raise UserError(
+        raise Untuned(
             f"no row of {nearest(platform)}'s tuning table serves {kernel} in {dtype} at {sizes} on {platform.arch}"
             f"{f' ({limit} bytes of shared memory)' if limit else ''}: run `llmtrain bench tune` there, or use another backend"
         )

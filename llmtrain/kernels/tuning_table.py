@@ -144,18 +144,12 @@ class Table(BaseModel):
     rows: tuple[Row, ...]
 
 
-def load(file: Path, arch: str, own: bool = False) -> Table:
-    """The table in `file`. own: a user's; it needs no l2_budget.
+def load(file: Path, arch: str | None, own: bool = False) -> Table:
+    """The table in `file`. arch: the architecture that its rows must be for; None: any. own: a user's; it needs no l2_budget.
 
     Raises UserError with a line for every mistake: the file, the row and what is wrong with it.
     """
-    import yaml
-
-    try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the tuning table {file}: {error}") from None
+    content = _read(file)
     if not isinstance(content, dict):
         raise UserError(f"{file}: a tuning table has the keys {', '.join(Table.model_fields)}")
     try:
@@ -163,14 +157,34 @@ def load(file: Path, arch: str, own: bool = False) -> Table:
     except ValidationError as error:
         lines = [line for one in error.errors() for line in _explain(content, one).split("\n")]
         raise UserError("\n".join(f"{file}: {line}" for line in lines)) from None
-    if table.arch != arch:
-        raise UserError(f"{file} holds rows for {table.arch}, but this machine is {arch}; name another file")
+    if arch is not None and table.arch != arch:
+        raise UserError(f"{file} holds rows for {table.arch}, where rows for {arch} are needed; name another file")
     known: set[tuple[Any, ...]] = set()
     for number, row in enumerate(table.rows, 1):
         if row.key in known:
             raise UserError(f"{file}: row {number}: a second row for {row.label}")
         known.add(row.key)
     return table
+
+
+def _read(file: Path) -> Any:
+    """What the YAML says. Raises UserError of one line, with the place of what is no YAML."""
+    import yaml
+
+    from llmtrain.config.yaml_text import syntax
+
+    encoded = b""
+    try:
+        encoded = file.read_bytes()
+        return yaml.load(encoded.decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        reason = syntax(error)
+    except yaml.reader.ReaderError as error:  # its position counts bytes, as libyaml does
+        line = encoded.count(b"\n", 0, error.position) + 1
+        reason = f"line {line}: YAML does not allow the character {chr(error.character)!r}"
+    except (OSError, ValueError) as error:  # a ValueError: bytes that are not UTF-8, or a date that is none
+        reason = str(error)
+    raise UserError(f"cannot read the tuning table {file}: {reason}")
 
 
 def _explain(content: dict[str, Any], error: Any) -> str:

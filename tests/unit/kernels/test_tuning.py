@@ -9,7 +9,7 @@ from llmtrain.kernels import refusals, registry, tuning, tuning_table
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch
 from llmtrain.kernels.attention.triton_select import choose
-from llmtrain.kernels.options import decode
+from llmtrain.kernels.options import decode, encode
 from llmtrain.kernels.platform import Platform, shared_limit
 from llmtrain.kernels.ssd import triton_launch as ssd_launch
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -107,8 +107,28 @@ def test_a_named_file_must_exist_and_be_of_this_architecture(monkeypatch, tmp_pa
     with pytest.raises(ValueError, match=r"LLMTRAIN_TUNING names .*none.yaml, which does not exist"):
         chosen(64)
     tuning_table.save(tmp_path / "none.yaml", "gfx942", [a_row(64)])
-    with pytest.raises(ValueError, match="holds rows for gfx942, but this machine is sm90"):
+    with pytest.raises(ValueError, match=r"none.yaml holds rows for gfx942, where rows for sm90 are needed"):
         chosen(64)
+    assert tuning.named_arch() == "gfx942"
+
+
+def test_a_named_file_that_a_command_makes_need_not_exist_before_it(monkeypatch, tmp_path):
+    named = tmp_path / "none.yaml"
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(named))
+    assert tuning.named_arch() is None
+    missing = rf"does not exist: unset it, or make the file by `llmtrain bench tune --out {named}`"
+    shipped = tuning.read_shipped("sm90").rows
+    with tuning.to_be_made(tmp_path / "folder" / ".." / "none.yaml"):
+        assert tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200) in shipped
+    with tuning.to_be_made(tmp_path / "another.yaml"), pytest.raises(ValueError, match=missing):
+        chosen(64)
+    with pytest.raises(ValueError, match=missing):
+        chosen(64)
+
+
+def test_an_empty_name_of_a_file_is_none(monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_TUNING", "")
+    assert tuning.named_arch() is None and chosen(64)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +244,11 @@ GOOD = {
         ),
         ({"launch": {"block_m": 64}}, "launch: 'block_n' is missing"),
         ({"launch": {**GOOD["launch"], "num_warps": 0}}, "launch: num_warps must be a positive integer, not 0"),
+        (
+            {"launch": {**GOOD["launch"], "num_warps": 3}},
+            "(attention.forward): launch: num_warps must be a power of two from 1 to 32, not 3",
+        ),
+        ({"launch": {**GOOD["launch"], "num_warps": 64}}, "num_warps must be a power of two from 1 to 32, not 64"),
         ({"launch": {**GOOD["launch"], "use_tma": 1}}, "use_tma must be a bool, not 1"),
         ({"launch": 3}, "expected the fields of a Launch, not 3"),
         ({"provenance": "guessed"}, "provenance must be 'compiled only' or `measured:` with device"),
@@ -277,6 +302,33 @@ def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "kernel, launch",
+    [
+        (
+            "conv1d.forward",
+            {"block_channels": 64, "parallel_runs": 2, "run_tokens": 8, "step_tokens": 4, "num_warps": 3},
+        ),
+        ("norm.backward", {"block_columns": 64, "max_tiles": 1, "num_warps": 3}),
+        ("gated_norm.forward", {"block_columns": 64, "max_tiles": 1, "num_warps": 3}),
+        ("rotary", {"block_tokens": 16, "block_heads": 4, "num_warps": 3}),
+    ],
+)
+def test_no_kernel_takes_warps_that_are_no_power_of_two(kernel, launch):
+    with pytest.raises(ValueError, match=r"^launch: num_warps must be a power of two from 1 to 32, not 3$"):
+        decode(tuning.KERNELS[kernel].launch, launch, "launch")
+
+
+def test_no_kernel_of_a_scan_takes_warps_that_are_no_power_of_two():
+    row = next(row for row in tuning.read_shipped("sm90").rows if row.kernel == "ssd")
+    launch = encode(row.launch)
+    launch["chunk_scan"] = {**launch["chunk_scan"], "options": {"num_warps": 12}}
+    with pytest.raises(
+        ValueError, match=r"^launch: chunk_scan: num_warps must be a power of two from 1 to 32, not 12$"
+    ):
+        decode(ssd_launch.Launch, launch, "launch")
+
+
+@pytest.mark.parametrize(
     "text, words",
     [
         ("rows: [", "cannot read the tuning table"),
@@ -291,3 +343,19 @@ def test_a_file_that_is_no_table(tmp_path, text, words):
     with pytest.raises(ValueError, match=r"t") as caught:
         tuning_table.load(tmp_path / "t", "sm90")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("arch: sm90\nrows:\n- kernel: [\n  dtype: x\n", "line 5, column 1: did not find expected ',' or ']' while"),
+        ("arch: é\nrows: \x07", "line 2: YAML does not allow the character '\\x07'"),
+        ("arch: 2026-99-99", "month must be in 1..12"),
+    ],
+)
+def test_what_is_no_yaml_is_told_in_one_line_with_its_place(tmp_path, text, words):
+    (tmp_path / "t").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(tmp_path / "t", "sm90")
+    message = str(caught.value)
+    assert message.startswith(f"cannot read the tuning table {tmp_path / 't'}: {words}") and "\n" not in message
