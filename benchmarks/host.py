@@ -26,9 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 from llmtrain.bench.tune.compiling import StandIn, platform_of
-from llmtrain.errors import exit_with
+from llmtrain.errors import UserError, exit_with
 
 TARGET = GPUTarget("cuda", 90, 32)
+NAMES = ("mamba_mixer", "attention", "norm", "rotary")
+LEAST_CALLS = 11
+"""Of fewer the fastest tenth is an extrapolation, below the fastest call."""
 BATCH, SEQ_LEN = 1, 256  # small: the memory that is allocated here is the host's
 
 
@@ -65,7 +68,7 @@ def stand_in() -> None:
 
 
 def cases() -> dict[str, Callable[[], Tensor]]:
-    """Name -> a call whose result has a gradient."""
+    """One of NAMES -> a call whose result has a gradient."""
     from llmtrain.kernels.attention import triton as attention
     from llmtrain.kernels.attention import triton_call
     from llmtrain.kernels.attention.spec import AttentionSpec
@@ -116,7 +119,7 @@ def cases() -> dict[str, Callable[[], Tensor]]:
         cos, sin = (torch.randn(SEQ_LEN, 1, 32) for _ in range(2))
         return lambda: kernel(q, k, cos, sin)[0]
 
-    return {"mamba_mixer": mixer(), "attention": attend(), "norm": normed(), "rotary": rotated()}
+    return dict(zip(NAMES, (mixer(), attend(), normed(), rotated()), strict=True))
 
 
 class Recorder(TorchDispatchMode):
@@ -155,10 +158,15 @@ def measure(op: Any, arguments: tuple[Any, ...], calls: int) -> dict[str, float]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of mamba_mixer, attention, norm, rotary")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
+    if args.calls < LEAST_CALLS:
+        raise UserError(f"--calls {args.calls}: expected at least {LEAST_CALLS}, whose fastest tenth is shown")
+    for name in args.only or ():
+        if name not in NAMES:
+            raise UserError(f"--only {name}: there is {', '.join(NAMES)}")
     torch.set_num_threads(1)
     stand_in()
     found: dict[str, dict[str, float]] = {}
