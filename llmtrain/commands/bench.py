@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llmtrain.commands.arguments import output_path
+from llmtrain.commands.arguments import output_path, require_at_least
 from llmtrain.config.shipped import CONFIG_HELP
 
 
@@ -133,6 +133,7 @@ def _add_train(commands) -> None:
 
 
 def tune(args: argparse.Namespace) -> int:
+    require_at_least(1, args, "top", "workers")
     if args.file is not None:
         from llmtrain.bench.tune.config_command import run as run_config
         from llmtrain.schema.load import load_config
@@ -144,6 +145,8 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def kernels(args: argparse.Namespace) -> int:
+    require_at_least(1, args, "workers", "draws")
+    require_at_least(0, args, "compile_seconds")
     from llmtrain.bench.kernels.command import run
 
     return run(args)

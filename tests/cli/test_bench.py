@@ -1,6 +1,8 @@
 """`llmtrain bench` and `llmtrain doctor` where there is no GPU."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,20 @@ import torch
 from llmtrain import cli
 from llmtrain.bench.kernels.command import OPERATIONS
 from llmtrain.doctor import report, selftest
-from llmtrain.kernels import platform, registry
+from llmtrain.kernels import platform, registry, tuning
+from tests.cli.test_bench_train import write_sweep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path_factory, monkeypatch):
+    """No rows of this machine's user."""
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    tuning.forget()
+    yield
+    tuning.forget()
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -89,7 +102,10 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["kernels", "--peer-path", "/nowhere"], "--peer-path /nowhere is no folder"),
         (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, ssd"),
         (["tune", "--shape", "head_dim"], "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'"),
-        (["tune", "--shape", "headdim=64"], "attention has no 'headdim'; its cases have head_dim"),
+        (
+            ["tune", "--shape", "headdim=64"],
+            "attention has no 'headdim'; its cases have head_dim, seq_len, tokens, heads, kv_heads, document\n",
+        ),
         (["tune", "--variant", "causal"], "no attention variant 'causal'; there is plain, alibi"),
         (["tune", "--kernels", "fwd"], "no kernel 'fwd'; there is forward, dq, dkdv"),
         (
@@ -105,3 +121,159 @@ def test_what_is_wrong_is_said_before_anything_is_compiled(capsys, words, told):
     status, _, err = run(capsys, "bench", *words)
     assert status == 2
     assert told in err
+
+
+TABLES = Path(tuning.__file__).with_name("tables")
+NO_GPU = "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
+ATTENTION, SSD = "--operation attention --shape", "--operation ssd --shape"
+SIZE = "a size is a whole number above 0, at most 4194304"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("tune --seq-len 0", f"--seq-len 0: {SIZE}"),
+        ("tune --seq-len -5", f"--seq-len -5: {SIZE}"),
+        ("tune --seq-len 99999999999999999999", f"--seq-len 99999999999999999999: {SIZE}"),
+        ("tune --shape head_dim=99999999999999999999", f"--shape head_dim=99999999999999999999: {SIZE}"),
+        ("tune --shape seq_len=0", f"--shape seq_len=0: {SIZE}"),
+        ("tune --shape head_dim=-8", f"--shape head_dim=-8: {SIZE}"),
+        ("tune --shape head_dim=²", f"--shape head_dim=²: {SIZE}"),
+        ("tune --shape dtype=3", "--shape dtype=3: dtype is no size; give it by --dtype"),
+        (
+            "tune --shape heads=4 kv_heads=3",
+            f"{ATTENTION} heads=4 kv_heads=3: heads must be a multiple of kv_heads, and 4 is no multiple of 3",
+        ),
+        (
+            "tune --shape head_dim=264",
+            f"{ATTENTION} head_dim=264: the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not 264",
+        ),
+        (
+            "tune --operation ssd --shape heads=80 groups=3",
+            f"{SSD} heads=80 groups=3: heads must be a multiple of groups, and 80 is no multiple of 3",
+        ),
+        (
+            "tune --operation ssd --shape head_dim=256",
+            f"{SSD} head_dim=256: our Triton scan takes a head_dim up to 128, not 256",
+        ),
+        (
+            "tune --operation rotary --shape head_dim=7",
+            "--operation rotary --shape head_dim=7: rotary positions turn channels in pairs: head_dim must be even, not 7",
+        ),
+        (
+            "tune --operation rotary --shape head_dim=512",
+            "--operation rotary --shape head_dim=512: larger than what our kernels serve on sm90 in bfloat16: a search begins at a "
+            "row of the tuning table, which has none as large; take smaller sizes",
+        ),
+        (
+            "tune --operation conv1d --shape width=9",
+            "--operation conv1d --shape width=9: our Triton convolution takes a width up to 4, not 9",
+        ),
+        (
+            "tune --operation norm --shape dim=100000",
+            "--operation norm --shape dim=100000: our Triton norm takes up to 8192 channels, not 100000",
+        ),
+        (
+            "tune --operation gated_norm --shape group_size=8193",
+            "--operation gated_norm --shape group_size=8193: our Triton norm takes groups of up to 8192 channels, not 8193",
+        ),
+        (
+            "tune --operation norm --shape centred=2",
+            "--operation norm --shape centred=2: centred is 1, or left out",
+        ),
+        ("tune --operation norm --shape centred=1", NO_GPU),
+        ("tune --operation gated_norm --shape group_size=4194304 groups=4194304 tokens=4194304", None),
+        ("tune --shape heads=4194304 tokens=4194304 head_dim=256", NO_GPU),
+        ("tune --top -1", "--top -1: expected at least 1"),
+        ("tune --workers 0", "--workers 0: expected at least 1"),
+        ("tune pretrain/mpt-1b --workers 0", "--workers 0: expected at least 1"),
+        ("kernels --only norm --workers 0", "--workers 0: expected at least 1"),
+        ("kernels --only norm --workers -3", "--workers -3: expected at least 1"),
+        ("kernels --only norm --draws 0", "--draws 0: expected at least 1"),
+        ("kernels --only norm --compile-seconds -1", "--compile-seconds -1.0: expected at least 0"),
+        ("kernels --only norm --compile-seconds nan", "--compile-seconds nan: expected at least 0"),
+    ],
+)
+def test_what_no_kernel_can_have_is_told_in_one_line(capsys, monkeypatch, tmp_path, words, told):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, "bench", *words.split())
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert told is None or err == f"{told}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variants_of_attention_are_told_as_help_lists_them(capsys):
+    _, _, err = run(capsys, "bench", "tune", "--variant", "foo")
+    told = err.strip().partition("; there is ")[2].split(", ")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "tune", "--help"])
+    _, _, listed = " ".join(capsys.readouterr().out.split()).partition("attention: ")
+    names = re.split(r", | or ", listed.partition(";")[0])
+    assert told == [name.removesuffix(" (default)") for name in names]
+    status, _, err = run(capsys, "bench", "tune", "--variant", "plain, full")
+    assert status == 2
+    assert (
+        err
+        == "--operation attention --variant 'plain, full': only causal attention is checked, so only that is tuned\n"
+    )
+
+
+@pytest.mark.parametrize("words", ["kernels --only norm", "train SWEEP"])
+@pytest.mark.parametrize("place", ["file", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path, words, place):
+    write_sweep(tmp_path, {"precisions": ["fp32"]})
+    (tmp_path / "file").touch()
+    out = str(tmp_path / place)
+    words = words.replace("SWEEP", str(tmp_path / "sweep.yaml"))
+    status, printed, err = run(capsys, "bench", *words.split(), "--out", out)
+    assert status == 2 and printed == ""
+    assert err.startswith(f"--out {out}: ") and err.endswith("; choose another\n") and err.count("\n") == 1
+
+
+def test_a_place_for_rows_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path):
+    for out, told in (
+        (tmp_path, f"{tmp_path} is a folder, where rows need a file; name one, such as --out {tmp_path}/tuning.yaml\n"),
+        ("/proc/x.yaml", "no row can be written to /proc/x.yaml: /proc cannot be written to"),
+        ("/dev/null", "/dev/null: a tuning table has the keys arch, l2_budget, rows\n"),
+    ):
+        status, _, err = run(capsys, "bench", "tune", "--out", str(out))
+        assert status == 2 and err.startswith(told)
+    status, _, err = run(capsys, "bench", "tune", "--out", str(TABLES / "gfx942.yaml"))
+    assert err == f"{NO_GPU}\n"
+
+
+@pytest.mark.parametrize(
+    "words, goes_on",
+    [
+        ("--out ./none.yaml", True),
+        ("", True),
+        ("--out other.yaml", False),
+        ("--dry-run", False),
+        ("--into-package", False),
+    ],
+)
+def test_the_file_that_the_command_makes_may_be_named_before_it_exists(capsys, monkeypatch, tmp_path, words, goes_on):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(tmp_path / "none.yaml"))
+    tuning.forget()
+    for operation in ("norm", "attention"):
+        status, _, err = run(capsys, "bench", "tune", "--operation", operation, *words.split())
+        missing = (
+            f"LLMTRAIN_TUNING names {tmp_path}/none.yaml, which does not exist: unset it, or make the file by `llmtrain"
+        )
+        assert status == 2 and err.startswith(NO_GPU if goes_on else missing)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_a_table_of_any_architecture_is_checked(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(TABLES / "gfx942.yaml"))
+    tuning.forget()
+    for operation in ("norm", "attention", "ssd"):
+        assert run(capsys, "bench", "tune", "--operation", operation) == (2, "", f"{NO_GPU}\n")
+    wrong = tmp_path / "wrong.yaml"
+    text = (TABLES / "gfx942.yaml").read_text(encoding="utf-8")
+    wrong.write_text(text.replace("num_warps: 4", "num_warps: 3", 1), encoding="utf-8")
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(wrong))
+    status, _, err = run(capsys, "bench", "tune")
+    assert status == 2 and err.startswith(f"{wrong}: row ")
+    assert err.endswith("num_warps must be a power of two from 1 to 32, not 3\n") and err.count("\n") == 1

@@ -34,6 +34,9 @@ class Case:
     dtype: str = "bfloat16"
     head_dim: int = 64
 
+    def refusal(self) -> None:
+        """Nothing is refused."""
+
 
 class Problem:
     parts, tolerance = ("forward",), 0.01

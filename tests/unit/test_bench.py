@@ -24,6 +24,7 @@ from llmtrain.bench.tune.measuring import Measured, Measurer
 from llmtrain.bench.tune.operations import Attempt, Winner, problem
 from llmtrain.bench.tune.ssd import Case as SSDCase
 from llmtrain.commands.bench import add_bench
+from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
@@ -109,6 +110,38 @@ def test_rows_do_not_go_into_the_table_of_another_architecture():
     l40s = Platform("nvidia", "sm89", "L40S", 48 << 30)
     with pytest.raises(ValueError, match="no shipped table for sm89; its rows come from sm80's"):
         command.write(argparse.Namespace(into_package=True, out=None), l40s, [])
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--out", str(tuning.FOLDER / "gfx942.yaml")], "holds rows for gfx942, where rows for sm90 are needed"),
+        (["--out", str(tuning.FOLDER)], "is a folder, where rows need a file"),
+    ],
+)
+def test_a_file_that_cannot_hold_the_rows_is_told_before_the_search(monkeypatch, words, told):
+    monkeypatch.setattr(command.platform, "detect", lambda: H200)
+    monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
+    parser = argparse.ArgumentParser()
+    add_bench(parser.add_subparsers())
+    args = parser.parse_args(["bench", "tune", "--operation", "norm", *words])
+    with pytest.raises(UserError, match=told):
+        args.func(args)
+
+
+def test_a_shape_without_a_row_that_fits_the_gpu_is_no_reason_to_run_the_same_command(monkeypatch):
+    mi300x = Platform("amd", "gfx942", "MI300X", 192 << 30, 304)
+    monkeypatch.setattr(command.platform, "detect", lambda: mi300x)
+    monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
+    parser = argparse.ArgumentParser()
+    add_bench(parser.add_subparsers())
+    given = ["--operation", "ssd", "--shape", "d_state=256", "--dtype", "float32", "--dry-run"]
+    args = parser.parse_args(["bench", "tune", *given])
+    with pytest.raises(
+        UserError, match="d_state=256: larger than what our kernels serve on gfx942 in float32"
+    ) as caught:
+        args.func(args)
+    assert "bench tune" not in str(caught.value)
 
 
 CASES = [

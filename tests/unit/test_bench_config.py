@@ -184,6 +184,22 @@ def test_a_file_goes_with_no_shape_of_its_own(own, words):
         config_command.run(arguments("llama3-8b", *words), load_config("llama3-8b"))
 
 
+def test_a_file_that_cannot_be_written_is_told_before_any_search(own, monkeypatch, tmp_path):
+    monkeypatch.setattr(config_command.command, "tuned", lambda *_: pytest.fail("a search began"))
+    with pytest.raises(UserError, match="is a folder, where rows need a file"):
+        config_command.run(arguments("llama3-8b", "--out", str(tmp_path)), load_config("llama3-8b"))
+
+
+def test_the_file_that_it_makes_may_be_named_before_it_exists(own, monkeypatch, tmp_path):
+    MadeUp(monkeypatch, {"triton": 1.0})
+    config, named = load_config("zamba2-7b"), tmp_path / "none.yaml"
+    monkeypatch.setenv("LLMTRAIN_TUNING", str(named))
+    with pytest.raises(UserError, match=r"LLMTRAIN_TUNING names .*none.yaml, which does not exist"):
+        config_command.run(arguments("zamba2-7b", "--dry-run"), config)
+    assert config_command.run(arguments("zamba2-7b"), config) == 0
+    assert named.exists()
+
+
 def test_without_a_gpu_it_says_so_before_anything(monkeypatch):
     with pytest.raises(UserError, match="this machine has none"):
         config_command.run(arguments("llama3-8b"), load_config("llama3-8b"))

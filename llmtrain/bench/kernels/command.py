@@ -17,6 +17,7 @@ from llmtrain.bench.kernels import attention, gated_delta, mamba_parts, norm, re
 from llmtrain.bench.kernels.cell import Cell, Contender, run_both
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
+from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform
 
@@ -29,13 +30,13 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     here = platform.detect()
     tiny = here.vendor == "cpu"
-    if args.draws < 1:
-        raise UserError(f"--draws {args.draws}: at least one draw of the inputs is needed")
     if args.peer_path is not None:
         if not args.peer_path.is_dir():
             raise UserError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
         add_peers(args.peer_path)
     cells = chosen(args, tiny)
+    if not args.compile_only and (reason := unwritable_reason(args.out)):
+        raise UserError(f"--out {args.out}: {reason}")
     if tiny:
         print(
             "No GPU here: tiny shapes on the CPU's backends. Not measured: our kernels, memory, public peers, the bars."

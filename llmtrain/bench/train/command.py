@@ -13,6 +13,8 @@ from llmtrain.bench.machine import facts
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
+from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
 from llmtrain.flops.describe import meta_model
 from llmtrain.kernels.platform import detect
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace, measure: Measure = measure) -> int:
 def _run(args: argparse.Namespace, measure: Measure) -> int:
     out: Path = args.out
     sweep = load_sweep(args.file)
+    if reason := unwritable_reason(out):
+        raise UserError(f"--out {out}: {reason}")
     wanted = cases(sweep, out)  # all are checked before the first is run
     out.mkdir(parents=True, exist_ok=True)
     here = detect()

@@ -15,7 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention import stored_dscores
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention, score_bias
-from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes, refuse_triton_sequence
 from llmtrain.kernels.attention.triton_call import Call
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import choose
@@ -24,9 +24,9 @@ from llmtrain.kernels.platform import Platform
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "alibi": {"alibi_max_bias": 8.0},
-    "window": {"sliding_window": 1024},
-    "softcap": {"softcap": 30.0},
     "documents": {},
+    "softcap": {"softcap": 30.0},
+    "window": {"sliding_window": 1024},
     "documents+window": {"sliding_window": 1024},
     "softcap+window": {"softcap": 50.0, "sliding_window": 1024},
     # All at once.
@@ -53,7 +53,17 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
-            raise UserError(f"no attention variant '{self.variant}'; there is {', '.join(VARIANTS)}")
+            causal = [name for name in VARIANTS if not name.endswith("full")]
+            raise UserError(f"no attention variant '{self.variant}'; there is {', '.join(causal)}")
+
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        spec = self.spec
+        if spec.n_heads % spec.n_kv_heads:
+            return f"heads must be a multiple of kv_heads, and {spec.n_heads} is no multiple of {spec.n_kv_heads}"
+        if not self.causal:
+            return "only causal attention is checked, so only that is tuned"
+        return refuse_triton_sequence(spec, None)
 
     @property
     def spec(self) -> AttentionSpec:

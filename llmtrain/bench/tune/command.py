@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import replace
 from typing import Any
 
-from llmtrain.bench.tune import search
+from llmtrain.bench.tune import request, search
 from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
-from llmtrain.bench.tune.operations import Attempt, problem
+from llmtrain.bench.tune.operations import Attempt, Problem, problem
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform, tuning, tuning_table
 from llmtrain.kernels.platform import Platform
@@ -20,12 +21,19 @@ from llmtrain.kernels.tuning_table import Row
 
 def run(args: argparse.Namespace) -> int:
     """Raises UserError for a request that makes no sense, or where there is no GPU."""
-    case = case_of(args)
+    case = request.case_of(args)
     here = platform.detect()
-    # Says what is wrong with the case before anything else, also where there is no GPU.
-    where = platform_of("sm90") if here.vendor == "cpu" else here
-    rehearsal = problem(args.operation, case, "meta", where)
-    parts = chosen_parts(list(rehearsal.parts), args.kernels)
+    has_gpu = here.vendor != "cpu"
+    where = here if has_gpu else platform_of(tuning.named_arch() or "sm90")
+    file = request.target(args, where)
+    if not args.dry_run:
+        request.refuse_target(file, where.arch if has_gpu else None)
+    with contextlib.nullcontext() if args.dry_run else tuning.to_be_made(file):
+        rehearsal, parts = request.rehearse(args, case, where)
+        return _run(args, case, rehearsal, parts, here)
+
+
+def _run(args: argparse.Namespace, case: dict[str, Any], rehearsal: Problem, parts: list[str], here: Platform) -> int:
     if here.vendor == "cpu":
         raise UserError(
             "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
@@ -63,31 +71,6 @@ def tuned(
     return rows
 
 
-def case_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the operation's Case. Raises UserError for a malformed --shape."""
-    case: dict[str, Any] = {"dtype": args.dtype}
-    for word in args.shape:
-        name, equals, size = word.partition("=")
-        if not equals or not size.isdigit() or int(size) == 0:
-            raise UserError(f"--shape takes NAME=SIZE, such as head_dim=128, not '{word}'")
-        case[name] = int(size)
-    if args.seq_len is not None:
-        case["seq_len"] = args.seq_len
-    if args.variant is not None:
-        case["variant"] = args.variant
-    return case
-
-
-def chosen_parts(parts: list[str], wanted: list[str] | None) -> list[str]:
-    """The parts (KERNEL or KERNEL/CHUNK) that are wanted by name. Raises UserError for an unknown name."""
-    if wanted is None:
-        return parts
-    for name in wanted:
-        if not any(name in (part, part.split("/")[0]) for part in parts):
-            raise UserError(f"no kernel '{name}'; there is {', '.join(dict.fromkeys(p.split('/')[0] for p in parts))}")
-    return [part for part in parts if part in wanted or part.split("/")[0] in wanted]
-
-
 def show(attempts: dict[str, list[Attempt]], top: int) -> None:
     """The fastest of every part, and how many failed why."""
     from rich.console import Console
@@ -107,16 +90,8 @@ def show(attempts: dict[str, list[Attempt]], top: int) -> None:
 
 def write(args: argparse.Namespace, here: Platform, rows: list[Row]) -> Any:
     """Returns the file."""
-    if args.into_package:
-        arch = tuning.nearest(here)
-        if arch != here.arch:
-            raise UserError(
-                f"there is no shipped table for {here.arch}; its rows come from {arch}'s: leave --into-package out"
-            )
-        file = tuning.FOLDER / f"{arch}.yaml"
-        tuning_table.save(file, arch, rows, tuning.read_shipped(arch).l2_budget)
-    else:
-        file = args.out or tuning.own_file(here.arch)
-        tuning_table.save(file, here.arch, rows)
+    file = request.target(args, here)
+    budget = tuning.read_shipped(here.arch).l2_budget if args.into_package else None
+    tuning_table.save(file, here.arch, rows, budget)
     tuning.forget()
     return file

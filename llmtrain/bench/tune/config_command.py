@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from llmtrain.bench.attention_shape import AttentionShape
-from llmtrain.bench.tune import command
+from llmtrain.bench.tune import command, request
 from llmtrain.bench.tune.backends import BackendMeasurer, able
 from llmtrain.bench.tune.config_cases import Item, items, shapes
 from llmtrain.bench.tune.operations import problem
@@ -22,7 +22,8 @@ from llmtrain.schema.config import Config
 def run(args: argparse.Namespace, config: Config) -> int:
     """Write rows as they are found, so that the same command goes on where it was interrupted. Returns 1 if nothing could be
     measured. Raises UserError for options that make no sense with a FILE, or where there is no GPU."""
-    if args.shape or args.kernels or args.variant or args.seq_len or args.into_package or args.operation != "attention":
+    own_shape = args.shape or args.variant or args.seq_len is not None
+    if own_shape or args.kernels or args.into_package or args.operation != "attention":
         raise UserError(
             "with FILE, bench tune takes its shapes from the file: leave out --operation, --shape, --seq-len, --variant, "
             "--kernels and --into-package"
@@ -32,7 +33,15 @@ def run(args: argparse.Namespace, config: Config) -> int:
         raise UserError(
             "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
         )
-    file = args.out or tuning.own_file(here.arch)
+    file = request.target(args, here)
+    if args.dry_run:
+        return _run(args, config, here, file)
+    request.refuse_target(file, here.arch)
+    with tuning.to_be_made(file):
+        return _run(args, config, here, file)
+
+
+def _run(args: argparse.Namespace, config: Config, here: Platform, file: Path) -> int:
     cells = file.with_suffix(".attention.csv")
     searches, attention = items(config, here), shapes(config, here)
     print(

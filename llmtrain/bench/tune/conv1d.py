@@ -13,7 +13,7 @@ from torch import Tensor
 from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.reference import causal_conv1d_silu
-from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.conv1d.spec import Conv1dSpec, refuse_triton_sequence
 from llmtrain.kernels.conv1d.triton import default_launch
 from llmtrain.kernels.conv1d.triton_launch import Tile, fitted, narrowed
 from llmtrain.kernels.platform import Platform
@@ -33,6 +33,14 @@ class Case:
     """Tokens of one."""
 
     @property
+    def spec(self) -> Conv1dSpec:
+        return Conv1dSpec(self.channels, self.width, self.dtype)
+
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        return refuse_triton_sequence(self.spec, None)
+
+    @property
     def batch(self) -> int:
         return max(1, self.tokens // self.seq_len)
 
@@ -42,7 +50,7 @@ class Problem(MemoryBound):
 
     def __init__(self, case: Case, device: str, where: Platform):
         super().__init__(case, where)
-        self.table = default_launch(Conv1dSpec(case.channels, case.width, case.dtype), where)
+        self.table = default_launch(case.spec, where)
         draw, size = Draw(device, case.dtype), (case.batch, case.seq_len, case.channels)
         self.x, self.weight, self.bias = draw.slice(*size), draw(case.channels, case.width), draw(case.channels)
         self.dy = draw(*size)

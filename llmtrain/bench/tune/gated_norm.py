@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
-from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec, refuse_triton_rows
 from llmtrain.kernels.gated_norm.triton import default_launch
 from llmtrain.kernels.gated_norm.triton_launch import Tile
 from llmtrain.kernels.platform import Platform
@@ -31,6 +31,10 @@ class Case:
     @property
     def spec(self) -> GatedNormSpec:
         return GatedNormSpec(self.group_size * self.groups, self.groups, 1e-5, bool(self.norm_first), self.dtype)
+
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        return refuse_triton_rows(self.spec, None)
 
 
 class Problem(MemoryBound):

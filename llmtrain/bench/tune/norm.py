@@ -13,7 +13,7 @@ from torch import Tensor
 from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.reference import ReferenceNorm
-from llmtrain.kernels.norm.spec import NormSpec
+from llmtrain.kernels.norm.spec import NormSpec, refuse_triton_rows
 from llmtrain.kernels.norm.triton import default_launch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Tile, fitted, narrowed
@@ -33,6 +33,10 @@ class Case:
     @property
     def spec(self) -> NormSpec:
         return NormSpec(self.dim, "layernorm" if self.centred else "rmsnorm", bool(self.biased), 1e-5, self.dtype)
+
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        return refuse_triton_rows(self.spec, None)
 
 
 class Problem(MemoryBound):

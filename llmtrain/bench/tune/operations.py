@@ -44,7 +44,7 @@ class Problem(Protocol):
     """One operation at one shape. On the device `meta` it has no memory, and its runners only compile."""
 
     case: Any
-    """The operation's Case: its sizes, and its dtype."""
+    """The operation's Case: its sizes, its dtype, and refusal(): why no search can serve it on any GPU, or None."""
     parts: Sequence[str]
     """Kernels, or groups of them, that are searched separately."""
     tolerance: float
@@ -69,18 +69,27 @@ class Problem(Protocol):
         ...
 
 
-def problem(operation: str, case: dict[str, Any], device: str, where: Platform) -> Any:
-    """The Problem of `operation` (or of a module, by its dotted name) that `case` describes.
+def make_case(operation: str, fields: dict[str, Any]) -> Any:
+    """The Case of `operation` (or of a module, by its dotted name).
 
-    Raises UserError for an operation that is not there and for a case that makes no sense.
+    Raises UserError for an operation that is not there and for a field that its cases do not have.
     """
+    case = _module(operation).Case
+    for name in fields.keys() - case.__dataclass_fields__.keys():
+        sizes = [known for known in case.__dataclass_fields__ if known not in ("dtype", "variant")]
+        raise UserError(f"{operation} has no '{name}'; its cases have {', '.join(sizes)}")
+    return case(**fields)
+
+
+def problem(operation: str, case: dict[str, Any], device: str, where: Platform) -> Any:
+    """The Problem of `operation` whose Case has the fields `case`. Raises UserError as make_case does."""
+    return _module(operation).Problem(make_case(operation, case), device, where)
+
+
+def _module(operation: str) -> Any:
     if operation not in OPERATIONS and "." not in operation:
         raise UserError(f"nothing to tune in '{operation}'; there is {', '.join(OPERATIONS)}")
-    module = importlib.import_module(operation if "." in operation else f"llmtrain.bench.tune.{operation}")
-    known = module.Case.__dataclass_fields__
-    for name in case.keys() - known.keys():
-        raise UserError(f"{operation} has no '{name}'; its cases have {', '.join(known)}")
-    return module.Problem(module.Case(**case), device, where)
+    return importlib.import_module(operation if "." in operation else f"llmtrain.bench.tune.{operation}")
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

@@ -27,6 +27,12 @@ class Case:
     dtype: str = "bfloat16"
     tokens: int = 16384
 
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        if self.head_dim % 2:
+            return f"rotary positions turn channels in pairs: head_dim must be even, not {self.head_dim}"
+        return None
+
     @property
     def batch(self) -> int:
         return max(1, self.tokens // self.seq_len)

@@ -20,7 +20,7 @@ from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
 from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_forward as forward
 from llmtrain.kernels.ssd.reference import ReferenceSSD
-from llmtrain.kernels.ssd.spec import SSDSpec
+from llmtrain.kernels.ssd.spec import SSDSpec, refuse_triton_scan
 from llmtrain.kernels.ssd.triton import default_launch
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch, SequentialScanLaunch, StatePassingLaunch
 
@@ -49,6 +49,12 @@ class Case:
     dtype: str = "bfloat16"
     tokens: int = 16384
     packed: bool = False
+
+    def refusal(self) -> str | None:
+        """Reason why no search can serve the case on any GPU, or None."""
+        if self.heads % self.groups:
+            return f"heads must be a multiple of groups, and {self.heads} is no multiple of {self.groups}"
+        return refuse_triton_scan(self.spec, None)
 
     @property
     def spec(self) -> SSDSpec:
