@@ -127,7 +127,7 @@ def to_be_made(file: Path) -> Iterator[None]:
         yield
     finally:
         del os.environ[_TO_BE_MADE]
-        forget()  # that there are no rows
+        forget()  # else a file that was missing inside would count as empty ever after
 
 
 def forget() -> None:

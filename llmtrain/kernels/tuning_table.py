@@ -168,7 +168,7 @@ def load(file: Path, arch: str | None, own: bool = False) -> Table:
 
 
 def _read(file: Path) -> Any:
-    """What the YAML says. Raises UserError of one line, with the place of what is no YAML."""
+    """The content of a YAML file. Raises UserError of one line, with the place of what is no YAML."""
     import yaml
 
     from llmtrain.config.yaml_text import syntax

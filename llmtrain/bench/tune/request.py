@@ -1,4 +1,4 @@
-"""What `bench tune` is asked for, checked before anything is compiled, also where there is no GPU."""
+"""Checks of a request to `bench tune`, before anything is compiled, also where there is no GPU."""
 
 from __future__ import annotations
 
