@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmtrain.doctor import selftest
+from llmtrain.doctor import own_tables, selftest
 from llmtrain.doctor.report import show
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform, tuning
@@ -31,6 +31,7 @@ def run(config: Config, dtype: str | None = None) -> int:
     dtype = dtype or config.train.dtype
     if dtype not in selftest.TOLERANCE:
         raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+    own_tables.check(here)
     found = list(chosen(config.model, here, dtype, config.data.mask_documents))
     rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
     title = f"{config.name} on {here.device_name or here.arch} ({here.arch}), {dtype}"

@@ -80,7 +80,7 @@ def exact(
 
 def is_own(row: Row, platform: Platform) -> bool:
     """True for a row of the user's."""
-    return row in _own_rows(platform.arch)
+    return row in own_rows(platform.arch)
 
 
 def forward_backward(operation: str, dtype: str, shape: Mapping[str, int], platform: Platform) -> list[Any]:
@@ -132,12 +132,13 @@ def to_be_made(file: Path) -> Iterator[None]:
 
 def forget() -> None:
     """Read the files again at the next selection."""
-    for cached in (_select, _exact, _own_rows, read_shipped):
+    for cached in (_select, _exact, own_rows, read_shipped):
         cached.cache_clear()
 
 
 @functools.cache
-def _own_rows(arch: str) -> tuple[Row, ...]:
+def own_rows(arch: str) -> tuple[Row, ...]:
+    """The user's rows for this architecture. Raises UserError for a wrong file, and a missing one that LLMTRAIN_TUNING names."""
     file = own_file(arch)
     if not file.exists():
         named = os.environ.get(_NAMED)
@@ -154,7 +155,7 @@ def _select(
     kernel: str, dtype: str, shape: tuple[int, ...], platform: Platform, seq_len: int | None, variant: str | None
 ) -> Row:
     limit = shared_limit(platform.arch)
-    own = _own_rows(platform.arch)
+    own = own_rows(platform.arch)
     rows = [row for row in (*own, *table(platform).rows) if row.kernel == kernel]
 
     def serves(row: Row) -> bool:
@@ -186,7 +187,7 @@ def _select(
 def _exact(kernel: str, dtype: str, shape: tuple[int, ...], platform: Platform, variant: str | None) -> Row | None:
     if platform.arch not in TABLES.get(platform.vendor, ()):
         return None
-    rows, key = (*_own_rows(platform.arch), *table(platform).rows), (kernel, dtype, shape, variant)
+    rows, key = (*own_rows(platform.arch), *table(platform).rows), (kernel, dtype, shape, variant)
     return next((row for row in rows if (row.kernel, row.dtype, row.shape, row.variant) == key), None)
 
 

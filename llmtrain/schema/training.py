@@ -237,7 +237,7 @@ class TrainConfig(Section):
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Of what layers compute."""
+        """The format in which layers compute."""
         return "bfloat16" if self.precision == "amp_bf16" else "float32"
 
     def problems(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Whether this machine has what a config asks of it, before anything heavy starts: kernels by name, float8 units, CUDA graphs."""
+"""Refusal of what a config asks for and this machine does not have, before anything heavy starts: kernels by name, float8, graphs."""
 
 from __future__ import annotations
 

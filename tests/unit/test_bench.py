@@ -82,7 +82,7 @@ def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_
     file = command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
     assert file == tmp_path / "llmtrain/tuning/sm90.yaml"
     chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200, 4096, "plain")
-    assert chosen.launch == Launch(64, 32, 4, 2) and chosen in tuning._own_rows("sm90")
+    assert chosen.launch == Launch(64, 32, 4, 2) and chosen in tuning.own_rows("sm90")
     tuning.forget()
 
 
@@ -101,7 +101,7 @@ def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, 
     assert "5 dropped, such as: wrong by 5.0e-01" in out
     assert "7 candidates in" in out
     chosen = tuning.select("attention.forward", "bfloat16", {"head_dim": 64}, H200)
-    assert chosen in tuning._own_rows("sm90") and chosen.launch == Launch(64, 32, 4, 1)
+    assert chosen in tuning.own_rows("sm90") and chosen.launch == Launch(64, 32, 4, 1)
     assert isinstance(chosen.provenance, dict) and chosen.provenance["tflops"] == 1000.0
     tuning.forget()
 
@@ -245,7 +245,7 @@ def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
     assert row.provenance["gbps"] == round(made.bytes(part) / 0.5e-3 / 1e9, 1)
     command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
     chosen = tuning.select(kernel, "bfloat16", shape, H200)
-    assert chosen in tuning._own_rows("sm90") and chosen.launch == made.launch(**launch)
+    assert chosen in tuning.own_rows("sm90") and chosen.launch == made.launch(**launch)
     tuning.forget()
 
 

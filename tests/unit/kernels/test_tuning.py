@@ -44,7 +44,7 @@ def shipped(monkeypatch):
         monkeypatch.setattr(tuning, "read_shipped", lambda arch: Table(arch=arch, l2_budget=1, rows=rows))
         tuning._select.cache_clear()
 
-    monkeypatch.setattr(tuning, "forget", lambda: (tuning._select.cache_clear(), tuning._own_rows.cache_clear()))
+    monkeypatch.setattr(tuning, "forget", lambda: (tuning._select.cache_clear(), tuning.own_rows.cache_clear()))
     return hold
 
 

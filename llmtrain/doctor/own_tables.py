@@ -1,0 +1,19 @@
+"""The user's tuning rows and measured attention, read whole: on any machine, before a GPU reads them."""
+
+from __future__ import annotations
+
+from llmtrain.kernels import tuning
+from llmtrain.kernels.attention import measured
+from llmtrain.kernels.platform import Platform
+
+
+def check(here: Platform) -> None:
+    """Read the files that runs here would read, and on a machine without a GPU those of every architecture.
+
+    Raises UserError for one that is wrong, or that LLMTRAIN_TUNING names and is missing.
+    """
+    named = tuning.named_arch()
+    every = [arch for archs in tuning.TABLES.values() for arch in archs]
+    for arch in [named] if named else every if here.vendor == "cpu" else [here.arch]:
+        tuning.own_rows(arch)
+        measured.read(measured.own_file(arch))
