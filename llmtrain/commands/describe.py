@@ -16,7 +16,7 @@ from llmtrain.flops.peaks import Device, device_by_short_name
 
 if TYPE_CHECKING:
     from llmtrain.flops.describe import Description
-    from llmtrain.flops.scaling import Scale
+    from llmtrain.flops.scaling import Cluster, Scale
     from llmtrain.schema.config import Config
 
 
@@ -33,12 +33,12 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="with --gpu: predict the run on N nodes, and up to 1,024 GPUs"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="with --nodes (default 8)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --nodes (default 8)")
     parser.add_argument(
-        "--link", default="ndr", metavar="RATE", help="network of each GPU: hdr, ndr, xdr or Gbit/s (default ndr: 400)"
+        "--link", metavar="RATE", help="with --nodes: network of each GPU, hdr, ndr, xdr or Gbit/s (default ndr: 400)"
     )
     parser.add_argument(
-        "--node-link", type=float, metavar="GB/S", help="of each GPU inside a node (default: datasheet)"
+        "--node-link", type=float, metavar="GB/S", help="with --nodes: of each GPU inside a node (default: datasheet)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --nodes: draw the curve (.png, .svg)")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")
@@ -48,20 +48,28 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
 
 def run_describe(args: argparse.Namespace) -> int:
     """Print what a config amounts to. Raises UserError for a bad config, an unknown GPU or an impossible MFU."""
+    from llmtrain.flops.scaling import cluster, refuse_divided
     from llmtrain.schema.load import load_config
 
-    device = device_by_short_name(args.gpu) if args.gpu else None
+    device, place = device_by_short_name(args.gpu) if args.gpu else None, None
     if args.nodes is not None:
         if device is None or args.world_size != 1 or args.nodes < 1:
             raise UserError(
                 "--nodes is above 0, and goes with --gpu and without --world-size, which is nodes x GPUs per node"
             )
-        args.world_size = args.nodes * args.gpus_per_node
-    elif args.plot:
-        raise UserError("--plot draws the curve of --nodes")
+        place = cluster(
+            device, 8 if args.gpus_per_node is None else args.gpus_per_node, args.link or "ndr", args.node_link
+        )
+        args.world_size = args.nodes * place.per_node
+    else:
+        for name in ("gpus_per_node", "link", "node_link", "plot"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is of the prediction for --nodes N")
     if args.plot and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"--plot {args.plot}: expected the name of a .png or .svg")
     config = load_config(args.file, args.overrides, world_size=args.world_size)
+    if place is not None:
+        refuse_divided(config)
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
@@ -69,7 +77,7 @@ def run_describe(args: argparse.Namespace) -> int:
     from llmtrain.flops.report import print_description, print_scaling
 
     description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu)
-    points = _predictions(args, config, device, description) if args.nodes is not None and device is not None else []
+    points = _predictions(args, config, place, device, description) if place is not None and device is not None else []
     if args.json:
         print(json.dumps(asdict(description) | {"scaling": [asdict(point) for point in points]}, indent=2))
     else:
@@ -79,12 +87,13 @@ def run_describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predictions(args: argparse.Namespace, config: Config, device: Device, description: Description) -> list[Scale]:
+def _predictions(
+    args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
+) -> list[Scale]:
     from llmtrain.flops.describe import meta_model, parameter_sizes
-    from llmtrain.flops.scaling import cluster, curve, draw
+    from llmtrain.flops.scaling import curve, draw
 
     assert description.speed is not None
-    place = cluster(device, args.gpus_per_node, args.link, args.node_link)
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
     points = curve(
         config,

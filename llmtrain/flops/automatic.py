@@ -52,7 +52,7 @@ def settle(config: Config, sizes: ParameterSizes, world_size: int, local_size: i
         chosen = _with(
             config, next(_recomputations(train.activation_checkpointing)), _named(train.sharding, "full"), size
         )
-        return Settled(chosen, _reasons(config, chosen, "no GPU", shards=False))
+        return Settled(chosen, _reasons(config, chosen, "no GPU", shards=world_size > 1))
     candidates = [
         (_price(config, rank, kind, size), _with(config, kind, sharding, size))
         for kind in _recomputations(train.activation_checkpointing)
@@ -100,7 +100,7 @@ def _share(memory: Memory, available: float) -> str:
 
 
 def _reasons(before: Config, after: Config, why: str, shards: bool) -> tuple[str, ...]:
-    """shards: whether there is a choice of shardings, which one GPU and a CPU have not."""
+    """shards: several ranks, so that there is something to say of their sharding."""
     found = []
     if shards and before.train.sharding.strategy == "auto":
         sharding = after.train.sharding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -277,16 +277,29 @@ def _float8(model: HybridLM, config: Float8Config, device: Device | None) -> Flo
     """Raises UserError for a pattern of train.float8.exclude that matches nothing."""
     if problems := list(exclude_problems(config, float8_products(model, config))):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
-    work, left_out = {True: 0, False: 0}, {}
+    work, alike = {True: 0, False: 0}, defaultdict[str, list[tuple[str, str | None]]](list)
     for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used
-        if product.left_out is not None:
-            anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
-            left_out[f"{anywhere}, {product.d_in} -> {product.d_out}"] = product.left_out
+        anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
+        alike[f"{anywhere}, {product.d_in} -> {product.d_out}"].append((name, product.left_out))
+    left_out = dict(left for label, found in alike.items() for left in _left_out(label, found))
     refused = None
     if device is not None and device.peak("fp8") is None and not config.emulate:
         refused = f"{device.title} has no float8 units"
     return Float8Description(config.recipe, work[True] / sum(work.values()), list(left_out.items()), refused)
+
+
+def _left_out(label: str, found: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
+    """Labels and reasons of the layers that are left out. found: name, and reason or None, of some that are alike but for their
+    place."""
+    reasons = dict.fromkeys(reason for _, reason in found)
+    for reason in reasons:
+        if reason is None:
+            continue
+        names = [name for name, why in found if why == reason]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        shape = label.rpartition(", ")[2]
+        yield label if len(reasons) == 1 else f"{', '.join(names[:3])}{more}, {shape}", reason
 
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")

@@ -19,6 +19,7 @@ what the communication leaves, within 1 % (2026-11-26; BENCHMARKS.md, "More GPUs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,15 @@ def cluster(device: Device, per_node: int, link: str, node_link: float | None) -
         gigabits = LINKS[link] if link in LINKS else float(link)
     except ValueError:
         raise UserError(f"--link takes Gbit/s per GPU, or one of {', '.join(LINKS)}, not '{link}'") from None
-    if not (gigabits > 0 and rate > 0 and per_node > 0):
-        raise UserError("--link, --node-link and --gpus-per-node are above 0")
+    if not (0 < gigabits < math.inf and 0 < rate < math.inf and per_node > 0):
+        raise UserError("--link, --node-link and --gpus-per-node are above 0, and finite")
     return Cluster(per_node, rate * 1e9, gigabits * 1e9 / 8)
+
+
+def refuse_divided(config: Config) -> None:
+    """Raises UserError where a model or a sequence is divided between GPUs."""
+    if config.train.parallel.ranks != 1:
+        raise UserError("--nodes predicts data parallelism; use train.parallel={context: 1, tensor: 1}")
 
 
 def curve(
@@ -95,8 +102,7 @@ def curve(
     config: may have `auto`, which each number of GPUs settles for itself. rate: tokens/s of one GPU alone. memory: bytes of a GPU.
     Raises UserError where a model or a sequence is divided between GPUs.
     """
-    if config.train.parallel.ranks != 1:
-        raise UserError("--nodes predicts data parallelism; use train.parallel={context: 1, tensor: 1}")
+    refuse_divided(config)
     per_gpu = config.grad_accum(wanted) * config.train.least_microbatch
     doubled = [2**i for i in range(most.bit_length())]
     counts = {count for count in doubled if count <= place.per_node} | {place.per_node * count for count in doubled}

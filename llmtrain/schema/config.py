@@ -71,6 +71,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.against_graphs(1, self.model.dropout)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
+        yield from self._profile_problems()
         yield from schedule_problems(self)
 
     def _folder_problems(self) -> Iterator[Problem]:
@@ -118,6 +119,16 @@ class Config(Section):
                 f"needs microbatches whose tokens are a multiple of {MULTIPLE}; "
                 f"train.microbatch_size x data.seq_len is {tokens} on one rank",
             )
+
+    def _profile_problems(self) -> Iterator[Problem]:
+        """A profile that begins after the last step. A run that resumes may have more steps before it: this is the least."""
+        profile, duration = self.train.profile, self.train.duration
+        if profile is None or duration.unit == "epochs":
+            return
+        steps = duration.steps(tokens_per_step=self.tokens_per_step, steps_per_epoch=None, total_steps=None)
+        if profile.after + profile.steps > steps:
+            last = f"step {profile.after + profile.steps} would be the last of the {profile.steps} steps to profile"
+            yield Problem("train.profile.after", profile.after, f"{last}, and the run has {steps}; use fewer")
 
     def _tensor_problems(self) -> Iterator[Problem]:
         """Settings under which ranks cannot divide layers."""

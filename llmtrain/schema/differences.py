@@ -13,6 +13,7 @@ from llmtrain.config.schema_tree import default_value, is_free
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.sections.layers import NormConfig
 from llmtrain.schema.config import Config
+from llmtrain.schema.optimizers import OptimizerSection
 
 ABSENT = object()
 
@@ -40,8 +41,11 @@ def differences(old: Mapping[str, Any], new: Config) -> list[str]:
 def changes(old: Mapping[str, Any], new: Section, prefix: str = "") -> Iterator[Change]:
     """Changes within any section. prefix: its path and a dot."""
     if old.get("type") not in (None, getattr(new, "type", None)) and not is_free(type(new).model_fields["type"]):
-        # Another kind of block or layer: comparing its other settings would say nothing more.
+        # Another kind of block or layer: comparing its own settings would say nothing more.
         yield Change(prefix + "type", old["type"], new.type)  # type: ignore[attr-defined]
+        if isinstance(new, OptimizerSection):
+            groups = new.model_dump(mode="json")["groups"]
+            yield from _value_changes(old.get("groups", []), new.groups, groups, f"{prefix}groups")
         return
     if isinstance(new, ModelConfig):
         old, new = _with_norms_written_out(old, new)

@@ -123,7 +123,7 @@ class SpikeConfig(Section):
     """Skip the update of a step whose loss or gradient norm lies far above those of the steps before it (OLMo-core's SkipStep), or
     go back to the last checkpoint and on from there without the data that led to it (as PaLM's training did, arXiv:2204.02311)."""
 
-    window: Annotated[PositiveInt, Field(ge=4, le=10_000)] = 128
+    window: Annotated[int, Field(ge=4, le=10_000)] = 128
     """Steps to compare with: the last so many, skipped ones too. The guard begins once half of them are there."""
     deviations: PositiveFloat = 6.0
     """Standard deviations above the window's mean from which a step is a spike."""

@@ -43,7 +43,11 @@ def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: 
         kind = CastOnceProjection
 
     chosen = {name for name, product in products.items() if product.left_out is None}
-    if not chosen:
+    if chosen:
+        emulated = ", emulated in bf16" if config.emulate else ""
+        which = f"{len(chosen)} of {len(products)} linear layers"
+        run_log.info(f"float8 ({config.recipe}{emulated}): {which}; `llmtrain describe` names the others")
+    else:
         why = ", ".join(sorted({product.left_out or "" for product in products.values()}))
         run_log.warning(
             f"train.float8 has no effect: every product stays in bf16 ({why}; `llmtrain describe` names them)"

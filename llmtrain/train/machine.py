@@ -1,4 +1,4 @@
-"""Refusal of what a config asks for and this machine does not have, before anything heavy starts: kernels by name, float8, graphs."""
+"""Refusal of what a config asks for and this machine does not have, before anything heavy starts: kernels, float8, graphs."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[
     run_log.info("\nnext:")
     for line in longer_run(config, outcome.schedule, outcome.steps_per_epoch, train, arguments):
         run_log.info(f"  {line}")
-    run_log.info(f"  {command} describe {quoted(arguments)}")
+    ranks = f" --world-size {processes}" if processes > 1 else ""
+    run_log.info(f"  {command} describe{ranks} {quoted(arguments)}")
     run = shlex.quote(str(config.run_dir))
     run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
     try:

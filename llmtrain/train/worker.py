@@ -51,12 +51,15 @@ def run_rank(
     def run() -> int:
         nonlocal folder, lock
         config = load(world.size)
-        for line in apply_environment(config.train.environment, build_vendor(), config.run_dir):
+        environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
+        for line in environment:
             run_log.info(line)
         lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
         verified = _prepare(config, world, lock, fresh)
         with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
+            for line in environment:
+                file_log.info(line)  # the terminal has had them
             try:
                 status = _train(config, verified, file, overrides)
                 unwritable_output()  # the log has it all

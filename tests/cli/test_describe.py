@@ -196,7 +196,13 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
         (["--nodes", "2"], "goes with --gpu"),
         (["--nodes", "0", "--gpu", "h200"], "above 0"),
         (["--nodes", "2", "--gpu", "h200", "--world-size", "4"], "without --world-size"),
-        (["--plot", "x.png", "--gpu", "h200"], "--plot draws the curve of --nodes"),
+        (["--plot", "x.png", "--gpu", "h200"], "--plot is of the prediction for --nodes N"),
+        (["--link", "fast", "--gpu", "h200"], "--link is of the prediction for --nodes N"),
+        (["--gpus-per-node", "0"], "--gpus-per-node is of the prediction for --nodes N"),
+        (["--nodes", "2", "--gpu", "h200", "--link", "fast"], "--link takes Gbit/s per GPU"),
+        (["--nodes", "2", "--gpu", "h200", "--node-link", "inf"], "above 0, and finite"),
+        (["--nodes", "2", "--gpu", "h200", "--gpus-per-node", "0"], "above 0, and finite"),
+        (["--nodes", "2", "--gpu", "h200", "train.parallel.context=2"], "--nodes predicts data parallelism"),
         (["--plot", "x.pdf", "--nodes", "2", "--gpu", "h200"], "--plot x.pdf: expected the name of a .png or .svg"),
     ],
 )
@@ -228,6 +234,21 @@ def test_layers_that_stay_in_bf16_are_named_with_the_reason(capsys):
     ]
     weights = facts(capsys, "pretrain/zamba2-2.7b")["forward_causal"]["projection"] / 2
     assert float8["share"] == pytest.approx(1 - 9 * (2560 + 20480) * 128 / weights)
+
+
+def test_layers_that_are_left_out_of_some_alike_are_named_by_their_place(capsys):
+    setting = "train.float8={exclude: ['blocks.1.*', 'blocks.3.mixer.wo', 'blocks.4.mixer.wo', 'blocks.5.mixer.wo']}"
+    left_out = facts(capsys, "pretrain/llama3-8b", setting)["float8"]["left_out"]
+    assert left_out == [
+        ["blocks.1.mixer.wqkv, 4096 -> 6144", "train.float8.exclude"],
+        [
+            "blocks.1.mixer.wo, blocks.3.mixer.wo, blocks.4.mixer.wo and 1 more, 4096 -> 4096",
+            "train.float8.exclude",
+        ],
+        ["blocks.1.mlp.w_in, 4096 -> 28672", "train.float8.exclude"],
+        ["blocks.1.mlp.w_out, 14336 -> 4096", "train.float8.exclude"],
+        ["head, 4096 -> 128256", "the head"],
+    ]
 
 
 def test_a_pattern_of_layers_to_leave_out_that_matches_none_is_refused(capsys):

@@ -68,6 +68,8 @@ def test_one_gpu_has_nothing_to_shard():
 
 def test_without_a_gpu_nothing_is_gained_by_memory():
     assert chosen(CHECKPOINTING, available=None) == ("full", None, "none")
+    assert settle(config(), SIZES, 2, 2, None).reasons == ("train.sharding.strategy auto: full (no GPU)",)
+    assert settle(config(), SIZES, 1, 1, None).reasons == ()
 
 
 def test_several_nodes_exchange_gradients_alone():

@@ -125,6 +125,17 @@ def test_checkpoint_older_than_a_setting_counts_as_its_default():
     assert differences(old, config(train__nonfinite="skip")) == ["train.nonfinite: stop -> skip"]
 
 
+def test_another_optimizer_does_not_hide_other_groups():
+    old = stored()
+    old["optimizer"] |= {
+        "type": "muon",
+        "groups": [{"match": "*.A_log", "lr": 0.0, "lr_factor": None, "weight_decay": None}],
+    }
+    found = differences(old, config())
+    assert found[0] == "optimizer.type: muon -> adamw"
+    assert len(found) == 2 and found[1].startswith("optimizer.groups: [{") and found[1].endswith("}] -> []")
+
+
 def test_checkpoint_with_a_setting_that_no_longer_exists():
     old = stored()
     old["optimizer"]["amsgrad"] = True

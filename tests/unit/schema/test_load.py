@@ -182,6 +182,13 @@ def test_bad_override(load, override, path, message):
     assert message in found[path]
 
 
+def test_a_profile_after_the_last_step_is_a_problem(load):
+    load(GOOD, "train.duration=6 steps", "train.profile={steps: 3, after: 3}")
+    load(GOOD, "train.duration=1 epochs", "train.profile={steps: 3, after: 400}")
+    found = problems(load, GOOD, "train.duration=6 steps", "train.profile={steps: 3, after: 4}")
+    assert list(found) == ["train.profile.after"] and "the run has 6" in found["train.profile.after"]
+
+
 # Reports
 
 

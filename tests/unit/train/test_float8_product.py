@@ -81,14 +81,17 @@ def test_a_weight_that_comes_in_float8_is_taken_as_it_is():
     assert torch.equal(found, linear(x))
 
 
-def test_layers_are_converted_for_nvidia_alone(shards, tmp_path):
+def test_layers_are_converted_for_nvidia_alone(shards, tmp_path, caplog):
     def model() -> HybridLM:
         with torch.device("meta"):
             return HybridLM(tiny_config(shards, tmp_path).model)
 
     config = Float8Config(casts="triton", small_products=True)
     converted = model()
+    caplog.set_level("INFO", "llmtrain.run")
     float8.convert(converted, config, H200, shards=1)
+    products = [module for module in converted.modules() if isinstance(module, CastOnceProjection)]
+    assert caplog.messages[0].startswith(f"float8 (tensorwise): {len(products)} of ")
     assert any(type(module) is CastOnceProjection for module in converted.modules())
     other = model()
     float8.convert(other, config.model_copy(update={"casts": "compiled"}), H200, shards=1)
