@@ -15,6 +15,7 @@ from llmtrain.bench.train.measure import figures
 from llmtrain.bench.train.report import as_csv, as_markdown
 from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
 from llmtrain.config.report import ConfigError
+from tests.support.tiny import tiny_settings
 
 SWEEP = "models: [pretrain/mpt-125m, pretrain/mamba2-130m]\nseq_lens: [512, 1024]\ngpus: [1, 2]\nprecisions: [bf16, rowwise]\n"
 
@@ -116,6 +117,43 @@ def test_a_case_with_other_settings_is_another(tmp_path):
     other = Runs()
     bench(tmp_path, other, "models: [pretrain/mpt-125m]\nseq_lens: [512]\nsettings: [train.compile=off]\n")
     assert other.made == ["mpt-125m-512-1gpu-bf16"]
+
+
+def tiny_yaml(file: Path, changes: dict[str, Any] | None = None) -> str:
+    """A file of a tiny model, and its path."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(tiny_settings(file.parent / "none", file.parent / "run", changes)), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("changes", [{"model.layers": "m s+m"}, {"optimizer.lr": 1e-4}, {"train.compile": "on"}])
+def test_an_edited_model_is_measured_again(tmp_path, changes):
+    text = f"models: [{tiny_yaml(tmp_path / 'a.yaml')}]\n"
+    bench(tmp_path, Runs(), text)
+    tiny_yaml(tmp_path / "a.yaml", {"run_dir": "elsewhere", "eval.interval": "7 steps"})
+    same, other = Runs(), Runs()
+    bench(tmp_path, same, text)
+    tiny_yaml(tmp_path / "a.yaml", changes)
+    bench(tmp_path, other, text)
+    assert same.made == [] and other.made == ["a-32-1gpu-bf16"]
+
+
+def test_files_with_one_stem_are_told_apart_by_their_folders(tmp_path):
+    files = [tiny_yaml(tmp_path / "x" / "a.yaml"), tiny_yaml(tmp_path / "y" / "a.yaml", {"model.layers": "m s+m"})]
+    runs = Runs()
+    bench(tmp_path, runs, f"models: {json.dumps([*files, tiny_yaml(tmp_path / 'b.yaml')])}\n")
+    assert runs.made == ["x-a-32-1gpu-bf16", "y-a-32-1gpu-bf16", "b-32-1gpu-bf16"]
+    table = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["Model"] for row in table] == ["x-a", "y-a", "b"]
+    assert table[0]["NumParams"] != table[1]["NumParams"]
+
+
+def test_one_stem_in_folders_of_one_name_is_refused_with_both_files(tmp_path):
+    files = [tiny_yaml(tmp_path / "x.yml" / "a.yaml"), tiny_yaml(tmp_path / "x.yml" / "a.yml")]
+    runs = Runs()
+    with pytest.raises(ConfigError, match=r"models\.1 *line 1 .*a.yaml and .*a.yml would both be named x\.yml-a"):
+        bench(tmp_path, runs, f"models: {json.dumps(files)}\n")
+    assert runs.made == []
 
 
 def test_all_again_when_asked(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmtrain.bench.machine import facts
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
+from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
 from llmtrain.config.output_folder import unwritable_reason
@@ -40,13 +41,18 @@ def _run(args: argparse.Namespace, measure: Measure) -> int:
     known = {} if args.again else read_results(out / RESULTS)
     results: list[dict[str, Any]] = []
     for case in wanted:
-        key = {"settings": case.settings, "steps": [sweep.warmup, sweep.steps], "gpu": here.device_name}
+        key = {
+            "settings": case.settings,
+            "trains": digest(case.config),
+            "steps": [sweep.warmup, sweep.steps],
+            "gpu": here.device_name,
+        }
         result = known.get(case.name)
         if result is None or result["key"] != json.loads(json.dumps(key)) or "error" in result:
             print(f"{case.name} ...", flush=True)
             result = {
                 "name": case.name,
-                "model": Path(case.model).stem,
+                "model": case.label,
                 "seq_len": case.seq_len,
                 "gpus": case.gpus,
                 "precision": case.precision,

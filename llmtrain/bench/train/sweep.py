@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from llmtrain.bench.train.models import label_problems, labels
 from llmtrain.config.base import PositiveInt, Problem, Processes, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
@@ -45,6 +46,16 @@ class Sweep(Section):
     timeout: PositiveInt = 1800
     """Seconds after which a run that has not finished is given up."""
 
+    _file: str = PrivateAttr("the sweep")
+    _lines: dict[str, int | str] = PrivateAttr(default_factory=dict)
+
+    def read_from(self, file: str, lines: dict[str, int | str]) -> None:
+        """Remember the file and the lines of its keys, for errors."""
+        self._file, self._lines = file, lines
+
+    def error(self, problems: Sequence[Problem]) -> ConfigError:
+        return ConfigError(self._file, problems, self._lines)
+
     def problems(self) -> Iterator[Problem]:
         for i, setting in enumerate(self.settings):
             if "=" not in setting:
@@ -53,9 +64,10 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a YAML with settings on so many GPUs. name: of its folder and its results."""
+    """One run: a YAML with settings on so many GPUs. name: of its folder and its results. label: of the model in both."""
 
     name: str
+    label: str
     model: str
     seq_len: int
     gpus: int
@@ -72,26 +84,32 @@ def load_sweep(path: str | Path) -> Sweep:
     problems = [*source.problems, *found]
     if problems or sweep is None:
         raise ConfigError(str(path), problems, source.origins)
+    sweep.read_from(str(path), source.origins)
     return sweep
 
 
 def cases(sweep: Sweep, out: Path) -> list[Case]:
     """Every case, checked. out: folder of the runs. Raises ConfigError for a run that cannot be."""
+    if problems := list(label_problems(sweep.models)):
+        raise sweep.error(problems)
     found = []
-    for model in sweep.models:
+    for model, label in zip(sweep.models, labels(sweep.models), strict=True):
         base = load_config(model)
         lengths = sweep.seq_lens or [base.data.seq_len]
         for seq_len, gpus, precision in itertools.product(lengths, sweep.gpus, sweep.precisions):
-            found.append(_case(sweep, out, model, min(base.model.vocab_size, 4096), seq_len, gpus, precision))
+            name = f"{label}-{seq_len}-{gpus}gpu-{precision}"
+            vocabulary = min(base.model.vocab_size, 4096)
+            settings = _settings(sweep, out, name, vocabulary, seq_len, precision)
+            config = _config(sweep, model, settings, gpus)
+            found.append(Case(name, label, model, seq_len, gpus, precision, tuple(settings), config))
     return found
 
 
-def _case(sweep: Sweep, out: Path, model: str, vocabulary: int, seq_len: int, gpus: int, precision: Precision) -> Case:
-    name = f"{Path(model).stem}-{seq_len}-{gpus}gpu-{precision}"
+def _settings(sweep: Sweep, out: Path, name: str, vocabulary: int, seq_len: int, precision: Precision) -> list[str]:
     steps = sweep.warmup + sweep.steps
     folder = out / "data" / f"stdlib-{vocabulary}-{seq_len}"
     data = f"{{sources: [stdlib], out: {folder}, vocab_size: {vocabulary}, seq_len: {seq_len}}}"
-    settings = [
+    return [
         f"name={name}",
         f"run_dir={out / 'runs' / name}",
         "data.train=null",
@@ -108,9 +126,13 @@ def _case(sweep: Sweep, out: Path, model: str, vocabulary: int, seq_len: int, gp
         "logging={tensorboard: false, progress_bar: false}",
         *sweep.settings,
     ]
+
+
+def _config(sweep: Sweep, model: str, settings: list[str], gpus: int) -> Config:
+    """The config of a run. Adds to `settings` the batch that batch_tokens makes."""
     config = load_config(model, settings)
     if sweep.batch_tokens is not None:
         unit = gpus // config.train.parallel.ranks * config.train.least_microbatch
-        batch = max(sweep.batch_tokens * gpus // (unit * seq_len), 1) * unit
+        batch = max(sweep.batch_tokens * gpus // (unit * config.data.seq_len), 1) * unit
         settings.append(f"train.global_batch_size={batch}")
-    return Case(name, model, seq_len, gpus, precision, tuple(settings), load_config(model, settings, world_size=gpus))
+    return load_config(model, settings, world_size=gpus)
