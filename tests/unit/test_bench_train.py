@@ -62,6 +62,38 @@ def test_a_wrong_sweep_is_reported(tmp_path, text, path):
         sweep(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("train.precision=amp_bf16", "use precisions"),
+        ("train.float8={}", "use precisions"),
+        ("train.float8.small_products=true", "use precisions"),
+        ("train.duration=9 steps", "use steps and warmup"),
+        (" name = zzz", "rename the model's YAML"),
+        ("run_dir=/tmp/x", "use --out"),
+        ("data.seq_len=64", "use seq_lens"),
+        ("data.train.streams=null", "leave it out"),
+        ("data={seq_len: 64}", r"would replace data.train, .*data.seq_len, .*write data.KEY=VALUE"),
+        ("schedule.type=cosine", "leave it out"),
+        ("logging.interval=5", "leave it out"),
+        ("train.global_batch_size=8", "use one of the two"),
+    ],
+)
+def test_what_the_sweep_sets_is_refused_among_its_settings(tmp_path, setting, told):
+    sizes = "batch_tokens: 4096\n" if "batch" in setting else ""
+    key = setting.partition("=")[0].strip()
+    with pytest.raises(ConfigError, match=rf"settings\.1 *line 2 +{key} .*{told}"):
+        sweep(tmp_path, f"models: [mpt-125m]\nsettings: [train.compile=off, {json.dumps(setting)}]\n{sizes}")
+
+
+def test_details_of_float8_and_sizes_of_batches_may_be_set(tmp_path):
+    settings = "settings: [train.float8.small_products=true, train.microbatch_size=2, train.global_batch_size=6]\n"
+    [case] = cases(sweep(tmp_path, f"models: [mpt-125m]\nprecisions: [rowwise]\n{settings}"), tmp_path)
+    train = case.config.train
+    assert train.float8 and train.float8.small_products and train.float8.recipe == "rowwise"
+    assert (train.microbatch_size, train.global_batch_size) == (2, 6)
+
+
 def test_a_case_that_cannot_be_is_reported_before_any_is_run(tmp_path):
     text = "models: [pretrain/mpt-125m]\ngpus: [1, 7]\n"
     with pytest.raises(ConfigError, match="must be a multiple of"):

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from llmtrain.bench.train.models import label_problems, labels
+from llmtrain.bench.train.own_settings import own_setting_problems
 from llmtrain.config.base import PositiveInt, Problem, Processes, Section
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
@@ -38,7 +39,7 @@ class Sweep(Section):
     """Tokens per step and GPU, rounded down to whole microbatches, at least one. Default: each YAML's global_batch_size, which is
     strong scaling."""
     settings: list[str] = []
-    """Further settings of every run, `a.b=c`."""
+    """Further settings of every run, `a.b=c`; none that the sweep makes itself."""
     steps: PositiveInt = 20
     """Steps to measure."""
     warmup: PositiveInt = 5
@@ -57,9 +58,8 @@ class Sweep(Section):
         return ConfigError(self._file, problems, self._lines)
 
     def problems(self) -> Iterator[Problem]:
-        for i, setting in enumerate(self.settings):
-            if "=" not in setting:
-                yield Problem(f"settings.{i}", setting, "is no setting; write a.b=c")
+        float8 = not {"fp32", "bf16"} & set(self.precisions)
+        yield from own_setting_problems(self.settings, batch=self.batch_tokens is not None, float8=float8)
 
 
 @dataclass(frozen=True)
