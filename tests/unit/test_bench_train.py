@@ -86,6 +86,36 @@ def test_what_the_sweep_sets_is_refused_among_its_settings(tmp_path, setting, to
         sweep(tmp_path, f"models: [mpt-125m]\nsettings: [train.compile=off, {json.dumps(setting)}]\n{sizes}")
 
 
+@pytest.mark.parametrize(
+    "text", ["seq_lens: [64, 128, 64]", "gpus: [1, 2, 1]", "precisions: [bf16, fp32, bf16]"], ids=lambda text: text[:4]
+)
+def test_equal_cases_are_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=rf"{text.partition(':')[0]}\.2 *line 2 .* is there twice"):
+        sweep(tmp_path, f"models: [mpt-125m]\n{text}\n")
+
+
+def test_a_model_that_is_named_twice_is_refused_by_whatever_names(tmp_path):
+    with pytest.raises(ConfigError, match=r"models\.1 *line 1 *'pretrain/mpt-125m': is there twice"):
+        cases(sweep(tmp_path, "models: [mpt-125m, pretrain/mpt-125m]\n"), tmp_path)
+
+
+def test_a_batch_below_one_microbatch_is_refused(tmp_path):
+    text = "models: [mpt-125m]\nseq_lens: [64]\ngpus: [2]\nbatch_tokens: 10\nsettings: [train.microbatch_size=2]\n"
+    with pytest.raises(
+        ConfigError, match=r"batch_tokens *line 4 *10: .* mpt-125m on 2 GPUs, 2 x 64 tokens; use at least 128"
+    ):
+        cases(sweep(tmp_path, text), tmp_path)
+    [case] = cases(sweep(tmp_path, text.replace("10", "128")), tmp_path)
+    assert case.config.train.global_batch_size == 4
+
+
+def test_a_batch_that_is_rounded_is_told(tmp_path, capsys):
+    text = "models: [mpt-125m]\nseq_lens: [64, 100]\nbatch_tokens: 1280\nsettings: [train.microbatch_size=2]\n"
+    bench(tmp_path, Runs(), text)
+    told = [line for line in capsys.readouterr().out.splitlines() if "batch_tokens" in line]
+    assert told == ["mpt-125m-100-1gpu-bf16: batch_tokens 1,280, in whole microbatches 1,200"]
+
+
 def test_details_of_float8_and_sizes_of_batches_may_be_set(tmp_path):
     settings = "settings: [train.float8.small_products=true, train.microbatch_size=2, train.global_batch_size=6]\n"
     [case] = cases(sweep(tmp_path, f"models: [mpt-125m]\nprecisions: [rowwise]\n{settings}"), tmp_path)

@@ -36,6 +36,12 @@ def _run(args: argparse.Namespace, measure: Measure) -> int:
     if reason := unwritable_reason(out):
         raise UserError(f"--out {out}: {reason}")
     wanted = cases(sweep, out)  # all are checked before the first is run
+    for case in wanted:
+        if (
+            sweep.batch_tokens is not None
+            and (tokens := case.config.tokens_per_step // case.gpus) != sweep.batch_tokens
+        ):
+            print(f"{case.name}: batch_tokens {sweep.batch_tokens:,}, in whole microbatches {tokens:,}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     here = detect()
     known = {} if args.again else read_results(out / RESULTS)

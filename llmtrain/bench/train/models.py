@@ -27,12 +27,17 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def label_problems(models: Sequence[str]) -> Iterator[Problem]:
-    """Files whose runs would have the same names."""
+    """Files that are named twice, or whose runs would have the same names."""
     first: dict[str, tuple[str, Path]] = {}
     for i, (model, label) in enumerate(zip(models, labels(models), strict=True)):
         file = find_config(model).resolve()
-        other, known = first.setdefault(label, (model, file))
-        if known != file:
+        if label not in first:
+            first[label] = model, file
+            continue
+        other, known = first[label]
+        if known == file:
+            yield Problem(f"models.{i}", model, "is there twice; name each model once")
+        else:
             text = f"{other} and {model} would both be named {label} in the results; rename one file, or its folder"
             yield Problem(f"models.{i}", None, text)
 

@@ -36,8 +36,7 @@ class Sweep(Section):
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["bf16"]
     """fp32, bf16, or a recipe of train.float8."""
     batch_tokens: PositiveInt | None = None
-    """Tokens per step and GPU, rounded down to whole microbatches, at least one. Default: each YAML's global_batch_size, which is
-    strong scaling."""
+    """Tokens per step and GPU, rounded down to whole microbatches. Default: each YAML's global_batch_size: strong scaling."""
     settings: list[str] = []
     """Further settings of every run, `a.b=c`; none that the sweep makes itself."""
     steps: PositiveInt = 20
@@ -58,6 +57,10 @@ class Sweep(Section):
         return ConfigError(self._file, problems, self._lines)
 
     def problems(self) -> Iterator[Problem]:
+        for key, values in {"seq_lens": self.seq_lens, "gpus": self.gpus, "precisions": self.precisions}.items():
+            for i, value in enumerate(values):
+                if value in values[:i]:
+                    yield Problem(f"{key}.{i}", value, "is there twice; a case is measured once")
         float8 = not {"fp32", "bf16"} & set(self.precisions)
         yield from own_setting_problems(self.settings, batch=self.batch_tokens is not None, float8=float8)
 
@@ -131,8 +134,14 @@ def _settings(sweep: Sweep, out: Path, name: str, vocabulary: int, seq_len: int,
 def _config(sweep: Sweep, model: str, settings: list[str], gpus: int) -> Config:
     """The config of a run. Adds to `settings` the batch that batch_tokens makes."""
     config = load_config(model, settings)
-    if sweep.batch_tokens is not None:
-        unit = gpus // config.train.parallel.ranks * config.train.least_microbatch
-        batch = max(sweep.batch_tokens * gpus // (unit * config.data.seq_len), 1) * unit
-        settings.append(f"train.global_batch_size={batch}")
+    groups = gpus // config.train.parallel.ranks
+    if sweep.batch_tokens is not None and groups:  # else the ranks are what is wrong
+        unit = groups * config.train.least_microbatch
+        microbatches = sweep.batch_tokens * gpus // (unit * config.data.seq_len)
+        if not microbatches:
+            least = -(-unit * config.data.seq_len // gpus)
+            run, size = f"{model} on {gpus} GPU{'s' * (gpus > 1)}", config.train.least_microbatch
+            text = f"is less than one microbatch of {run}, {size} x {config.data.seq_len} tokens; use at least {least}"
+            raise sweep.error([Problem("batch_tokens", sweep.batch_tokens, text)])
+        settings.append(f"train.global_batch_size={microbatches * unit}")
     return load_config(model, settings, world_size=gpus)
