@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmtrain.bench.train import command
+from llmtrain.bench.train.cases import Case, cases
 from llmtrain.bench.train.measure import figures
 from llmtrain.bench.train.report import as_csv, as_markdown
-from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
+from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.report import ConfigError
 from tests.support.tiny import tiny_settings
 
@@ -124,10 +126,36 @@ def test_details_of_float8_and_sizes_of_batches_may_be_set(tmp_path):
     assert (train.microbatch_size, train.global_batch_size) == (2, 6)
 
 
-def test_a_case_that_cannot_be_is_reported_before_any_is_run(tmp_path):
-    text = "models: [pretrain/mpt-125m]\ngpus: [1, 7]\n"
-    with pytest.raises(ConfigError, match="must be a multiple of"):
+def test_a_case_that_cannot_be_is_reported_before_any_is_run_at_the_key_of_the_sweep(tmp_path):
+    text = "models: [mpt-125m, mpt-1b]\ngpus: [1, 7]\nprecisions: [bf16, fp32]\n"
+    with pytest.raises(ConfigError) as error:
         cases(sweep(tmp_path, text), tmp_path)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{tmp_path}/sweep.yaml: 2 errors"
+    for line, model, size in zip(lines, ("mpt-125m", "mpt-1b"), (256, 512), strict=True):
+        assert re.match(
+            rf" *gpus\.1 +line 2 +{model} on 7 GPUs: train\.global_batch_size = {size}: must be a multiple of", line
+        )
+        assert line.endswith("or give the sweep batch_tokens")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("settings: [train.compile=off, train.foo=3]", r"settings\.1 +line 2 +mpt-125m: train\.foo: unknown key"),
+        (
+            "seq_lens: [64, 4096]\nsettings: [model.max_seq_len=64]",
+            r"seq_lens\.1 +line 2 +mpt-125m: data\.seq_len = 4096",
+        ),
+        (
+            "gpus: [3]\nsettings: [train.parallel.context=2]\nbatch_tokens: 4096",
+            r"gpus\.0 +line 2 +mpt-125m on 3 GPUs: ",
+        ),
+    ],
+)
+def test_what_a_run_cannot_have_is_told_at_the_key_of_the_sweep(tmp_path, text, told):
+    with pytest.raises(ConfigError, match=told):
+        cases(sweep(tmp_path, f"models: [mpt-125m]\n{text}\n"), tmp_path)
 
 
 FIGURES = {

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks.kept import Case
-from llmtrain.bench.train.sweep import cases, load_sweep
+from llmtrain.bench.train.cases import cases
+from llmtrain.bench.train.sweep import load_sweep
 
 
 def test_a_case_trains_the_same_batch_on_all_and_on_each(tmp_path):

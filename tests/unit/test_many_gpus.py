@@ -11,7 +11,8 @@ from benchmarks.many_gpus import PARTS, Host, programs_of
 from benchmarks.many_gpus_predictions import memory, predicted
 from benchmarks.many_gpus_programs import Program, groups, placed, run
 from benchmarks.many_gpus_table import Row, write
-from llmtrain.bench.train.sweep import cases, load_sweep
+from llmtrain.bench.train.cases import cases
+from llmtrain.bench.train.sweep import load_sweep
 
 
 def result(model: str, gpus: int, precision: str = "bf16", rate: float = 10_000.0, mfu: float = 0.6) -> dict:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.bench.machine import facts
+from llmtrain.bench.train.cases import Case, cases
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
 from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
-from llmtrain.bench.train.sweep import Case, Sweep, cases, load_sweep
+from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.train.sweep import Case, Sweep
+from llmtrain.bench.train.cases import Case
+from llmtrain.bench.train.sweep import Sweep
 from llmtrain.train.settled import FILE, read_settled
 
 _POLL_SECONDS = 0.5
