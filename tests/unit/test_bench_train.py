@@ -228,6 +228,19 @@ def test_an_edited_model_is_measured_again(tmp_path, changes):
     assert same.made == [] and other.made == ["a-32-1gpu-bf16"]
 
 
+def test_a_model_that_is_edited_while_it_is_measured_gets_no_figure(tmp_path, capsys):
+    text = f"models: [{tiny_yaml(tmp_path / 'a.yaml')}]\n"
+
+    class Edited(Runs):
+        def __call__(self, case: Case, sweep: Sweep) -> dict[str, Any]:
+            tiny_yaml(tmp_path / "a.yaml", {"model.layers": "m s+m"})
+            return super().__call__(case, sweep)
+
+    assert bench(tmp_path, Edited(), text) == 1 and "a.yaml was edited before" in capsys.readouterr().out
+    again = Runs()
+    assert bench(tmp_path, again, text) == 0 and again.made == ["a-32-1gpu-bf16"]
+
+
 def test_files_with_one_stem_are_told_apart_by_their_folders(tmp_path):
     files = [tiny_yaml(tmp_path / "x" / "a.yaml"), tiny_yaml(tmp_path / "y" / "a.yaml", {"model.layers": "m s+m"})]
     runs = Runs()

@@ -16,10 +16,12 @@ from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
 from llmtrain.flops.describe import meta_model
 from llmtrain.kernels.platform import detect
+from llmtrain.schema.load import load_config
 
 Measure = Callable[[Case, Sweep], dict[str, Any]]
 RESULTS, TABLE, SHEET, PICTURE = "results.jsonl", "results.md", "results.csv", "results.png"
@@ -65,7 +67,7 @@ def _run(args: argparse.Namespace, measure: Measure) -> int:
                 "precision": case.precision,
                 "gpu": here.device_name or "CPU",
                 "parameters": count_parameters(meta_model(case.config.model)).total,
-                **measure(case, sweep),
+                **_measured(case, sweep, measure),
                 "date": time.strftime("%Y-%m-%d"),
                 "key": key,
             }
@@ -76,6 +78,19 @@ def _run(args: argparse.Namespace, measure: Measure) -> int:
         _write(out, results)
     print(f"{out / TABLE}, {SHEET}, {PICTURE}")
     return int(any("error" in result for result in results))
+
+
+def _measured(case: Case, sweep: Sweep, measure: Measure) -> dict[str, Any]:
+    """Figures of a case, or an error if its YAML was edited meanwhile: which of the two was trained is not known."""
+    found = measure(case, sweep)
+    if "error" not in found:
+        try:
+            same = digest(load_config(case.model, case.settings)) == digest(case.config)
+        except ConfigError:
+            same = False
+        if not same:
+            return {"error": f"{case.model} was edited before this case was measured; give the same command again"}
+    return found
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
