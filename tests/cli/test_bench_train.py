@@ -39,7 +39,7 @@ def write_sweep(folder: Path, sweep: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_measures_and_leaves_only_its_results(tmp_path, monkeypatch, capsys):
+def test_a_sweep_trains_measures_and_leaves_its_results_and_logs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = ["train.microbatch_size=auto"]
     write_sweep(tmp_path, {"precisions": ["fp32"], "steps": 3, "warmup": 2, "gpus": [1, 2], "settings": settings})
@@ -50,4 +50,5 @@ def test_a_sweep_trains_measures_and_leaves_only_its_results(tmp_path, monkeypat
     for row in rows:
         assert float(row["Throughput (T/s)"]) > 0 and row["GlobalBatchSize"] == "8"
         assert int(row["MicroBatchSize"]) * int(row["GradAccum"]) * int(row["# GPUs"]) == 8
-    assert list((out / "runs").iterdir()) == []
+    logs = [f"tiny-32-{gpus}gpu-fp32.txt" for gpus in (1, 2)]
+    assert sorted(path.name for path in (out / "runs").iterdir()) == logs
