@@ -12,8 +12,12 @@ def check(here: Platform) -> None:
 
     Raises UserError for one that is wrong, or that LLMTRAIN_TUNING names and is missing.
     """
-    named = tuning.named_arch()
-    every = [arch for archs in tuning.TABLES.values() for arch in archs]
-    for arch in [named] if named else every if here.vendor == "cpu" else [here.arch]:
+    if named := tuning.named_arch():
+        architectures = [named]
+    elif here.vendor == "cpu":
+        architectures = [arch for known in tuning.TABLES.values() for arch in known]
+    else:
+        architectures = [here.arch]
+    for arch in architectures:
         tuning.own_rows(arch)
         measured.read(measured.own_file(arch))

@@ -277,29 +277,29 @@ def _float8(model: HybridLM, config: Float8Config, device: Device | None) -> Flo
     """Raises UserError for a pattern of train.float8.exclude that matches nothing."""
     if problems := list(exclude_problems(config, float8_products(model, config))):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
-    work, alike = {True: 0, False: 0}, defaultdict[str, list[tuple[str, str | None]]](list)
+    work, alike = {True: 0, False: 0}, defaultdict[tuple[str, str], list[tuple[str, str | None]]](list)
     for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used
         anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
-        alike[f"{anywhere}, {product.d_in} -> {product.d_out}"].append((name, product.left_out))
-    left_out = dict(left for label, found in alike.items() for left in _left_out(label, found))
+        alike[anywhere, f"{product.d_in} -> {product.d_out}"].append((name, product.left_out))
+    left_out = [left for (anywhere, shape), found in alike.items() for left in _left_out(anywhere, shape, found)]
     refused = None
     if device is not None and device.peak("fp8") is None and not config.emulate:
         refused = f"{device.title} has no float8 units"
-    return Float8Description(config.recipe, work[True] / sum(work.values()), list(left_out.items()), refused)
+    return Float8Description(config.recipe, work[True] / sum(work.values()), left_out, refused)
 
 
-def _left_out(label: str, found: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Labels and reasons of the layers that are left out. found: name, and reason or None, of some that are alike but for their
-    place."""
+def _left_out(anywhere: str, shape: str, found: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
+    """Names with the shape, and reasons, of the layers that are left out. anywhere: the name of all in `found`, with `*` for their
+    places; these are pairs of a name and a reason or None."""
     reasons = dict.fromkeys(reason for _, reason in found)
     for reason in reasons:
         if reason is None:
             continue
         names = [name for name, why in found if why == reason]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        shape = label.rpartition(", ")[2]
-        yield label if len(reasons) == 1 else f"{', '.join(names[:3])}{more}, {shape}", reason
+        label = anywhere if len(reasons) == 1 else ", ".join(names[:3]) + more
+        yield f"{label}, {shape}", reason
 
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")
