@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
-from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.suffix import SuffixAttention
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
@@ -223,7 +223,7 @@ class Attention(Mixer):
     @property
     def overlaps_segments(self) -> bool:
         """True if keys and values of ranks that share sequences travel beside the work on this rank's own."""
-        return isinstance(self.segment_kernel, LastQueries)
+        return isinstance(self.segment_kernel, SuffixAttention)
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
         return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)

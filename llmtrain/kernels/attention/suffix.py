@@ -26,25 +26,27 @@ class Kernel(Protocol):
     square: bool
     """K is Q in every call."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool) -> tuple[Tensor, Tensor]:
         """Output like q, and log-sum-exp [batch, n_heads, Q] in fp32 or wider."""
         ...
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v. out, lse: of the whole, contiguous."""
         ...
 
 
 @dataclass(frozen=True)
-class How:
+class AttentionScale:
+    """Factor of the scores, and their softcap or None."""
+
     scale: float
     softcap: float | None
 
 
-class LastQueries:
-    """kernel: a name of `KERNELS`."""
+class SuffixAttention:
+    """Attention of a suffix's queries. kernel: a name of `KERNELS`."""
 
     def __init__(self, spec: AttentionSpec, kernel: str):
         self.spec, self.kernel = spec, kernel
@@ -70,7 +72,7 @@ def _calls(kernel: Kernel, queries: int, keys: int) -> Iterator[tuple[slice, boo
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    one, how = KERNELS[kernel], How(scale, softcap)
+    one, how = KERNELS[kernel], AttentionScale(scale, softcap)
     whole: tuple[Tensor, Tensor] | None = None
     for at, causal in _calls(one, q.shape[1], k.shape[1]):
         part = one.forward(q, k[:, at], v[:, at], how, causal)
@@ -97,7 +99,7 @@ def _compiled_merge() -> Any:
     return torch.compile(_merge, dynamic=False)
 
 
-_forward_op = operator("attention_last_queries", _forward)
+_forward_op = operator("attention_suffix", _forward)
 
 
 @torch.library.register_fake(_forward_op)
@@ -111,7 +113,7 @@ def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _gradients(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    one, how = KERNELS[kernel], How(scale, softcap)
+    one, how = KERNELS[kernel], AttentionScale(scale, softcap)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     dq: Tensor | None = None
     for at, causal in _calls(one, q.shape[1], k.shape[1]):
@@ -121,7 +123,7 @@ def _gradients(
     return dq.to(q.dtype).contiguous(), dk, dv
 
 
-_backward_op = operator("attention_last_queries_backward", _gradients)
+_backward_op = operator("attention_suffix_backward", _gradients)
 
 
 @torch.library.register_fake(_backward_op)
@@ -149,13 +151,13 @@ register_autograd(_forward_op, _backward, save_for_backward)
 class _CuDNN:
     square = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = op(*_heads_first(q, k, v), None, True, 0.0, causal, False, scale=how.scale)
         return out.transpose(1, 2), lse.flatten(2)
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool
     ) -> tuple[Tensor, ...]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is 0
@@ -167,14 +169,14 @@ class _CuDNN:
 class _CPU:
     square = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool) -> tuple[Tensor, Tensor]:
         group = q.shape[2] // k.shape[2]
         q, k, v = _heads_first(q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=how.scale)
         return out.transpose(1, 2), lse
 
     def backward(
-        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How, causal: bool
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: AttentionScale, causal: bool
     ) -> tuple[Tensor, ...]:
         op, n_kv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, k.shape[2]
         group = q.shape[2] // n_kv
