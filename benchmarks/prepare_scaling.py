@@ -33,7 +33,7 @@ import zstandard
 
 from benchmarks.cores import busy, describe, hash_megabytes, physical_cores
 from benchmarks.prepare import write_corpus
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.maker import MakeSettings, PartitionMaker
 from llmtrain.data.partitions.report import REPORTS, SPLITS
 from llmtrain.data.sources.files import list_files

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.prepare import prepare
 from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.schema.config import Config

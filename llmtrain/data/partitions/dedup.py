@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.sources.records import Slice
 
 MOST_COMPARED = 1 << 22

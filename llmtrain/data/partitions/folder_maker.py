@@ -15,8 +15,7 @@ from typing import Any
 
 from llmtrain import __version__
 from llmtrain.config.output_folder import partial_folder, replace_file
-from llmtrain.data.partitions import cut
-from llmtrain.data.partitions.cut import Partition, identify
+from llmtrain.data.partitions.cutting import Partition, cut, identify
 from llmtrain.data.partitions.dedup import find_duplicates, has_hashes, without
 from llmtrain.data.partitions.maker import MakeSettings
 from llmtrain.data.partitions.merge import TEXT_KEEPERS, merge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.dedup import DocumentHashes, position
 from llmtrain.data.partitions.maker import PartitionMaker, refuse_changed
 from llmtrain.data.partitions.report import REPORTS

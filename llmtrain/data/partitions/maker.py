@@ -20,7 +20,7 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.dedup import position
 from llmtrain.data.partitions.provenance import DocumentRecorder, write_documents
 from llmtrain.data.partitions.report import (

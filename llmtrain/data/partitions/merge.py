@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.partitions.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.provenance import SOURCES, MergedDocuments, documents_path, read_documents
 from llmtrain.data.partitions.report import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
 from llmtrain.data.shards.mds_writer import stored_part, write_index

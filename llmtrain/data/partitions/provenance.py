@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.partitions.array_file import pack_arrays, unpack_arrays
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.shards.best_fit import Layout
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.data.sources.records import Slice

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.hash_documents import hash_documents
 from llmtrain.data.partitions.maker import MakeSettings, PartitionMaker
 from llmtrain.data.partitions.report import PartitionReport

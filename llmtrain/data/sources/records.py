@@ -179,7 +179,7 @@ def _read(source: _Source) -> Iterator[Pieces | BadRecord]:
 
 
 def _rows(source: _Source) -> Iterator[Pieces | BadRecord]:
-    from llmtrain.data import tables  # pyarrow takes a third of a second
+    from llmtrain.data.sources import tables  # pyarrow takes a third of a second
 
     part, kind = source.part, source.format.kind
     texts: list[str] = []

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterator
 
-from llmtrain.data.partitions.cut import splits
+from llmtrain.data.partitions.cutting import splits
 from llmtrain.data.shards.packing import is_held_out
 from llmtrain.data.sources.files import SourceFile
 from llmtrain.data.sources.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole

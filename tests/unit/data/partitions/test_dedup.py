@@ -14,9 +14,9 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.data.inspect.sample_documents import SourceDocument
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.partitions import dedup
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.dedup import DocumentHashes, find_duplicates
 from llmtrain.data.prepare import Part, PartState, PreparedFolder, PrepareError, prepare, prepare_part
 from llmtrain.data.prepare_streams import prepare_streams

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmtrain.data.inspect.sample_documents import summarise
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.partitions.provenance import DocumentRecorder, documents_path, read_documents, write_documents
 from llmtrain.data.prepare import Part, prepare, prepare_part
 from llmtrain.data.shards.stored_stream import StoredStream, open_place

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.partitions import ray_engine
 from llmtrain.data.prepare import PrepareError, prepare
 from tests.support.prepared import digests

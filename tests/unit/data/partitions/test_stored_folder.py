@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.partitions import stored_folder
 from llmtrain.data.partitions.maker import PartitionMaker
 from llmtrain.data.prepare import Part, PartState, PrepareError, prepare, prepare_part

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.data.partitions import workers
-from llmtrain.data.partitions.cut import Partition
+from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.maker import MakeSettings
 from llmtrain.data.partitions.report import REPORTS, SPLITS
 from llmtrain.data.partitions.workers import Task, make_partitions

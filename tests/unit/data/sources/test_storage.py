@@ -14,7 +14,7 @@ import pytest
 from fsspec.spec import AbstractBufferedFile
 
 from llmtrain.cli import main
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources import storage
 from llmtrain.data.sources.files import PassedOver, PrepareError, list_files

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.prepare import prepare
 from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.sources import token_files

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from streaming import MDSWriter
 
 from llmtrain.cli import main
-from llmtrain.data.partitions import cut
-from llmtrain.data.partitions import cut as partitions
+from llmtrain.data.partitions import cutting as partitions
+from llmtrain.data.partitions.cutting import cut
 from llmtrain.data.partitions.maker import PartitionMaker
 from llmtrain.data.partitions.prepared_folder import MANIFEST
 from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
