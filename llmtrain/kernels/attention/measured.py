@@ -97,8 +97,8 @@ class Cell:
         """Features of `other` that this cell is without, and one more for another grouping; None where this cell does not apply
         to the other: it has a feature more, or lacks some and has neither ALiBi nor a softcap, or neither has a feature, but
         another grouping. With a feature, ours is ahead by nearly as much in all groupings of the grid; of several features ALiBi
-        and the softcap decide, which only Flex and ours serve: at two combinations of a softcap ours was 1.41 and 1.81 times as fast as
-        Flex, 2.3 and 2.1 times by the cells of a softcap alone.
+        and the softcap decide, which only Flex and ours serve: at two combinations of a softcap ours was 1.41 and 1.81 times as
+        fast as Flex, 2.3 and 2.1 times by the cells of a softcap alone.
         """
         lacking, regrouped = len(other.features - self.features), self.grouping != other.grouping
         if self.features - other.features or (lacking and not self.features & {"alibi", "softcap"}):

@@ -17,12 +17,14 @@ from torch.distributed.distributed_c10d import GroupName
 from llmtrain.kernels.attention import suffix
 from llmtrain.kernels.attention.suffix import KERNELS, AttentionScale, SuffixAttention, merged
 from llmtrain.kernels.operators import operator, register_autograd
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 OPERATOR = "llmtrain.segment_attention.default"
 
 
-def segment_attention(kernel: SuffixAttention, segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def segment_attention(
+    kernel: SuffixAttention, segments: ContextParallelRanks, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """q: [batch, 2 * n, n_heads, head_dim], of this rank's two segments; k, v: [batch, 2 * n, n_kv_heads, head_dim] -> like q,
     contiguous."""
     spec, ranks = kernel.spec, (segments.rank, segments.size, segments.group)
@@ -33,7 +35,11 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp, [batch, n_heads, 2 * n] in fp32 or wider."""
-    one, how, segments = KERNELS[kernel], AttentionScale(scale, softcap), Segments(rank, size, GroupName(group))
+    one, how, segments = (
+        KERNELS[kernel],
+        AttentionScale(scale, softcap),
+        ContextParallelRanks(rank, size, GroupName(group)),
+    )
     everyones = _gathering(segments, k, v)
     queries, keys, values = (segments.halves(t) for t in (q, k, v))
     found = [one.forward(queries[i], keys[i], values[i], how, True) for i in range(2)]
@@ -54,7 +60,11 @@ def launch_backward(
     scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    one, how, segments = KERNELS[kernel], AttentionScale(scale, softcap), Segments(rank, size, GroupName(group))
+    one, how, segments = (
+        KERNELS[kernel],
+        AttentionScale(scale, softcap),
+        ContextParallelRanks(rank, size, GroupName(group)),
+    )
     everyones = _gathering(segments, k, v)
     outs, log_sums = segments.halves(out), [t.contiguous() for t in lse.chunk(2, dim=2)]
     queries, keys, values, douts = (segments.halves(t) for t in (q, k, v, dout))
@@ -94,13 +104,13 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | Non
 register_autograd(segment_attention_forward, _backward, suffix.save_for_backward)
 
 
-def _gathering(segments: Segments, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+def _gathering(segments: ContextParallelRanks, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Begin to gather keys and values; by a call of the result each [batch, count, n, n_kv_heads, head_dim]."""
     begun = [segments.gathering(segments.fold(t)) for t in (k, v)]
     return lambda: [wait() for wait in begun]
 
 
-def _of_others(segments: Segments) -> list[tuple[int, int]]:
+def _of_others(segments: ContextParallelRanks) -> list[tuple[int, int]]:
     """(which of the own segments, slot of an earlier segment that another rank holds), for each such call."""
     own = range(segments.own_slots.start, segments.own_slots.stop)
     return [
