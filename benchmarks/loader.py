@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from llmtrain.data.loaders import TrainLoader, build_train_loader
+from llmtrain.data.loader.loaders import TrainLoader, build_train_loader
 from llmtrain.errors import exit_with
 from llmtrain.schema.data import DataConfig
 

@@ -62,7 +62,7 @@ class Training:
         from llmtrain.models.hybrid import HybridLM
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import parallelize
-        from llmtrain.train.tensor_gradients import TensorGradients
+        from llmtrain.train.ranks.tensor_gradients import TensorGradients
 
         self.device, train = initialize(), config.train
         self.world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
@@ -97,7 +97,7 @@ class Training:
 
     def update(self) -> None:
         """Clipping and the optimizer's step."""
-        from llmtrain.train.tensor_gradients import clip_shards
+        from llmtrain.train.ranks.tensor_gradients import clip_shards
 
         if self.divided is None:
             clip_shards(list(self.model.parameters()), self.most)

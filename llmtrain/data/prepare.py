@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain.config.output_folder import OutputError, publish_folder
-from llmtrain.data.folder_maker import FolderMaker, Part, PartState
-from llmtrain.data.prepared_folder import PreparedFolder, lock_folder
-from llmtrain.data.source_files import PrepareError
+from llmtrain.data.partitions.folder_maker import FolderMaker, Part, PartState
+from llmtrain.data.partitions.prepared_folder import PreparedFolder, lock_folder
+from llmtrain.data.sources.files import PrepareError
 from llmtrain.schema.data import PrepareConfig
 
 __all__ = ["Part", "PartState", "PrepareError", "PreparedFolder", "prepare", "prepare_part"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import partial_folder, unwritable_reason
-from llmtrain.data.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
-from llmtrain.data.source_files import PrepareError, SourceFile, stored_bytes
-from llmtrain.data.token_kinds import token_kind
+from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
+from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
+from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
 

@@ -22,7 +22,7 @@ from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
 
 
@@ -115,7 +115,7 @@ class HybridLM(nn.Module):
         seq_len: int,
         device: torch.device,
         document_ids: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: ContextParallelRanks | None = None,
     ) -> Context:
         """The context of whole sequences, as in training and validation.
 

@@ -33,7 +33,7 @@ from llmtrain.models.sections.layers import (
     RotaryPosition,
     YarnScaling,
 )
-from llmtrain.models.slices import hold
+from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 Output = TypeVar("Output")
@@ -67,12 +67,12 @@ class Linear(nn.Linear):
     def split_output(self, ranks: TensorRanks, parts: Sequence[Part]) -> None:
         """Compute this rank's part of the output. Its flops stay those of all ranks."""
         for name, _ in list(self.named_parameters()):
-            hold(self, name, ranks.slices(0, parts))
+            shard_parameter(self, name, ranks.slices(0, parts))
 
     def split_input(self, ranks: TensorRanks, part: Part) -> None:
         """Read this rank's part of the input, and hand on the sum over the ranks (TensorRanks.leave)."""
         self.summing = ranks
-        hold(self, "weight", ranks.slices(1, [part]))
+        shard_parameter(self, "weight", ranks.slices(1, [part]))
 
     def forward(self, input: Tensor) -> Tensor:
         if self.summing is None:
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
     def split(self, ranks: TensorRanks) -> None:
         """Keep this rank's rows. Of all tokens come this rank's own, or all (TensorRanks.leave)."""
         self.ranks = ranks
-        hold(self, "weight", ranks.slices(0, [Part(self.n)]))
+        shard_parameter(self, "weight", ranks.slices(0, [Part(self.n)]))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": normal(scale.of(self.weight.shape[1]))}
@@ -157,7 +157,7 @@ class Norm(nn.Module):
         """Read this rank's part of the channels, and normalise by the statistics of all."""
         self.plain = self.kernel = SplitNorm(self.plain.spec, ranks, part)
         for name, _ in list(self.named_parameters()):
-            hold(self, name, ranks.slices(0, [part]))
+            shard_parameter(self, name, ranks.slices(0, [part]))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {"weight": constant(0.0 if self.zero_centered else 1.0)} | (
@@ -214,7 +214,7 @@ class GatedRMSNorm(nn.Module):
 
     def split(self, ranks: TensorRanks, backend: str = "auto") -> None:
         """Read this rank's part of the channels. A group of several ranks' is normalised by the statistics of all of it."""
-        hold(self, "weight", ranks.slices(0, [Part(self.spec.dim)]))
+        shard_parameter(self, "weight", ranks.slices(0, [Part(self.spec.dim)]))
         _, groups, sharers = ranks.share(self.spec.n_groups)
         spec = replace(self.spec, dim=self.spec.dim // ranks.size, n_groups=groups)
         if sharers == 1:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from llmtrain.adapt import float8
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
@@ -27,16 +28,17 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layers import MLP
 from llmtrain.models.mixers.base import fp32_parameters, mixers_of
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
-from llmtrain.train import float8
-from llmtrain.train.async_tensor import overlap_products
-from llmtrain.train.gradient_sums import sum_by_our_kernel
-from llmtrain.train.host_inputs import HostInputs
+from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.ranks.async_tensor import overlap_products
+from llmtrain.train.ranks.host_inputs import HostInputs
 
 
-def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
+def parallelize(
+    model: CausalLM, config: TrainConfig, world: World, device: torch.device
+) -> ContextParallelRanks | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set.
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
@@ -56,7 +58,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     if segments is not None:
         model.hybrid.enable_segments()
-    divide_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
+    chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
@@ -74,7 +76,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     return segments
 
 
-def divide_mlps(model: HybridLM, tokens: int | None) -> None:
+def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
     """Have every MLP read so many tokens of a sequence at a time (MLP.forward)."""
     for module in model.modules():
         if isinstance(module, MLP):
@@ -176,12 +178,12 @@ def tensor_ranks_of(mesh: DeviceMesh) -> TensorRanks | None:
     return TensorRanks(mesh.get_local_rank("tensor"), group.size(), group.group_name)
 
 
-def segments_of(mesh: DeviceMesh) -> Segments | None:
+def segments_of(mesh: DeviceMesh) -> ContextParallelRanks | None:
     """This rank's part of sequences, where ranks share them."""
     if "context" not in (mesh.mesh_dim_names or ()):
         return None
     group = mesh.get_group("context")
-    return Segments(mesh.get_local_rank("context"), group.size(), group.group_name)
+    return ContextParallelRanks(mesh.get_local_rank("context"), group.size(), group.group_name)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

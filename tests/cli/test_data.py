@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.data import partitions
+from llmtrain.data.partitions import cutting as partitions
 from llmtrain.data.prepare import prepare
-from llmtrain.data.shards import data_fingerprint
+from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
 from tests.support.project import LLMTRAIN

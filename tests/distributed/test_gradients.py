@@ -18,7 +18,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.data import batches, loaders
+from llmtrain.data.loader import batches, loaders
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config

@@ -19,8 +19,8 @@ from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
-from llmtrain.flops.describe import meta_model
 from llmtrain.kernels.platform import detect
+from llmtrain.plan.describe import meta_model
 from llmtrain.schema.load import load_config
 
 Measure = Callable[[Case, Sweep], dict[str, Any]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prepare import read_documents

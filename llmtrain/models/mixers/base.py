@@ -20,7 +20,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 
 
@@ -103,7 +103,7 @@ class Mixer(nn.Module, ABC):
         raise UserError(f"a mixer of type {type(self).__name__} cannot be divided between ranks")
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> Any:
         """The context of this rank's segments of sequences, by which `forward` reads [batch, seq_len / segments.size, d_model].
 

@@ -25,8 +25,8 @@ from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_tra
 from llmtrain.models.mixers.mamba2 import CausalConv1d
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
-from llmtrain.models.segments import Segments
-from llmtrain.models.slices import hold
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 _QK_EPS = 1e-6
@@ -116,7 +116,7 @@ class GatedDeltaNet(Mixer):
         self.in_proj.split_output(ranks, [keys, keys, values, values, heads, heads])  # q, k, v, z, b, a
         self.conv.split(ranks, [keys, keys, values])
         for name, _ in list(self.decay.named_parameters()):
-            hold(self.decay, name, ranks.slices(0, [heads]))
+            shard_parameter(self.decay, name, ranks.slices(0, [heads]))
         self.norm.split(ranks)
         self.out_proj.split_input(ranks, values)
         (_, n_heads, _), (_, n_key_heads, _) = ranks.share(spec.n_heads), ranks.share(spec.n_key_heads)
@@ -148,7 +148,7 @@ class GatedDeltaNet(Mixer):
         self.segment_kernel = self.segment_backend.build(spec, self.platform)
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> SegmentRule:
         return SegmentRule.of(segments, seq_len, device, document_ids, self.conv.spec.width)
 

@@ -17,7 +17,7 @@ from llmtrain.models.layers import multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 
 
@@ -58,7 +58,7 @@ class ParallelMixers(Mixer):
         """Nothing of its own: each mixer is asked."""
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> list[Any]:
         return [mixer.segment_context(segments, seq_len, device, document_ids) for mixer in self.parts]
 

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmtrain.data import record_text, records
-from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
-from llmtrain.data.source_files import PassedOver, list_files
+from llmtrain.data.sources import record_text, records
+from llmtrain.data.sources.files import PassedOver, list_files
+from llmtrain.data.sources.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
 
 TEXTS = [
     "first",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.data import shard_fetch
-from llmtrain.data.loaders import build_train_loader
+from llmtrain.data.loader.loaders import build_train_loader
+from llmtrain.data.shards import fetch as shard_fetch
 from llmtrain.schema.data import DataConfig
 from tests.support.folder_store import FolderStore
 from tests.support.segments import released_segments

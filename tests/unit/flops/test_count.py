@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmtrain.flops.count import count_parameters, training_flops_per_token
-from llmtrain.flops.describe import components
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
@@ -15,6 +14,7 @@ from llmtrain.models.costs import Flops
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.gated_deltanet import GatedDeltaNet
 from llmtrain.models.mixers.mamba2 import Mamba2
+from llmtrain.plan.describe import components
 
 D, V, T, BATCH = 64, 128, 96, 2
 ATTENTION = {"type": "attention", "n_heads": 4, "backend": "reference"}
