@@ -172,7 +172,7 @@ def shared_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     whole: dict[str, Tensor] = {}
     for name, p in made.model.named_parameters():
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
-        whole[clean_name(name)] = gradient.full_tensor().float().cpu()
+        whole[clean_name(name)] = gradient.full_tensor().float().cpu()  # pyright: ignore[reportAttributeAccessIssue]
     return float(total), whole
 
 

@@ -99,7 +99,7 @@ def _timed(loader: TrainLoader, steps: int) -> float:
             return seconds(batches, steps)
     finally:
         if loader._iterator is not None:
-            loader._iterator._shutdown_workers()
+            loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wait(args: argparse.Namespace) -> dict[str, object]:

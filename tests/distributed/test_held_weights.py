@@ -66,7 +66,8 @@ def passes(config: Config) -> dict[str, Any]:
     held.refresh()
     validation = validated(model), before
     fresh = all(
-        torch.equal(leaf, p.full_tensor().to(leaf.dtype)) for leaf, p in zip(held.leaves, held.parameters, strict=True)
+        torch.equal(leaf, p.full_tensor().to(leaf.dtype))  # pyright: ignore[reportAttributeAccessIssue]
+        for leaf, p in zip(held.leaves, held.parameters, strict=True)
     )
     return {
         "expected": expected,

@@ -180,7 +180,7 @@ class TokenDataset(StreamingDataset):
     def _kept_bytes(self) -> np.ndarray:
         """Bytes of each shard that stay in its folder."""
         sizes = [
-            np.asarray(one.index.shards.raw_bytes) + np.asarray(one.index.shards.zip_bytes) * bool(one.safe_keep_zip)
+            np.asarray(one.index.shards.raw_bytes) + np.asarray(one.index.shards.zip_bytes) * bool(one.safe_keep_zip)  # pyright: ignore[reportAttributeAccessIssue]
             for one in self.streams
         ]
         return np.concatenate(sizes)

@@ -108,7 +108,7 @@ def _values(batch: Any, path: list[str]) -> Iterator[bytes | None]:
 
     column = batch.column(path[0])
     for name in path[1:]:
-        column = pc.struct_field(column, name)
+        column = pc.struct_field(column, name)  # pyright: ignore[reportAttributeAccessIssue]
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     for value in column.cast(pa.large_binary()):

@@ -68,7 +68,7 @@ def test_the_order_of_three_epochs_is_the_loaders(folders, proportions, options)
     data = config(folders, proportions, **options)
     loader = build_train_loader(data, global_batch_size=24)
     expected = [sorted(batch["sample_ids"].tolist()) for _ in range(3) for batch in loader]
-    indexes = [read_index(stream.folder) for stream in loader.dataset.streams]
+    indexes = [read_index(stream.folder) for stream in loader.dataset.streams]  # pyright: ignore[reportAttributeAccessIssue]
     order = RunOrder(data, 24, [index for index in indexes if index])
     assert np.sort(order.ids(range(len(expected))), axis=1).tolist() == expected
     assert order.ids(range(5, 5)).shape == (0, 24)

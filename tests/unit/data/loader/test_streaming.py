@@ -337,7 +337,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_its_loader_at_work(data):
             assert worker.exitcode == 0
     finally:
         if loader._iterator is not None:
-            loader._iterator._shutdown_workers()
+            loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_batches_hold_shifted_labels(data):
@@ -405,7 +405,7 @@ def test_a_flipped_bit_in_a_shard_stops_the_run(data, tmp_path, workers):
             list(loader)
     finally:
         if loader._iterator is not None:
-            loader._iterator._shutdown_workers()  # left to the garbage collector, it waits 5 s per worker
+            loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue] left to the garbage collector, it waits 5 s per worker
 
 
 def test_a_flipped_bit_in_a_validation_shard_stops_the_run(data, tmp_path, write_shards):
@@ -447,7 +447,7 @@ def test_a_flipped_bit_in_a_raw_shard_stops_the_run(data, tmp_path, write_shards
             list(loader)
     finally:
         if loader._iterator is not None:
-            loader._iterator._shutdown_workers()
+            loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("hashes", [None, ["xxh64"]])
