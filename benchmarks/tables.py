@@ -3,8 +3,8 @@
     python -m benchmarks.tables [--check]
 
 results/NAME.json has `device`, `commit`, `date` and `command` of a measurement, null where one was not noted, and `rows`: `what`
-was measured, and figures whose names end in their unit (`step_ms`). A row may override the provenance. A cell of the layout is a template:
-`{step_ms:.1f}` is a field, and a part in square brackets is left out where a field in it is missing.
+was measured, and figures whose names end in their unit (`step_ms`). A row may override the provenance. A cell of the layout is a
+template: `{step_ms:.1f}` is a field, and a part in square brackets is left out where a field in it is missing.
 """
 
 from __future__ import annotations
