@@ -28,7 +28,8 @@ from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.fitting import USABLE, Fit, plans_that_fit
+from llmtrain.plan.candidates import ADVISED
+from llmtrain.plan.fitting import Fit, plans_that_fit
 from llmtrain.plan.memory import (
     GPUS_PER_NODE,
     Memory,
@@ -195,7 +196,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         memory_total=memory.total,
         host_state=host_state_bytes(config, sizes, world_size),
         gpu_memory=gpu_memory,
-        fits=plans_that_fit(config, sizes, world_size, USABLE * gpu_memory) if gpu_memory and too_much else [],
+        fits=plans_that_fit(config, sizes, world_size, ADVISED * gpu_memory) if gpu_memory and too_much else [],
         gathered=gathered_bytes(config),
         exchanged=exchanged_bytes(config),
         tokens_per_step=config.tokens_per_step,
