@@ -1,6 +1,6 @@
 """The developers' grid: what is in it, and what becomes of its rows."""
 
-from benchmarks import attention_choices, grid, grid_cells
+from benchmarks.programs.kernels import attention_choices, grid, grid_cells
 from llmtrain.kernels.attention.measured import Cell
 from llmtrain.kernels.attention.spec import AttentionSpec
 
