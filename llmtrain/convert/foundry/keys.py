@@ -204,7 +204,7 @@ _EXPERTS = "there are no experts; written as a dense MLP"
 _STREAM = "StreamingDataset's default is taken"
 
 MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "code_paths": ((None, []), "code is not loaded from a YAML; CONTRIBUTING.md shows how to add a part"),
+    "code_paths": ((None, []), "code is not loaded from a YAML; docs/extending shows how to add a part"),
     "metadata": ((None, {}), "use logging.wandb.tags and group"),
     "profiler": ((None, {}), "use PyTorch's profiler around `llmtrain train`"),
     "tp_config": ((None, {}), "set train.parallel.tensor to its degree"),
