@@ -1,56 +1,35 @@
-"""Tuning of the gated norm: forward and backward, each on its own."""
+"""Tuning space of the gated norm: forward and backward, each on its own."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from llmtrain.bench.tune.memory_bound import Draw, MemoryBound, Outputs
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
-from llmtrain.kernels.gated_norm.reference import ReferenceGatedNorm
-from llmtrain.kernels.gated_norm.spec import GatedNormSpec, refuse_triton_rows
 from llmtrain.kernels.gated_norm.triton import default_launch
 from llmtrain.kernels.gated_norm.triton_launch import Tile
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.operation import run_both, wide
 from llmtrain.kernels.row_tiles import fitted, narrowed
+from llmtrain.kernels.search import Outputs, Search, lanes
 
 
-@dataclass(frozen=True)
-class Case:
-    group_size: int = 5120
-    groups: int = 1
-    norm_first: bool = False
-    dtype: str = "bfloat16"
-    tokens: int = 16384
+class GatedNormSearch(Search):
+    launch = Tile
 
-    @property
-    def spec(self) -> GatedNormSpec:
-        return GatedNormSpec(self.group_size * self.groups, self.groups, 1e-5, bool(self.norm_first), self.dtype)
-
-    def refusal(self) -> str | None:
-        """Reason why no search can serve the case on any GPU, or None."""
-        return refuse_triton_rows(self.spec, None)
-
-
-class Problem(MemoryBound):
-    operation, parts, launch = "gated_norm", ("forward", "backward"), Tile
-
-    def __init__(self, case: Case, device: str, where: Platform):
-        super().__init__(case, where)
-        self.spec = case.spec
-        self.table = default_launch(self.spec, where)
-        draw, size = Draw(device, case.dtype), (case.tokens, self.spec.dim)
-        self.x, self.z, self.dy, self.weight = draw(*size), draw.slice(*size), draw(*size), draw(self.spec.dim)
-        self.r = torch.empty((case.tokens, case.groups), device=device)
-        if device != "meta":
-            value = self.x.float() if case.norm_first else self.x.float() * F.silu(self.z.float())
-            mean = value.square().unflatten(-1, (case.groups, -1)).mean(-1)
-            self.r = torch.rsqrt(mean + self.spec.eps)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.table = default_launch(self.spec, self.where)
+        # Rows, as the kernels take them.
+        self.x, self.z, self.dy = (t.flatten(0, 1) for t in (*self.tensors[:2], self.up))
+        self.weight, groups = self.tensors[2], self.spec.n_groups
+        self.r = torch.empty((len(self.x), groups), device=self.device)
+        if self.device != "meta":
+            value = self.x.float() if self.spec.norm_before_gate else self.x.float() * F.silu(self.z.float())
+            self.r = torch.rsqrt(value.square().unflatten(-1, (groups, -1)).mean(-1) + self.spec.eps)
 
     def launches(self, part: str, quick: bool) -> Iterator[Tile]:
         """Candidates in which a thread holds 2 to 16 numbers of a part and up to 48 of a row, backward 40, and 28 that stay in
@@ -60,10 +39,10 @@ class Problem(MemoryBound):
         wave is half empty. `long`: as many tiles as that allows.
         """
         yield getattr(self.table, part)
-        lanes, size = 64 if self.where.vendor == "amd" else 32, self.case.group_size
+        threads, size = lanes(self.where), self.spec.group_size
         forward, long = part == "forward", 512
         for columns, num_warps in itertools.product((512, 1024, 2048, 8192), (1, 2, 4, 8, 16)):
-            held, parts = columns // (lanes * num_warps), -(-size // columns)
+            held, parts = columns // (threads * num_warps), -(-size // columns)
             row = parts * held
             if held not in (2, 4, 8, 16) or columns >= 2 * size or row > (48 if forward else 40):
                 continue
@@ -80,7 +59,7 @@ class Problem(MemoryBound):
         if size <= 256:  # narrow groups: how many rows at once
             for rows, num_warps, run in itertools.product((4, 8, 16, 32), (2, 4, 8), (8, 16, 32)):
                 columns = 1 << (size - 1).bit_length()
-                if columns * rows // (lanes * num_warps) in (4, 8, 16):
+                if columns * rows // (threads * num_warps) in (4, 8, 16):
                     yield Tile(columns, num_warps, run, rows)
 
     def _fetched(self, forward: bool, quick: bool) -> list[dict[str, Any]]:
@@ -94,7 +73,7 @@ class Problem(MemoryBound):
         return [*reloaded, *({**how, "reload": False} for how in kept)]
 
     def _fitted(self, tile: Tile) -> Tile:
-        return fitted(narrowed(tile, self.case.group_size), self.table.num_sms, self.case.tokens, self.case.groups)
+        return fitted(narrowed(tile, self.spec.group_size), self.table.num_sms, len(self.x), self.spec.n_groups)
 
     def run(self, part: str, launch: Tile | None) -> Outputs:
         spec = self.spec
@@ -105,11 +84,7 @@ class Problem(MemoryBound):
         dx, dz, partials = kernels.backward(self.dy, self.x, self.z, self.weight, self.r, *how)
         return dx, dz, kernels.parameter_gradient(partials, self.weight)
 
-    def in_float64(self) -> dict[str, Outputs]:
-        leaves = [t.detach().double().requires_grad_() for t in (self.x, self.z, self.weight)]
-        y = ReferenceGatedNorm(self.spec)(*leaves)
-        return {"forward": (y.detach(), self.r), "backward": torch.autograd.grad(y, leaves, self.dy.double())}
-
-    def bytes(self, part: str) -> int:
-        """x, z and y; dy, x, z, dx and dz."""
-        return (3 if part == "forward" else 5) * self.dy.numel() * self.dy.element_size()
+    def in_float64(self) -> dict[str, Any]:
+        reference = self.operation.reference(self.shape, self.device)
+        y, *gradients = run_both(reference, wide((self.x, self.z, self.weight)), self.dy.double())
+        return {"forward": (y, self.r), "backward": gradients}

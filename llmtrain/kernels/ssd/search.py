@@ -1,26 +1,24 @@
-"""Tuning of the scan: every kernel alone at every chunk size, then the best of them together."""
+"""Tuning space of the scan: every kernel alone at every chunk size, then the best of them together."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmtrain.bench.tune.operations import TOLERANCE, Attempt, Winner, relative_error
+from llmtrain.kernels.operation import device_of, relative_error, run_both, wide
 from llmtrain.kernels.options import decode
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.search import Attempt, Search, Winner
 from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, segments, state_passing
 from llmtrain.kernels.ssd import inter_chunk_bwd as inter_chunk
 from llmtrain.kernels.ssd import intra_chunk_bwd as intra_chunk
 from llmtrain.kernels.ssd import intra_chunk_halves_bwd as intra_chunk_halves
 from llmtrain.kernels.ssd import triton as scans
 from llmtrain.kernels.ssd import triton_forward as forward
-from llmtrain.kernels.ssd.reference import ReferenceSSD
-from llmtrain.kernels.ssd.spec import SSDSpec, refuse_triton_scan
 from llmtrain.kernels.ssd.triton import default_launch
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch, SequentialScanLaunch, StatePassingLaunch
 
@@ -37,76 +35,17 @@ _OTHERS = {"sequential_scan": "sequential_scan_shared_sm", "state_passing_bwd": 
 """Launches of the same kernels, for other numbers of programs."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """tokens: in all sequences together. packed: with documents, and a state to begin with."""
-
-    heads: int = 80
-    head_dim: int = 64
-    d_state: int = 128
-    groups: int = 1
-    seq_len: int = 4096
-    dtype: str = "bfloat16"
-    tokens: int = 16384
-    packed: bool = False
-
-    def refusal(self) -> str | None:
-        """Reason why no search can serve the case on any GPU, or None."""
-        if self.heads % self.groups:
-            return f"heads must be a multiple of groups, and {self.heads} is no multiple of {self.groups}"
-        return refuse_triton_scan(self.spec, None)
-
-    @property
-    def spec(self) -> SSDSpec:
-        return SSDSpec(self.heads, self.head_dim, self.d_state, self.groups, 256, dtype=self.dtype)
-
-    @property
-    def batch(self) -> int:
-        return max(1, self.tokens // self.seq_len)
-
-    def tensors(self, device: str, seed: int = 0) -> list[Tensor]:
-        """x, dt, A, B, C, D, dt_bias as after a projection and a convolution, and the gradient of y."""
-        spec, dtype = self.spec, getattr(torch, self.dtype)
-        g = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=g, device=device)
-
-        widths = [spec.n_heads * spec.head_dim, spec.n_groups * spec.d_state, spec.n_groups * spec.d_state]
-        x, B, C = draw(self.batch, self.seq_len, sum(widths)).to(dtype).split(widths, dim=-1)
-        x = x.unflatten(-1, (spec.n_heads, spec.head_dim))
-        B, C = (t.unflatten(-1, (spec.n_groups, spec.d_state)) for t in (B, C))
-        dt = draw(self.batch, self.seq_len, spec.n_heads).to(dtype)
-        A = -(1 + 15 * torch.rand(spec.n_heads, generator=g, device=device))
-        D, dt_bias = draw(spec.n_heads), draw(spec.n_heads) - 4
-        return [x, dt, A, B, C, D, dt_bias, draw(*x.shape).to(dtype)]
-
-    def exact(self) -> Callable[..., Tensor]:
-        """y of these tensors in their own dtype, float64. Chunks are short, for what is kept per pair of tokens is most of it."""
-        reference = ReferenceSSD(replace(self.spec, chunk_size=64))
-        return lambda *tensors: reference(*tensors)[0]
-
-    def flops(self) -> tuple[int, int]:
-        """FLOP of the forward and of the backward, with pairs within chunks of 128 tokens."""
-        spec, tokens, chunk = self.spec, self.batch * self.seq_len, 128
-        c = tokens * spec.n_groups * spec.d_state * (chunk + 1)
-        d = tokens * spec.n_heads * spec.head_dim * (chunk + 1)
-        s = 2 * tokens * spec.n_heads * spec.head_dim * spec.d_state
-        return c + d + 2 * s, 3 * c + 2 * d + 5 * s
-
-
-class Problem:
-    """See operations.Problem. A part is KERNEL/CHUNK, or KERNEL/CHUNK/TILE where a tile is half a chunk; `whole`: a Launch,
+class SSDSearch(Search):
+    """A part is KERNEL/CHUNK, or KERNEL/CHUNK/TILE where a tile is half a chunk; `whole`: a Launch,
     forward and backward, as it would run here; or `every`: the same with both forms of the forward, to be compiled.
     """
 
-    def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.device, self.where, self.spec = case, device, where, case.spec
-        self.tolerance = TOLERANCE[case.dtype]
-        *self.tensors, self.dy = case.tensors(device)
-        self.table = default_launch(self.spec, where)
-        self.launch = replace(self.table, split_headdim=None)  # kernels are searched with whole heads
-        fwd = ("64", "128") if where.vendor == "nvidia" else ("32", "64")
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.packed = dict(self.shape.options).get("packed", False)
+        self.table = default_launch(self.spec, self.where)
+        self.base = replace(self.table, split_headdim=None)  # kernels are searched with whole heads
+        fwd = ("64", "128") if self.where.vendor == "nvidia" else ("32", "64")
         self.chunks = {"forward": fwd, "backward": ("32", "64", "128/64")}
         self.parts = [f"{kernel}/{chunk}" for kernel in FORWARD for chunk in self.chunks["forward"]]
         backward = ((kernel, chunk) for kernel in BACKWARD for chunk in self.chunks["backward"])
@@ -114,34 +53,34 @@ class Problem:
             f"{kernel}/{chunk}" for kernel, chunk in backward if kernel != "intra_chunk_halves_bwd" or "/" in chunk
         ]
         self._cached: dict[tuple[int, int], dict[str, Any]] = {}
-        self._exact: tuple[Tensor, ...] = ()
 
-    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+    def launches(self, part: str, quick: bool) -> Iterator[Any]:
         kernel, chunk, tile = sizes(part)
         amd = self.where.vendor == "amd"
         more = {"matrix_instr_nonkdim": 16} if amd else {}
         depths = (1, 2) if amd or quick else (1, 2, 3)
-        found: list[Any] = []
-        own = getattr(self.launch, kernel)
-        if (chunk, tile) == self._table_tiles(kernel) and self.table == self.launch and own is not None:
-            found.append(own)
+        own = getattr(self.base, kernel)
+        if (chunk, tile) == self._table_tiles(kernel) and self.table == self.base and own is not None:
+            yield own
         use_tma = (False, True) if self.where.arch == "sm90" else (False,)
         if kernel in ("state_passing", "state_passing_bwd"):
             for rows, columns, num_warps, num_stages in itertools.product(
                 (64, 128), (32, 64), (4, 8), (1, 2) if amd else (2, 3)
             ):
                 made = StatePassingLaunch(rows, columns, num_stages, {"num_warps": num_warps, **more})
-                found += [replace(made, use_tma=tma) for tma in (use_tma if self.spec.d_state > 128 else (False,))]
+                yield from (replace(made, use_tma=tma) for tma in (use_tma if self.spec.d_state > 128 else (False,)))
         elif kernel == "sequential_scan":
             for columns, num_warps, num_stages, tma in itertools.product((32, 64), (4, 8), depths, use_tma):
                 if chunk < 128 or num_warps > 4:
-                    found.append(SequentialScanLaunch(columns, num_stages, {"num_warps": num_warps, **more}, tma))
+                    yield SequentialScanLaunch(columns, num_stages, {"num_warps": num_warps, **more}, tma)
         else:
             for programs, num_warps, num_stages, tma in itertools.product((2, 4), (4, 8), depths, use_tma):
                 if tile < 128 or num_warps > 4:
                     made = HeadLoopLaunch(programs, num_stages, {"num_warps": num_warps, **more}, tma)
-                    found += [replace(made, **change) for change in self._changes(kernel)]
-        plain = [asdict(launch) for launch in found]
+                    yield from (replace(made, **change) for change in self._changes(kernel))
+
+    def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
+        plain = [asdict(launch) for launch in self.launches(part, quick)]  # their dictionaries have no hash
         return [launch for i, launch in enumerate(plain) if launch not in plain[:i]]
 
     def _changes(self, kernel: str) -> list[dict[str, Any]]:
@@ -155,7 +94,7 @@ class Problem:
 
     def _table_tiles(self, kernel: str) -> tuple[int, int]:
         """The chunk and the tile of the table's launch."""
-        launch = self.launch
+        launch = self.base
         return (launch.chunk_size, launch.chunk_size) if kernel in FORWARD else (launch.chunk_size_bwd, launch.tile)
 
     def _intermediates(self, chunk: int, tile: int) -> dict[str, Any]:
@@ -163,7 +102,7 @@ class Problem:
         if (chunk, tile) in self._cached:
             return self._cached[chunk, tile]
         x, dt, A, B, C, _, dt_bias = self.tensors
-        batch, seq_len, spec = self.case.batch, self.case.seq_len, self.spec
+        batch, seq_len, spec = self.shape.batch, self.shape.seq_len, self.spec
         count, tiles = -(-seq_len // chunk), -(-seq_len // tile)
         shapes = {
             "dA_cumsum": (batch, spec.n_heads, count, 2, chunk),
@@ -179,23 +118,26 @@ class Problem:
             name: torch.zeros(shape, device=self.device, dtype=x.dtype if name in narrow else torch.float32)
             for name, shape in shapes.items()
         }
-        made["bc"] = block_scaled_fp16.empty_scaled_bc(B, C, tile, self.launch.fp16_states)
-        made["states"] = state_passing.empty_states(x, made["bc"], chunk, tile, self.launch.state_passing_bwd)
+        made["bc"] = block_scaled_fp16.empty_scaled_bc(B, C, tile, self.base.fp16_states)
+        made["states"] = state_passing.empty_states(x, made["bc"], chunk, tile, self.base.state_passing_bwd)
         if self.device != "meta":
-            few, precision = replace(self.launch.state_passing_bwd, num_stages=1), self.launch.input_precision
+            few, precision = replace(self.base.state_passing_bwd, num_stages=1), self.base.input_precision
             made["dA_cumsum"], made["largest_dt"], _ = chunk_cumsum.chunk_cumsum_fwd(
                 dt, A, dt_bias, None, (None, None), chunk, True
             )
             made["states_fwd"] = state_passing.state_passing_fwd(
                 x, B, made["dA_cumsum"], None, None, chunk, precision, few
             )
-            made["bc"] = block_scaled_fp16.scale_bc(B, C, tile, self.launch.fp16_states)
-            tensors = (x, self.dy, made["bc"], made["dA_cumsum"], made["largest_dt"])
+            made["bc"] = block_scaled_fp16.scale_bc(B, C, tile, self.base.fp16_states)
+            tensors = (x, self.up, made["bc"], made["dA_cumsum"], made["largest_dt"])
             made["states"] = state_passing.state_passing_bwd(
                 *tensors, None, None, None, None, chunk, tile, precision, few
             )
         self._cached[chunk, tile] = made
         return made
+
+    def run(self, part: str, launch: Any) -> Any:
+        return self.runner(part, launch)()
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Callable[[], Any]:
         if part in ("whole", "every"):
@@ -204,9 +146,9 @@ class Problem:
         assert launch is not None
         kernel, chunk, tile = sizes(part)
         how: Any = _KINDS[kernel](**launch)
-        m, precision, num_sms = self._intermediates(chunk, tile), self.launch.input_precision, self.where.num_sms
+        m, precision, num_sms = self._intermediates(chunk, tile), self.base.input_precision, self.where.num_sms
         x, _, _, B, C, D, _ = self.tensors
-        dy, dA_cumsum, ddA_terms = self.dy, m["dA_cumsum"], m["ddA_terms"]
+        dy, dA_cumsum, ddA_terms = self.up, m["dA_cumsum"], m["ddA_terms"]
         if kernel == "sequential_scan":
             return lambda: forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, None, None, chunk, precision, how)
         if kernel == "chunk_scan":
@@ -231,17 +173,17 @@ class Problem:
     def _whole(self, launch: Launch, slices: bool = False) -> Callable[[], tuple[Tensor, ...]]:
         """y and every gradient. slices: of the first sequence alone."""
         tensors = [t[:1] if slices and t.ndim >= 3 else t for t in self.tensors]
-        dy = self.dy[:1] if slices else self.dy
+        dy = self.up[:1] if slices else self.up
         ids, state = None, None
-        if self.case.packed:
+        if self.packed:
             ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device)
             spec = self.spec
             state = torch.zeros((dy.shape[0], spec.n_heads, spec.head_dim, spec.d_state), device=self.device)
         settings = (None, None, launch.dump())
 
         def run() -> tuple[Tensor, ...]:
-            y, _ = scans.launch_forward(*tensors, state, ids, *settings)  # type: ignore[arg-type]
-            found = scans.launch_backward(dy, None, *tensors, state, ids, *settings)  # type: ignore[arg-type]
+            y, _ = scans.launch_forward(*tensors, state, ids, *settings)
+            found = scans.launch_backward(dy, None, *tensors, state, ids, *settings)
             return (y, *found[:7])
 
         return run
@@ -254,7 +196,7 @@ class Problem:
         ways: list[SequentialScanLaunch | None] = [None]
         ways += [scan for scan in (launch.sequential_scan, launch.sequential_scan_shared_sm) if scan is not None]
         forms: list[Callable[[], Any]] = [
-            self._whole(next(n for n in near if self._forward_form(n, self.case.batch) == way)) for way in ways
+            self._whole(next(n for n in near if self._forward_form(n, self.shape.batch) == way)) for way in ways
         ]
         forms.append(self._segment(launch))
 
@@ -266,8 +208,8 @@ class Problem:
 
     def _segment(self, launch: Launch) -> Callable[[], None]:
         """Terms that a segment of a sequence that ranks share adds to the state, and to the gradient of the state before it."""
-        (x, dt, A, B, C, _, dt_bias), dy = self.tensors, self.dy
-        ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device) if self.case.packed else None
+        (x, dt, A, B, C, _, dt_bias), dy = self.tensors, self.up
+        ids = torch.zeros(dy.shape[:2], dtype=torch.int32, device=self.device) if self.packed else None
         how = (dt_bias, ids, (None, None), launch)
 
         def run() -> None:
@@ -279,41 +221,45 @@ class Problem:
     def error(self, part: str, launch: dict[str, Any]) -> float:
         """Relative error of the whole scan with this part in it, on the first sequence."""
         if not self._exact:
-            self._exact = self._in_float64()
+            self._exact = self.in_float64()
         found = self._whole(self.checked(part, launch), slices=True)()
-        return max(relative_error(a, b) for a, b in zip(found, self._exact, strict=True))
+        return max(relative_error(a, b) for a, b in zip(found, self._exact["whole"], strict=True))
 
     def checked(self, part: str, launch: dict[str, Any]) -> Launch:
         """The whole scan for one sequence, which takes the form of the forward that `part` is of, or that all take."""
         if part == "whole":
             made = decode(Launch, launch, "launch")
-            form = self._forward_form(made, self.case.batch)
+            form = self._forward_form(made, self.shape.batch)
         else:
             kernel, chunk, tile = sizes(part)
             how: Any = _KINDS[kernel](**launch)
             cut: Any = {"chunk_size": chunk}
             if kernel in BACKWARD:
-                halves = (self.launch.intra_chunk_halves_bwd or self.launch.intra_chunk_bwd) if tile < chunk else None
+                halves = (self.base.intra_chunk_halves_bwd or self.base.intra_chunk_bwd) if tile < chunk else None
                 cut = {"chunk_size_bwd": chunk, "intra_chunk_halves_bwd": halves, "state_passing_bwd_wide": None}
-            made = replace(self.launch, **(cut | {kernel: how}))
+            made = replace(self.base, **(cut | {kernel: how}))
             form = None if kernel in FORWARD else self._forward_form(made, 1)
             if kernel == "sequential_scan":
                 form = made.sequential_scan
         if self._forward_form(made, 1) == form:
             return made
         if form is None:
-            return replace(made, num_sms=4 * self.case.heads * self.case.head_dim)
+            return replace(made, num_sms=4 * self.spec.n_heads * self.spec.head_dim)
         shared_sm = None if form == made.sequential_scan else made.sequential_scan_shared_sm
         return replace(made, num_sms=1, sequential_scan_shared_sm=shared_sm)
 
     def _forward_form(self, launch: Launch, batch: int) -> SequentialScanLaunch | None:
-        return launch.sequential_scan_for(batch * self.case.heads, self.case.head_dim)
+        return launch.sequential_scan_for(batch * self.spec.n_heads, self.spec.head_dim)
 
-    def _in_float64(self) -> tuple[Tensor, ...]:
-        pieces = [t[:1] if t.ndim >= 3 else t for t in self.tensors]
-        leaves = [t.detach().double().requires_grad_() for t in pieces]
-        y = self.case.exact()(*leaves)
-        return (y.detach(), *torch.autograd.grad(y, leaves, self.dy[:1].double()))
+    def in_float64(self) -> dict[str, Any]:
+        """Of the first sequence alone."""
+        pieces, shape = [t[:1] if t.ndim >= 3 else t for t in self.tensors], replace(self.shape, batch=1)
+        reference = self.operation.reference(shape, device_of(pieces))
+        return {"whole": run_both(reference, wide(pieces), self.up[:1].double())}
+
+    def work(self, part: str) -> float:
+        forward, backward = self.operation.work(self.spec, self.shape.batch, self.shape.seq_len)
+        return forward.flops + backward.flops
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
         """The fastest whole scan over pairs of chunk sizes, each with the best launch of each kernel; and the table's launch."""
@@ -328,14 +274,12 @@ class Problem:
             # What is searched serves all numbers of programs.
             cut |= {other: None for kernel, other in _OTHERS.items() if self._searched(best, kernel)}
             launches = {"intra_chunk_halves_bwd": None} | launches
-            tried.append(replace(self.launch, **cut, **launches))
+            tried.append(replace(self.base, **cut, **launches))
         found = []
         for launch in tried:
             measured = measurer("whole", asdict(launch))
             if measured.problem is None:
-                found.append(
-                    Winner("ssd", replace(launch, num_sms=1), measured.ms, 0, sum(self.case.flops()), "tflops")
-                )
+                found.append(Winner("ssd", replace(launch, num_sms=1), measured.ms, 0, self.work("whole"), "tflops"))
         return sorted(found, key=lambda winner: winner.ms)[:1]
 
     def _best(self, best: dict[str, list[Attempt]], part: str) -> Any:
@@ -345,7 +289,7 @@ class Problem:
         if attempts:
             return _KINDS[kernel](**attempts[0].launch)
         others = self._searched(best, kernel) or tuple(cut) != self._table_tiles(kernel)
-        return None if others else getattr(self.launch, kernel)
+        return None if others else getattr(self.base, kernel)
 
     @staticmethod
     def _searched(best: dict[str, list[Attempt]], kernel: str) -> bool:
