@@ -127,7 +127,7 @@ def _add_train(commands) -> None:
         epilog="a sweep: {models: [pretrain/mpt-1b, pretrain/zamba2-1.2b], seq_lens: [2048, 4096], gpus: [1], precisions: [bf16, "
         "tensorwise], batch_tokens: 131072}",
     )
-    sub.add_argument("file", metavar="SWEEP", help="YAML of the sweep: docs/training.md has its keys")
+    sub.add_argument("file", metavar="SWEEP", help="YAML of the sweep: docs/launching.md has its keys")
     sub.add_argument("--again", action="store_true", help="also what is measured already")
     sub.add_argument(
         "--out", type=output_path, default=Path("bench-train"), metavar="FOLDER", help="default bench-train/"

@@ -23,7 +23,7 @@ from llmtrain.kernels.glu.reference import Activation, gelu_tanh
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.sections.layers import (
     LinearScaling,
@@ -81,7 +81,8 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(projection=2 * seq_len * self.in_features * self.out_features)
+        work = Work(projection=2 * seq_len * self.in_features * self.out_features)
+        return Flops.with_weight(work, self.weight.requires_grad)
 
 
 class Head(Linear):

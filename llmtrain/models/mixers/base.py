@@ -17,7 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
 from llmtrain.models.segments import ContextParallelRanks
@@ -72,7 +72,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
+        """FLOP of training on one sequence. See flops/count.py for what `causal` means."""
 
     @property
     def context_key(self) -> Hashable:
@@ -129,29 +129,13 @@ class Mixer(nn.Module, ABC):
         """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
         return set()
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """The part of `flops` that saved_ops spare the recomputation; linear layers, of which selective checkpointing keeps
-        every second output, are counted elsewhere.
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        """The part of the forward pass that saved_ops spare the recomputation; linear layers, of which selective checkpointing
+        keeps every second output, are counted elsewhere.
         """
-        return Flops()
+        return Work()
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, Mixer]]:
     """Every mixer of a model with its name, shared ones once."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Mixer))
-
-
-def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its mixers keep in fp32, by name."""
-    return {
-        f"{at}.{name}": mixer.get_parameter(name) for at, mixer in mixers_of(model) for name in mixer.fp32_parameters
-    }
-
-
-def no_decay_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its mixers exempt from weight decay, by name."""
-    return {
-        f"{at}.{name}": mixer.get_parameter(name)
-        for at, mixer in mixers_of(model)
-        for name in mixer.no_decay_parameters
-    }
