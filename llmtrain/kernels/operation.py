@@ -9,7 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from llmtrain.errors import UserError
 from llmtrain.kernels import platform as platforms
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
-
-if TYPE_CHECKING:
-    from llmtrain.kernels.search import Search
 
 TOLERANCE = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 """Largest relative error, in the norm of a whole tensor, of a kernel in a dtype."""
@@ -88,7 +85,7 @@ class Operation(abc.ABC):
         device `meta` without memory. The same numbers every time on one kind of device."""
 
     @abc.abstractmethod
-    def work(self, spec: Any, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """Work of the forward and of the backward pass."""
 
     @abc.abstractmethod
@@ -102,6 +99,9 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         """Small shapes for the doctor, with what each of them is, the first of which decoding shares."""
+
+    def option(self, shape: Shape, name: str, default: Any) -> Any:
+        return dict(shape.options).get(name, default)
 
     def draw(self, shape: Shape, device: str = "cpu", seed: int = 0) -> tuple[list[Any], Any]:
         """`inputs` of a shape."""
@@ -156,8 +156,8 @@ class Operation(abc.ABC):
         rows = registry.table(self.name, shape.spec, None)
         return next((row.reason for row in rows if row.backend == "triton"), None)
 
-    def search(self, shape: Shape, device: str, where: Platform) -> Search:
-        """Candidates of launch parameters, and what they give."""
+    def search(self, shape: Shape, device: str, where: Platform) -> Any:
+        """Search of launch parameters, a kernels.search.Search."""
         raise UserError(f"nothing to tune in '{self.name}'")
 
     def shape(self, fields: dict[str, Any]) -> Shape:
@@ -272,7 +272,7 @@ def tuned(name: str) -> Operation:
     return operation(name)
 
 
-def search(name: str, fields: dict[str, Any], device: str, where: Platform) -> Search:
+def search(name: str, fields: dict[str, Any], device: str, where: Platform) -> Any:
     """The search of an operation at the shape of plain data. Raises UserError as `tuned` and `Operation.shape` do."""
     one = tuned(name)
     return one.search(one.shape(fields), device, where)

@@ -51,7 +51,8 @@ class Search(abc.ABC):
     unit = "gbps"
 
     def __init__(self, operation: Operation, shape: Shape, device: str, where: Platform):
-        self.operation, self.shape, self.spec, self.device, self.where = operation, shape, shape.spec, device, where
+        self.operation: Any = operation
+        self.shape, self.spec, self.device, self.where = shape, shape.spec, device, where
         self.tensors, self.up = operation.draw(shape, device)
         self.tolerance = operation.tolerance(shape.spec.dtype)
         self._exact: dict[str, Sequence[Tensor]] = {}
@@ -86,7 +87,7 @@ class Search(abc.ABC):
 
     def work(self, part: str) -> float:
         """Bytes that a part must read and write, each once, or its FLOP."""
-        forward, backward = self.operation.work(self.spec, self.shape.batch, self.shape.seq_len)
+        forward, backward = self.operation.work(self.shape)
         return forward.bytes if part == "forward" else backward.bytes
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:

@@ -97,7 +97,7 @@ def cell(
     return Cell(
         one.title, one.label(shape), shape.seq_len, names, inputs,
         lambda: peers.contenders(one, shape, device(), chunks, backends), lambda tensors, up: one.exact(shape, tensors, up),
-        *one.work(shape.spec, shape.batch, shape.seq_len), bars, lambda found: one.pieces(shape, found), one.draws,
+        *one.work(shape), bars, lambda found: one.pieces(shape, found), one.draws,
     )  # fmt: skip
 
 

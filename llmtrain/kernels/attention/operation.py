@@ -55,7 +55,7 @@ class Attention(Operation):
 
     def ids(self, shape: Shape, device: str) -> Tensor | None:
         """Document ids [batch, T], or None."""
-        length = dict(shape.options).get("document", DOCUMENT)
+        length = self.option(shape, "document", DOCUMENT)
         return base.documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
 
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
@@ -68,7 +68,7 @@ class Attention(Operation):
 
     def exact(self, shape: Shape, tensors: Sequence[Any], up: Tensor) -> list[Tensor]:
         """Head by head, some queries at a time, so that a sequence of 32,768 tokens fits."""
-        if self._full(shape):
+        if self.full(shape):
             raise UserError(
                 f"attention is checked with causality alone: tune `{(shape.variant or '').partition(',')[0]}`"
             )
@@ -88,16 +88,18 @@ class Attention(Operation):
                 dv[0, : rows.stop] += grads[2]
         return [t.transpose(0, 1)[None] for t in (out, dq, dk, dv)]
 
-    def work(
-        self, spec: AttentionSpec, batch: int, seq_len: int, causal: bool = True, document: int = DOCUMENT
-    ) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """FLOP: 4 head_dim per visible pair and head, in the backward 2.5 times as many. Bytes: of q, k, v and the output; in
         the backward of these and of all gradients."""
-        pairs = spec.pairs(seq_len, causal)
+        spec, causal, document = shape.spec, not self.full(shape), self.option(shape, "document", DOCUMENT)
+        pairs = spec.pairs(shape.seq_len, causal)
         if spec.documents:
-            whole, rest = divmod(seq_len, document)
+            whole, rest = divmod(shape.seq_len, document)
             pairs = whole * spec.pairs(document, causal) + spec.pairs(rest, causal)
-        flops, moved = 4.0 * pairs * spec.n_heads * spec.head_dim * batch, batch * seq_len * spec.head_dim
+        flops, moved = (
+            4.0 * pairs * spec.n_heads * spec.head_dim * shape.batch,
+            shape.batch * shape.seq_len * spec.head_dim,
+        )
         moved *= 2 * (spec.n_heads + spec.n_kv_heads) * base.element_size(spec.dtype)
         return Work(flops, moved), Work(2.5 * flops, 2 * moved)
 
@@ -150,7 +152,7 @@ class Attention(Operation):
         spec = shape.spec
         if spec.n_heads % spec.n_kv_heads:
             return f"heads must be a multiple of kv_heads, and {spec.n_heads} is no multiple of {spec.n_kv_heads}"
-        if self._full(shape):
+        if self.full(shape):
             return "only causal attention is checked, so only that is tuned"
         return super().refusal(shape)
 
@@ -159,7 +161,8 @@ class Attention(Operation):
 
         return AttentionSearch(self, shape, device, where)
 
-    def _full(self, shape: Shape) -> bool:
+    def full(self, shape: Shape) -> bool:
+        """True without causality."""
         return shape.variant is not None and shape.variant.endswith("full")
 
 

@@ -48,7 +48,7 @@ class AttentionSearch(Search):
     def __init__(self, *given: Any):
         super().__init__(*given)
         (self.q, self.k, self.v), spec, shape, device = self.tensors, self.spec, self.shape, self.device
-        self.causal = not (shape.variant or "").endswith("full")
+        self.causal = not self.operation.full(shape)
         slopes, bounds, ids = None, (None, None), self.operation.ids(shape, device)
         if ids is not None:
             packed = documents(ids) if device != "meta" else None
@@ -93,9 +93,7 @@ class AttentionSearch(Search):
         return max(relative_error(a, b) for a, b in zip(found, self._exact[part], strict=True))
 
     def work(self, part: str) -> float:
-        options = dict(self.shape.options) | {"causal": self.causal}
-        forward, _ = self.operation.work(self.spec, self.shape.batch, self.shape.seq_len, **options)
-        return _SHARES[part] * forward.flops
+        return _SHARES[part] * self.operation.work(self.shape)[0].flops
 
     def launches(self, part: str, quick: bool) -> Iterator[Launch]:
         head_dim, dtype, arch = self.spec.head_dim, self.spec.dtype, self.where.arch

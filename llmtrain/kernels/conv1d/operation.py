@@ -28,16 +28,17 @@ class Conv1d(Operation):
 
     def ids(self, shape: Shape, device: str) -> Tensor | None:
         """Document ids [batch, T], or None."""
-        length = dict(shape.options).get("document", DOCUMENT)
+        length = self.option(shape, "document", DOCUMENT)
         return base.documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
 
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
         ids = self.ids(shape, device)
         return kernel if ids is None else lambda *t: kernel(*t, document_ids=ids[: len(t[0])])
 
-    def work(self, spec: Conv1dSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """Bytes: of x and y; of dy, x and dx."""
-        flops, moved = batch * spec.flops(seq_len), batch * seq_len * spec.channels * base.element_size(spec.dtype)
+        spec, flops = shape.spec, shape.batch * shape.spec.flops(shape.seq_len)
+        moved = shape.batch * shape.seq_len * spec.channels * base.element_size(spec.dtype)
         return Work(flops, 2 * moved), Work(3 * flops, 3 * moved)
 
     def label(self, shape: Shape) -> str:

@@ -38,9 +38,14 @@ class GatedDelta(BySequence):
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
         return lambda *tensors: kernel(*tensors)[0]
 
-    def work(self, spec: GatedDeltaSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """Bytes: q, k, v, y, decays and beta; in the backward these, dy and all gradients, once each."""
-        tokens, size, flops = batch * seq_len, base.element_size(spec.dtype), float(batch * spec.flops(seq_len))
+        spec, tokens, flops = (
+            shape.spec,
+            shape.batch * shape.seq_len,
+            float(shape.batch * shape.spec.flops(shape.seq_len)),
+        )
+        size = base.element_size(spec.dtype)
         keys = 2 * tokens * spec.n_key_heads * spec.key_head_dim * size
         values, gates = tokens * spec.n_heads * spec.value_head_dim * size, 2 * tokens * spec.n_heads * 4
         return Work(flops, keys + 2 * values + gates), Work(2 * flops, 2 * keys + 3 * values + 2 * gates)

@@ -24,10 +24,10 @@ class GatedNorm(Operation):
         x, z, weight = draw(*size), draw.slice(*size), (1 + 0.5 * draw.wide(spec.dim)).to(draw.dtype)
         return [x, z, weight], draw(*size)
 
-    def work(self, spec: GatedNormSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """Bytes: of x, z and y; of dy, x, z, dx and dz."""
-        numbers = batch * seq_len * spec.dim
-        moved, flops = numbers * base.element_size(spec.dtype), 8.0 * numbers
+        numbers = shape.batch * shape.seq_len * shape.spec.dim
+        moved, flops = numbers * base.element_size(shape.spec.dtype), 8.0 * numbers
         return Work(flops, 3 * moved), Work(2 * flops, 5 * moved)
 
     def label(self, shape: Shape) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -42,10 +43,10 @@ class MambaMixer(BySequence):
         first = draw.wide(batch, heads, spec.ssd.head_dim, spec.ssd.d_state) if state else None
         return [fused, weight, bias if biased else None, A, D, dt_bias, norm, first], up
 
-    def work(self, spec: MambaMixerSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """What its three parts move; fused, it would be less."""
-        scan = base.operation("ssd").work(spec.ssd, batch, seq_len)
-        size = batch * seq_len * base.element_size(spec.dtype)
+        spec, scan = shape.spec, base.operation("ssd").work(replace(shape, spec=shape.spec.ssd))
+        size = shape.batch * shape.seq_len * base.element_size(spec.dtype)
         conv, norm = spec.conv1d.channels * size, spec.gated_norm.dim * size
         forward, backward = (Work(s.flops, s.bytes + n * conv) for s, n in zip(scan, (2, 3), strict=True))
         return Work(forward.flops, forward.bytes + 3 * norm), Work(backward.flops, backward.bytes + 5 * norm)

@@ -29,10 +29,11 @@ class Norm(Operation):
         weight, bias = (1 + 0.5 * draw.wide(spec.dim)).to(draw.dtype), draw(spec.dim)
         return [x, delta if summed else None, weight, bias if spec.bias else None], up
 
-    def work(self, spec: NormSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
-        """Bytes: of x, delta, their sum and y; of dy, the sum, its gradient, and dx."""
-        work = Work(0.0, 4 * batch * seq_len * spec.dim * base.element_size(spec.dtype))
-        return work, work
+    def work(self, shape: Shape) -> tuple[Work, Work]:
+        """Bytes: of x, delta, their sum and y; of dy, the sum, its gradient, and dx. Without delta of x and y; of dy, x and dx."""
+        moved = shape.batch * shape.seq_len * shape.spec.dim * base.element_size(shape.spec.dtype)
+        forward, backward = (4, 4) if self.option(shape, "summed", True) else (2, 3)
+        return Work(0.0, forward * moved), Work(0.0, backward * moved)
 
     def label(self, shape: Shape) -> str:
         return f"{shape.spec.type} {shape.spec.dim}"

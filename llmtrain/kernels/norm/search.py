@@ -75,11 +75,6 @@ class NormSearch(Search):
         gradients = run_both(norm, wide((self.x, None, self.weight, self.bias)), up)[2:]
         return {"forward": (*forward, total) if summed else forward, "backward": gradients}
 
-    def work(self, part: str) -> float:
-        """Without delta: of x and y; of dy, x and dx."""
-        whole = super().work(part)
-        return whole if self.delta is not None else whole * (3 - (part == "forward")) / 4
-
 
 def _statistics(x: Tensor, centred: bool, eps: float) -> Tensor:
     """Statistics as the kernels keep them: see triton_kernels.py."""

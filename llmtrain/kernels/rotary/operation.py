@@ -17,7 +17,7 @@ from llmtrain.kernels.rotary.spec import RotarySpec
 class Rotary(Operation):
     name, spec, leaves, outputs, public = "rotary", RotarySpec, ("q", "k"), ("out",), ("reference",)
 
-    def heads(self, spec: RotarySpec, heads: int | None, kv_heads: int | None) -> tuple[int, int]:
+    def heads(self, spec: RotarySpec, heads: int | None = None, kv_heads: int | None = None) -> tuple[int, int]:
         """Heads of queries and of keys; None: as many as make up about 2048 channels."""
         heads = heads or max(1, 2048 // spec.head_dim)
         return heads, kv_heads or heads
@@ -52,10 +52,10 @@ class Rotary(Operation):
 
         return run
 
-    def work(self, spec: RotarySpec, batch: int, seq_len: int, numbers: int | None = None) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """Bytes: q and k, in and out; the joined output is written and read once more."""
-        heads, kv_heads = self.heads(spec, None, None)
-        numbers = batch * seq_len * (heads + kv_heads) * spec.head_dim
+        spec = shape.spec
+        numbers = shape.batch * shape.seq_len * sum(self.heads(spec, **dict(shape.options))) * spec.head_dim
         work = Work(3.0 * numbers, 4 * numbers * base.element_size(spec.dtype))
         return work, work
 
@@ -65,7 +65,7 @@ class Rotary(Operation):
 
     def shapes(self, tiny: bool) -> Iterator[Shape]:
         if tiny:
-            yield Shape(RotarySpec(16, "float32"), 2, 128)
+            yield Shape(RotarySpec(16, "float32"), 2, 128, None, (("heads", 2),))
             return
         for head_dim in (64, 128):
             yield Shape(RotarySpec(head_dim), 4, 4096)

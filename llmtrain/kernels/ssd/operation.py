@@ -53,10 +53,11 @@ class SSD(BySequence):
         """By short chunks, for what is kept per pair of tokens is most of it."""
         return super().reference(replace(shape, spec=replace(shape.spec, chunk_size=64)), device)
 
-    def work(self, spec: SSDSpec, batch: int, seq_len: int) -> tuple[Work, Work]:
+    def work(self, shape: Shape) -> tuple[Work, Work]:
         """FLOP with pairs within chunks of 128 tokens. Bytes: x, y, dt, B and C, and in the backward dy and all gradients, once
         each."""
-        tokens, chunk, size = batch * seq_len, 128, 4 if spec.dtype == "float32" else 2
+        spec, tokens, chunk = shape.spec, shape.batch * shape.seq_len, 128
+        size = base.element_size(spec.dtype)
         c = tokens * spec.n_groups * spec.d_state * (chunk + 1)
         d = tokens * spec.n_heads * spec.head_dim * (chunk + 1)
         s = 2 * tokens * spec.n_heads * spec.head_dim * spec.d_state

@@ -258,7 +258,7 @@ class SSDSearch(Search):
         return {"whole": run_both(reference, wide(pieces), self.up[:1].double())}
 
     def work(self, part: str) -> float:
-        forward, backward = self.operation.work(self.spec, self.shape.batch, self.shape.seq_len)
+        forward, backward = self.operation.work(self.shape)
         return forward.flops + backward.flops
 
     def winners(self, best: dict[str, list[Attempt]], measurer: Callable[[str, dict[str, Any]], Any]) -> list[Winner]:
