@@ -154,7 +154,7 @@ def shared_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     import torch.distributed as dist
 
     from llmtrain.models.init import clean_name
-    from llmtrain.models.mixers.base import fp32_parameters
+    from llmtrain.models.layer_part import fp32_parameters
 
     made = Training(config)
     kept = {id(p) for p in fp32_parameters(made.model).values()}

@@ -19,8 +19,9 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops
 from llmtrain.models.init import InitScale, init_weights
+from llmtrain.models.layer_part import fp32_parameters
 from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
-from llmtrain.models.mixers.base import fp32_parameters, mixers_of
+from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit

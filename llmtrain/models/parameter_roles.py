@@ -8,8 +8,8 @@ from typing import cast
 from torch import nn
 
 from llmtrain.models.init import clean_name
+from llmtrain.models.layer_part import no_decay_parameters
 from llmtrain.models.layers import Linear
-from llmtrain.models.mixers.base import no_decay_parameters
 
 Matrices = Mapping[nn.Parameter, tuple[int, ...]]
 """Weights of linear layers, with the rows of the maps that stand in each one above another: of q, k and v, say."""
@@ -23,7 +23,7 @@ def matrices(model: nn.Module) -> Matrices:
 
 def decayed_parameters(model: nn.Module, embeddings: bool = True) -> dict[str, bool]:
     """Every parameter's name, and whether weight decay applies: to matrices and convolution kernels yes; to norms, biases and
-    what mixers exempt no. embeddings: decay embeddings too."""
+    what layers exempt no. embeddings: decay embeddings too."""
     exempt = no_decay_parameters(model)
     found = {}
     for name, parameter in model.named_parameters():

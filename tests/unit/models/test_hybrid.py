@@ -8,8 +8,8 @@ from llmtrain.models.backends import backend_problems, servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import fp32_parameters
 from llmtrain.models.loss import LossOutput
-from llmtrain.models.mixers.base import fp32_parameters
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}

@@ -12,7 +12,7 @@ from llmtrain.models.block import Block
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig, ParallelMixersBlock
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.mixers.base import fp32_parameters, no_decay_parameters
+from llmtrain.models.layer_part import fp32_parameters, no_decay_parameters
 from llmtrain.models.mixers.parallel_mixers import ParallelMixers
 
 MAMBA: dict[str, Any] = {"type": "mamba2", "head_dim": 4, "d_state": 4, "chunk_size": 8}
