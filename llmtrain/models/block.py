@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.layers import Norm, multiplied
 from llmtrain.models.mixers.base import Mixer
@@ -100,7 +100,7 @@ class Block(nn.Module):
             total += self.shared_input.flops(seq_len, causal)
         return total if self.mlp is None else total + self.mlp.flops(seq_len)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """The part of `flops` that the mixers' saved operators spare the recomputation."""
-        total = self.mixer.saved_flops(seq_len, causal)
-        return total if self.shared_mixer is None else total + self.shared_mixer.saved_flops(seq_len, causal)
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        """The part of the forward pass that the parts' saved operators spare the recomputation."""
+        parts = [part for part in (self.mixer, self.shared_mixer, self.mlp) if part is not None]
+        return sum((part.saved_flops(seq_len, causal) for part in parts), Work())

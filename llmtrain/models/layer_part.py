@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.tensor_parallel import TensorRanks
 
 
@@ -31,7 +31,7 @@ class LayerPart(nn.Module, ABC):
 
     @abstractmethod
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
+        """FLOP of training on one sequence. See flops/count.py for what `causal` means."""
 
     def split(self, ranks: TensorRanks) -> None:
         """Keep this rank's part of the parameters, still on the meta device, and choose kernels for it; `forward` then begins with
@@ -45,11 +45,11 @@ class LayerPart(nn.Module, ABC):
         """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
         return set()
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """The part of `flops` that saved_ops spare the recomputation; linear layers, of which selective checkpointing keeps
-        every second output, are counted elsewhere.
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        """The part of the forward pass that saved_ops spare the recomputation; linear layers, of which selective checkpointing
+        keeps every second output, are counted elsewhere.
         """
-        return Flops()
+        return Work()
 
     def inactive_parameters(self) -> int:
         """Parameters that one token does not meet: those of experts to which it is not sent."""
@@ -67,15 +67,3 @@ class LayerPart(nn.Module, ABC):
 def parts_of(model: nn.Module) -> Iterator[tuple[str, LayerPart]]:
     """Every part of a model's layers with its name, shared ones once."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LayerPart))
-
-
-def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its layers' parts keep in fp32, by name."""
-    return {f"{at}.{name}": part.get_parameter(name) for at, part in parts_of(model) for name in part.fp32_parameters}
-
-
-def no_decay_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its layers' parts exempt from weight decay, by name."""
-    return {
-        f"{at}.{name}": part.get_parameter(name) for at, part in parts_of(model) for name in part.no_decay_parameters
-    }

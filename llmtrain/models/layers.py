@@ -20,7 +20,7 @@ from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.sections.layers import (
     LinearScaling,
@@ -77,7 +77,8 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(projection=2 * seq_len * self.in_features * self.out_features)
+        work = Work(projection=2 * seq_len * self.in_features * self.out_features)
+        return Flops.with_weight(work, self.weight.requires_grad)
 
 
 class Head(Linear):

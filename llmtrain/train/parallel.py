@@ -27,7 +27,8 @@ from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.layer_part import fp32_parameters, parts_of
+from llmtrain.models.layer_part import parts_of
+from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
@@ -221,14 +222,14 @@ def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
     Their modules are read, never called (a hook inside a compiled layer would break its graph), so the
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
-    parameters = fp32_parameters(model.hybrid)
+    parameters = {parameter for parameter, info in parameter_info(model.hybrid).items() if info.fp32}
     modules = [
-        model.hybrid.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+        module for module in model.hybrid.modules() if not parameters.isdisjoint(module.parameters(recurse=False))
     ]
     if not modules:
         return
     for module in modules:
-        others = {id(p) for p in module.parameters()} - {id(p) for p in parameters.values()}
+        others = set(module.parameters()) - parameters
         assert not others, (
             f"{type(module).__name__} holds fp32 parameters beside others; they need a module of their own"
         )
