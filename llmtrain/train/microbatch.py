@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
@@ -201,9 +201,7 @@ def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None
     known = known if isinstance(known, dict) else {}
     known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(known, indent=1).encode())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
