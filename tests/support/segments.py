@@ -11,7 +11,7 @@ from unittest.mock import patch
 def released_segments() -> Iterator[None]:
     """Release the shared memory of datasets made in the context at its end, not when the process ends.
 
-    ContextParallelRanks would stay until then, and each later dataset of the process opens every one of them.
+    Segments would stay until then, and each later dataset of the process opens every one of them.
     """
     segments = _Exits()
     with patch("streaming.base.shared.memory.atexit", segments):
