@@ -154,10 +154,10 @@ def shared_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     import torch.distributed as dist
 
     from llmtrain.models.init import clean_name
-    from llmtrain.models.mixers.base import fp32_parameters
+    from llmtrain.models.parameters import parameter_info
 
     made = Training(config)
-    kept = {id(p) for p in fp32_parameters(made.model).values()}
+    kept = {id(p) for p, info in parameter_info(made.model).items() if info.fp32}
     with torch.no_grad():
         for p in made.model.parameters():
             if id(p) not in kept:

@@ -71,17 +71,17 @@ def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
         yield Problem(
             "run_dir",
             config.run_dir,
-            f"{checkpoints} has a file where a checkpoint's folder belongs: {names}; move it away",
+            f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away",
         )
 
 
 def _group_problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.groups:
-        from llmtrain.models.parameter_roles import decayed_parameters
+        from llmtrain.models.parameters import parameter_info
         from llmtrain.plan.describe import meta_model  # imports torch
         from llmtrain.schema.parameter_groups import group_problems
 
-        yield from group_problems(config.optimizer, decayed_parameters(meta_model(config.model)))
+        yield from group_problems(config.optimizer, parameter_info(meta_model(config.model)).values())
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -19,16 +19,17 @@ from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Work
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.attention import Attention
-from llmtrain.models.parameter_roles import decayed_parameters, matrices
+from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.fitting import USABLE, Fit, plans_that_fit
+from llmtrain.plan.candidates import ADVISED
+from llmtrain.plan.fitting import Fit, plans_that_fit
 from llmtrain.plan.memory import (
     GPUS_PER_NODE,
     Memory,
@@ -181,8 +182,8 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         components=components(model),
         parameter_groups=parameter_groups(model, config.optimizer) if config.optimizer.groups else [],
         float8=_float8(model, config.train.float8, device) if config.train.float8 is not None else None,
-        forward_full=_per_token(model.flops(seq_len), seq_len),
-        forward_causal=_per_token(model.flops(seq_len, causal=True), seq_len),
+        forward_full=_per_token(model.flops(seq_len).forward, seq_len),
+        forward_causal=_per_token(model.flops(seq_len, causal=True).forward, seq_len),
         training_foundry=training["foundry"],
         training_causal=training["causal"],
         world_size=world_size,
@@ -195,7 +196,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         memory_total=memory.total,
         host_state=host_state_bytes(config, sizes, world_size),
         gpu_memory=gpu_memory,
-        fits=plans_that_fit(config, sizes, world_size, USABLE * gpu_memory) if gpu_memory and too_much else [],
+        fits=plans_that_fit(config, sizes, world_size, ADVISED * gpu_memory) if gpu_memory and too_much else [],
         gathered=gathered_bytes(config),
         exchanged=exchanged_bytes(config),
         tokens_per_step=config.tokens_per_step,
@@ -251,10 +252,12 @@ def components(model: HybridLM) -> list[Component]:
 
 def parameter_groups(model: HybridLM, config: OptimizerConfig) -> list[GroupDescription]:
     """Parameters by their settings, what no entry matches first. Raises UserError for entries that fit no parameter."""
-    settings = parameter_settings(config, decayed_parameters(model, config.decay_embeddings))
+    infos = parameter_info(model, config.decay_embeddings)
+    settings = parameter_settings(config, infos.values())
     sizes: dict[ParameterSettings, list[int]] = {}
-    for name, parameter in model.named_parameters():
-        sizes.setdefault(settings[name], []).append(parameter.numel())
+    for parameter, info in infos.items():
+        if info.trainable:
+            sizes.setdefault(settings[info.name], []).append(parameter.numel())
     return [
         GroupDescription(of.matched, len(found), sum(found), of.lr, of.weight_decay)
         for of, found in sorted(sizes.items(), key=lambda item: bool(item[0].matched))
@@ -314,17 +317,37 @@ def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | Non
     """
     if tensor > 1:
         model.split(TensorRanks(0, tensor))
-    total = sum(parameter.numel() for parameter in model.parameters())
-    layers = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
-    by_matrix = sum(weight.numel() for weight in matrices(model))
+    infos = parameter_info(model)
+
+    def count(parameters: Iterable[nn.Parameter], **wanted: bool) -> int:
+        return sum(p.numel() for p in parameters if all(getattr(infos[p], name) == is_ for name, is_ in wanted.items()))
+
+    total, frozen = count(infos), count(infos, trainable=False)
+    layers = [list(block.parameters()) for block in model.blocks]
+    head = [] if model.head is None else list(model.head.parameters())
+    inside = {parameter for some in (*layers, head) for parameter in some}
+    groups = [*layers, head, [parameter for parameter in infos if parameter not in inside]]
+    largest_trained = max(count(group, trainable=True) for group in groups)
     weights = inputs = beside = 0
     for name, product, used in _products_with_uses(model, float8) if float8 is not None else ():
         if product.left_out is None:
             weights += product.d_in * product.d_out
             inputs += product.d_in * used
             beside += product.d_in * used if _reads_attention(model, name) else 0
-    head = sum(parameter.numel() for parameter in model.head.parameters()) if model.head is not None else 0
-    return ParameterSizes(total, total - sum(layers), max(layers), by_matrix, weights, inputs, beside, head)
+    sizes = [count(layer) for layer in layers]
+    return ParameterSizes(
+        total,
+        root=total - sum(sizes),
+        largest_layer=max(sizes),
+        matrices=sum(p.numel() for p, info in infos.items() if info.trainable and info.matrix_rows),
+        float8=weights,
+        float8_inputs=inputs,
+        float8_beside=beside,
+        head=count(head),
+        frozen=frozen,
+        largest_trained=largest_trained if frozen else 0,
+        frozen_head=not model.head_weight.requires_grad,
+    )
 
 
 def _reads_attention(model: HybridLM, linear: str) -> bool:
@@ -334,7 +357,7 @@ def _reads_attention(model: HybridLM, linear: str) -> bool:
     return isinstance(mixer, Attention) and name == "wo" and not mixer.block.output_gate
 
 
-def _per_token(flops: Flops, seq_len: int) -> dict[str, float]:
+def _per_token(flops: Work, seq_len: int) -> dict[str, float]:
     return {kind.name: getattr(flops, kind.name) / seq_len for kind in fields(flops)}
 
 

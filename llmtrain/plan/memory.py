@@ -2,28 +2,29 @@
 
 Weights, gradients and optimizer state are exact sizes; activations are an estimate, and fragmentation, communication
 buffers and the CUDA or HIP context (1 to 3 GB) are left out. P = parameters (with train.parallel.tensor those of one rank's part),
-S = ranks that share one copy of them (all ranks, or train.sharding.shard_size, divided by train.parallel.tensor), b = bytes of the
-computation's format (2 in bf16, 4 in fp32):
+T = those of them that are trained (models/parameters.py), S = ranks that share one copy of them
+(all ranks, or train.sharding.shard_size, divided by train.parallel.tensor), b = bytes of the computation's format (2 in bf16, 4 in
+fp32):
 
     weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op, sync_every_microbatch: false or S = 1;
                  otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
                  work and the next)
-    gradients    4 P / S (4 P with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
+    gradients    4 T / S (4 T with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
                  reduce_dtype
-    optimizer    state_bytes P / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon,
+    optimizer    state_bytes T / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon,
                  about 2 for those of 8-bit AdamW. With optimizer.offload three parts of it, each of OFFLOADED_AT_ONCE parameters or
                  of a larger one, as far as they need more than activations and loss do, which are not there then
-    average      4 P / S with train.ema
+    average      4 T / S with train.ema
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
                  among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
-    activations  what autograd keeps of one microbatch, counted by each block's section (saved_bytes), as compiled blocks
-                 with fused attention keep it; with checkpointing, what is kept plus one layer's worth in full. Ranks that share
-                 sequences (train.parallel.context) keep those of their tokens, what a block computes beside them
-                 (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share layers
-                 (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
+    activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
+                 section (saved_bytes), as compiled blocks with fused attention keep it; with checkpointing, what is kept plus one
+                 layer's worth in full. Ranks that share sequences (train.parallel.context) keep those of their tokens, what a block
+                 computes beside them (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share
+                 layers (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
                  takes for a while, whatever the batch (workspace_bytes), of the layer that takes the most
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
-                 gradient of the head's weights
+                 gradient of the head's weights, if they are trained
 
 The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
 of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
@@ -57,7 +58,7 @@ class ParameterSizes:
     root: int
     largest_layer: int
     matrices: int = 0
-    """Of the total, those that an optimizer of matrices takes: see models/parameter_roles.py."""
+    """Of the trained, those that an optimizer of matrices takes: see models/parameters.py."""
     float8: int = 0
     """Of the total, those of products in float8 (train.float8)."""
     float8_inputs: int = 0
@@ -66,6 +67,21 @@ class ParameterSizes:
     """Of these, those that are kept in the computation's format too: outputs of attention."""
     head: int = 0
     """Of the root, those of an untied head, whose gradients are reduced by themselves."""
+    frozen: int = 0
+    """Of the total, those that are not trained."""
+    largest_trained: int = 0
+    """Trained parameters of the group of gradients that is reduced at once and has the most; 0: all of the largest group's."""
+    frozen_head: bool = False
+    """The weights of the logits are not trained, be they the head's or the embedding's."""
+
+    @property
+    def trained(self) -> int:
+        return self.total - self.frozen
+
+    @property
+    def reduced(self) -> int:
+        """Parameters whose gradients are reduced at once."""
+        return self.largest_trained or max(self.root - self.head, self.head, self.largest_layer)
 
 
 @dataclass(frozen=True)
@@ -98,28 +114,28 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     if train.float8 is not None and train.float8.gathers:
         held -= (width - 1) * gathered * sizes.float8 // sizes.total
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
-    gradients = sizes.total if once_a_step else -(-sizes.total // shards)
+    gradients = sizes.trained if once_a_step else -(-sizes.trained // shards)
     of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
     activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside)
-    loss = _loss(config, width)
+    loss = _loss(config, width, head_gradient=not sizes.frozen_head)
     optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
     if config.optimizer.offload:  # in the place of activations, which a step has not
         largest = max(OFFLOADED_AT_ONCE, sizes.root // shards)
         optimizer = max(min(optimizer, 3 * config.optimizer.state_bytes * largest) - activations - loss, 0)
     return Memory(
         weights=-(-4 * sizes.total // shards) + held,
-        gradients=4 * gradients + (width + reduced) * max(sizes.root - sizes.head, sizes.head, sizes.largest_layer),
+        gradients=4 * gradients + (width + reduced) * sizes.reduced,
         optimizer=optimizer,
         activations=activations,
         loss=loss,
-        average=-(-4 * sizes.total // shards) if train.ema else 0,
+        average=-(-4 * sizes.trained // shards) if train.ema else 0,
     )
 
 
 def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
     """Bytes of the optimizer's state, over all ranks that share a model."""
     of_matrices = config.state_bytes if config.matrix_state_bytes is None else config.matrix_state_bytes
-    return config.state_bytes * (sizes.total - sizes.matrices) + math.ceil(of_matrices * sizes.matrices)
+    return config.state_bytes * (sizes.trained - sizes.matrices) + math.ceil(of_matrices * sizes.matrices)
 
 
 def shard_ranks(config: Config, world_size: int) -> int:
@@ -219,10 +235,10 @@ def host_bytes(config: Config) -> int:
     return width * config.model.d_model * tokens * -(-layers // (train.activation_checkpointing.k or 1))
 
 
-def _loss(config: Config, width: int) -> int:
+def _loss(config: Config, width: int, head_gradient: bool) -> int:
     tokens = -(-config.train.least_microbatch * config.data.seq_len // config.train.parallel.context)
     vocab, d_model = config.model.vocab_size // config.train.parallel.tensor, config.model.d_model
     if config.train.loss.type == "plain":
         return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient
     chunk = min(tokens, config.train.loss.chunk_tokens)
-    return chunk * vocab * 2 * width + tokens * d_model * width + 4 * vocab * d_model
+    return chunk * vocab * 2 * width + tokens * d_model * width + 4 * vocab * d_model * head_gradient

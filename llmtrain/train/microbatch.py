@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.plan.automatic import microbatches
+from llmtrain.plan.candidates import MEASURED, microbatches
 from llmtrain.plan.describe import meta_model, parameter_sizes
 from llmtrain.plan.memory import estimate_memory
 from llmtrain.schema.config import Config
@@ -34,8 +34,6 @@ from llmtrain.train.ranks.fsdp_reset import reset_fsdp
 from llmtrain.train.ranks.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
 
 FILE = "microbatch.json"
-USABLE = 0.95
-"""Share of the memory that this process can have which a larger microbatch may fill, as extrapolated."""
 _REPEATS = 3  # the first compiles, the last is timed
 _MOST_TRIALS = 4
 
@@ -145,7 +143,7 @@ def choose_microbatch(
     reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
     gauge.begin()
     fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
-    limit = USABLE * -_most(-gauge.available(), device)
+    limit = MEASURED * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
     agreement = MemoryAgreement()
@@ -203,9 +201,7 @@ def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None
     known = known if isinstance(known, dict) else {}
     known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(known, indent=1).encode())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from llmtrain.kernels.attention.suffix import SuffixAttention
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.layers import Linear, Norm, rotary_tables
 from llmtrain.models.mixers.attention_segments import OPERATOR, segment_attention
 from llmtrain.models.mixers.base import Mixer, MixerCache
@@ -215,7 +215,7 @@ class Attention(Mixer):
         return self.wo(out * gate[0].sigmoid() if gate else out)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        kernel = Flops(attention=self.spec.flops(seq_len, causal))
+        kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))
         return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
@@ -227,8 +227,8 @@ class Attention(Mixer):
         """True if keys and values of ranks that share sequences travel beside the work on this rank's own."""
         return isinstance(self.segment_kernel, SuffixAttention)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return Work(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
 
 
 @dataclass

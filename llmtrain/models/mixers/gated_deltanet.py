@@ -17,7 +17,7 @@ from llmtrain.kernels.gated_delta.step import gated_delta_step
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, inverse_softplus_of_log_uniform, log_of_uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.mixers.base import Mixer, MixerCache
@@ -180,15 +180,15 @@ class GatedDeltaNet(Mixer):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """Count the rule alone: what segments compute beside it is the price of sharing sequences, and no work of the model's."""
-        rule = Flops(scan=self.spec.flops(seq_len))
+        rule = Flops.between_activations(Work(scan=self.spec.flops(seq_len)))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + rule + self.out_proj.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
         backend = self.backend if self.segment_backend is None else self.segment_backend
         return set(backend.saved_ops)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return Work(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)
 
 
 def _unit_length(t: Tensor, scale: float = 1.0) -> Tensor:

@@ -22,7 +22,7 @@ from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform, uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear, SiluGate, multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
@@ -101,7 +101,7 @@ class CausalConv1d(nn.Module):
         return self(x)[:, before:]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(convolution=self.spec.flops(seq_len))
+        return Flops.with_weight(Work(convolution=self.spec.flops(seq_len)), self.weight.requires_grad)
 
 
 class Mamba2(Mixer):
@@ -237,7 +237,7 @@ class Mamba2(Mixer):
         return torch.cat([multiplied(part, m) for part, m in zip(parts, self.multipliers, strict=True)], dim=-1)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        scan = Flops(scan=self.spec.flops(seq_len))
+        scan = Flops.between_activations(Work(scan=self.spec.flops(seq_len)))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)
 
 

@@ -7,8 +7,9 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.flops.units import binary
 from llmtrain.plan.automatic import resolve_auto
+from llmtrain.plan.candidates import ADVISED
 from llmtrain.plan.describe import meta_model, parameter_sizes
-from llmtrain.plan.fitting import USABLE, plans_that_fit, ranks_that_fit
+from llmtrain.plan.fitting import plans_that_fit, ranks_that_fit
 from llmtrain.plan.memory import Memory, ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
 
@@ -44,7 +45,7 @@ def _parts(memory: Memory) -> list[tuple[str, int]]:
 
 
 def _advice(config: Config, sizes: ParameterSizes, world_size: int, estimate: Memory, available: int) -> list[str]:
-    limit = USABLE * available
+    limit = ADVISED * available
     if estimate.total <= limit:
         # It ran out all the same: ask for clearly less than what did not fit.
         limit = 0.8 * estimate.total

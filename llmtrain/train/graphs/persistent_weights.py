@@ -94,9 +94,12 @@ class PersistentUnshardedWeights:
         return sum(t.nbytes for t in (*self.leaves, *parts))
 
     def zeros(self) -> list[Tensor]:
-        """Sums for the leaves' gradients, of the leaves' shapes in the parameters' format."""
+        """Sums for the leaves' gradients, of the leaves' shapes in the parameters' format; empty for frozen ones."""
         found = []
         for i, (leaf, parameter) in enumerate(zip(self.leaves, self.parameters, strict=True)):
+            if not leaf.requires_grad:
+                found.append(torch.empty(0, device=leaf.device))
+                continue
             numbers = self._gathered[i].numel() if self._ranks is not None else leaf.numel()
             rows = torch.zeros(numbers, dtype=parameter.dtype, device=leaf.device)
             found.append(rows.as_strided(leaf.shape, leaf.stride()))

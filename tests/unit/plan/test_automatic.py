@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.plan.automatic import USABLE, resolve_auto
+from llmtrain.plan.automatic import resolve_auto
+from llmtrain.plan.candidates import CHOSEN
 from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -30,7 +31,7 @@ def chosen(*overrides: str, available: float | None = 1e12, ranks: int = 2, per_
 
 def memory_of(*overrides: str, ranks: int = 2) -> float:
     """GPU memory in which these settings just fit."""
-    return estimate_memory(config(*overrides), SIZES, ranks).total / USABLE
+    return estimate_memory(config(*overrides), SIZES, ranks).total / CHOSEN
 
 
 GRAD_OP_ONCE = ("train.sharding={strategy: grad_op, sync_every_microbatch: false}",)
