@@ -22,7 +22,7 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.data.loader.loaders import ValidationLoader, build_train_loader, build_validation_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
-from llmtrain.data.loader.streaming import TokenDataset
+from llmtrain.data.loader.token_dataset import TokenDataset
 from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment

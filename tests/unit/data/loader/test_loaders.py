@@ -7,9 +7,8 @@ import os
 import queue
 import subprocess
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from streaming import StreamingDataset
-from streaming.base.batching import generate_work
-from streaming.base.shared import SharedScalar
 from streaming.base.world import World
 from torch import distributed as dist
 
-from llmtrain.data.loader import streaming
+from llmtrain.data.loader import cache_room, token_samples
 from llmtrain.data.loader.loaders import build_train_loader, build_validation_loader
+from llmtrain.data.loader.streaming_order import StreamingOrder
 from llmtrain.data.shards.checks import check_streams
-from llmtrain.data.shards.index import ShardError, read_index
-from llmtrain.data.shards.reader import ShardReader, mds_reader
+from llmtrain.data.shards.index import ShardError
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig
-from tests.support.segments import released_segments
 
 Order = list[list[int]]
-
-
-@pytest.fixture(autouse=True)
-def segments() -> Iterator[None]:
-    with released_segments():
-        yield
 
 
 @pytest.fixture
@@ -193,19 +182,11 @@ def test_a_checkpoint_after_the_last_batch_has_nothing_left_of_the_epoch(data, o
 
 
 @pytest.mark.parametrize(("order", "workers"), [("seekable", 0), ("seekable", 1), ("streaming", 0)])
-def test_every_rank_goes_on_from_an_epochs_end_to_the_next_epoch(data, on_ranks, monkeypatch, order, workers):
-    """A rank that resumes there has nothing to read and begins the next epoch at once, also while the node's first rank is slow to
-    count it."""
+def test_every_rank_goes_on_from_an_epochs_end_to_the_next_epoch(data, on_ranks, order, workers):
+    """A rank that resumes there has nothing to read and begins the next epoch at once."""
     config = data({"a": 40}, order=order, num_workers=workers)
     [whole] = on_ranks(1, lambda: [batches for batches, _ in epochs(config, 2)])
     state = epochs(config, 1)[0][1] | {"epoch": 0, "sample_in_epoch": 40}
-    count = SharedScalar.set
-
-    def counted_late(scalar, value) -> None:
-        time.sleep(0.3)
-        count(scalar, value)
-
-    monkeypatch.setattr(SharedScalar, "set", counted_late)
     resumed = on_ranks(2, lambda: [batches for batches, _ in epochs(config, 2, skip_to=state)])
     assert [first for first, _ in resumed] == [[], []]
     assert global_batches([second for _, second in resumed]) == global_batches([whole[1]])
@@ -350,14 +331,13 @@ def test_batches_hold_shifted_labels(data):
 
 
 def test_the_order_is_the_same_on_any_number_of_nodes(data):
-    dataset = build_train_loader(data({"a": 96}, shuffle_block_size=64), global_batch_size=8).dataset
+    config = data({"a": 96}, shuffle_block_size=64)
+    made = StreamingOrder(config, build_train_loader(config, global_batch_size=8).dataset.shard_sizes(), 96, 8)
 
     def order(nodes: int, ranks_per_node: int) -> list[list[int]]:
-        dataset.batch_size = 8 // (nodes * ranks_per_node)
-        world = World(nodes, ranks_per_node, workers_per_rank=1, worker=0)
-        work = generate_work("random", dataset, world, epoch=0, sample_in_epoch=16)
-        # (nodes, ranks, workers, batches, batch size) -> batches of all
-        return [sorted(batch) for batch in work.transpose(3, 0, 1, 2, 4).reshape(-1, 8).tolist()]
+        worlds = [World(nodes, ranks_per_node, 1, worker) for worker in range(nodes * ranks_per_node)]
+        each = [made.ids(world, epoch=0, done=16).reshape(10, -1).tolist() for world in worlds]
+        return global_batches(each)
 
     expected = order(1, 1)
     assert len(expected) == 10
@@ -482,7 +462,7 @@ def test_a_pipe_in_the_place_of_a_shard_does_not_hang(data, tmp_path, write_shar
 def test_each_shard_is_hashed_once_by_a_rank(data, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        streaming, "verify_shard", lambda file, shard, algorithm: seen.append(shard["raw_data"]["basename"])
+        token_samples, "verify_shard", lambda file, shard, algorithm: seen.append(shard["raw_data"]["basename"])
     )
     loader = build_train_loader(data({"a": 64}), global_batch_size=4)
     assert len(list(loader)) == len(list(loader)) == 16
@@ -601,25 +581,14 @@ def test_a_shard_that_cannot_be_removed_ends_the_run_rather_than_have_others_wai
     config = data({}, train={"streams": streams}, cache_limit=limit, shuffle_block_size=50, num_canonical_nodes=1)
     tried = []
 
-    def refuses(self):
-        tried.append(self.number)
-        time.sleep(0.1)  # while the other threads come to wait for the lock of the cache
+    def refuses(file: Path, missing_ok: bool = False) -> None:
+        tried.append(file)
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(ShardReader, "evict", refuses)
+    monkeypatch.setattr(cache_room.Path, "unlink", refuses)
     with pytest.raises(ShardError, match="Permission denied"):
         list(build_train_loader(config, global_batch_size=8))
     assert tried
-
-
-def test_a_shard_that_another_job_has_removed_counts_as_removed(tmp_path, write_shards):
-    folder = write_shards(tmp_path / "a", 16, compression="zstd")
-    index = read_index(folder)
-    assert index is not None
-    reader = ShardReader(0, 1, lambda number: mds_reader(str(folder), "", index.shards[number]))
-    reader.evict()
-    assert not list(folder.glob("shard.00000.mds*"))
-    reader.evict()
 
 
 def test_nothing_is_written_through_a_link_out_of_the_folder(data, tmp_path):
@@ -629,22 +598,6 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(data, tmp_path):
     with pytest.raises(ShardError, match="is a link that leads out of"):
         list(build_train_loader(config, global_batch_size=4))
     assert not outside.exists()
-
-
-def test_the_reason_is_told_to_those_who_waited_for_another_thread(data, tmp_path, monkeypatch):
-    config = data({"a": 64})
-    (tmp_path / "a" / "shard.00000.mds").symlink_to(tmp_path / "outside")
-    prepare, waited = StreamingDataset.prepare_shard, []
-
-    def waits_first(self, shard_id, blocking=True):
-        if blocking and waited:
-            return prepare(self, shard_id)
-        return waited.append(shard_id) if blocking else None  # as after another thread has failed
-
-    monkeypatch.setattr(StreamingDataset, "prepare_shard", waits_first)
-    with pytest.raises(ShardError, match="is a link that leads out of"):
-        list(build_train_loader(config, global_batch_size=4))
-    assert waited
 
 
 def test_shards_may_be_links_to_files_elsewhere(data, tmp_path, write_shards):
@@ -768,10 +721,10 @@ def test_a_run_of_a_thousand_million_samples_starts_and_resumes_at_once(tmp_path
     last = dataset.epoch_size - 512
     ids = dataset.order.ids(np.arange(last, last + 512))
     assert len(np.unique(ids)) == 512 and 0 <= ids.min() <= ids.max() < shards * samples
-    assert dataset.spanner[0] == (0, 0)
-    assert dataset.spanner[shards * samples - 1] == (shards - 1, samples - 1)
-    assert dataset.spanner[samples] == (1, 0)
+    assert dataset.place(0) == (0, 0)
+    assert dataset.place(shards * samples - 1) == (shards - 1, samples - 1)
+    assert dataset.place(samples) == (1, 0)
     with pytest.raises(IndexError):
-        dataset.spanner[shards * samples]
+        dataset.place(shards * samples)
     assert tracemalloc.get_traced_memory()[1] < 50_000_000
     tracemalloc.stop()
