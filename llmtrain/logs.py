@@ -49,7 +49,7 @@ class _Terminal(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """A full disk must not fail the run, nor fill the terminal with tracebacks: it is told once, and again when it is over."""
+    """A full disk must not fail the run, nor fill the terminal with tracebacks: it is reported once, and again when it is over."""
 
     failed = False
     _errors = 0

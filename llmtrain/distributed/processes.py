@@ -32,7 +32,7 @@ def pid_namespace() -> str:
 def start_time(pid: int) -> int | None:
     """Time at which a process began, in ticks since the machine's start; 0 where this is not known, None if it has ended.
 
-    With it, an id that another process has by now is told from the process that had it. A zombie has ended.
+    It distinguishes a process from a later one with the same id. A zombie has ended.
     """
     if Path("/proc/self/stat").exists():
         fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and parentheses

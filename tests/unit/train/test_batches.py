@@ -1,4 +1,4 @@
-"""Batches as Composer is given them: counts of samples and tokens, and microbatches."""
+"""Microbatches, and how many labels each has."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from llmtrain.data.loader.batches import collate, collate_packed, filler
+from llmtrain.models.config import LossConfig
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.train.composer_model import data_spec
+from llmtrain.objectives.next_token import NextToken
+from llmtrain.train.batches import microbatches
 
 SEQ_LEN = 6
+OBJECTIVE = NextToken(LossConfig())
 
 
 def samples(count: int) -> list[dict[str, Any]]:
@@ -39,10 +42,9 @@ class Unread(torch.Tensor):
 def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(batch: Any):
     expected = (batch["labels"] != -100).sum(1)
     assert batch["label_counts"].tolist() == expected.tolist()
-    spec = data_spec(None)  # type: ignore[arg-type]
     unread = batch | {"labels": batch["labels"].as_subclass(Unread)}
-    assert spec.get_num_tokens_in_batch(unread, "loss_generating") == int(expected.sum())
-    parts = spec.split_batch(unread, 4)
+    assert OBJECTIVE.count(unread) == int(expected.sum())
+    parts = microbatches(unread, 4, OBJECTIVE)
     assert [part["n_labels"] for part in parts] == [int(expected[:4].sum()), int(expected[4:].sum())]
     assert all("label_counts" not in part for part in parts)
 
@@ -51,7 +53,7 @@ def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(
 def test_a_part_of_the_sequences_counts_its_own_labels(batch: Any):
     found = []
     for rank in range(2):
-        [part] = data_spec(None, ContextParallelRanks(rank, 2)).split_batch(batch, 6)  # type: ignore[arg-type]
+        [part] = microbatches(batch, 6, OBJECTIVE, ContextParallelRanks(rank, 2))
         assert part["n_labels"] == int((part["labels"] != -100).sum())
         found.append(part["n_labels"])
     assert sum(found) == int(batch["label_counts"].sum())
@@ -59,4 +61,4 @@ def test_a_part_of_the_sequences_counts_its_own_labels(batch: Any):
 
 def test_a_batch_without_counts_is_counted():
     batch: Any = {key: value for key, value in collate(samples(5)).items() if key != "label_counts"}
-    assert [part["n_labels"] for part in data_spec(None).split_batch(batch, 3)] == [15, 10]  # type: ignore[arg-type]
+    assert [part["n_labels"] for part in microbatches(batch, 3, OBJECTIVE)] == [15, 10]
