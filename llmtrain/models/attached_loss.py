@@ -38,7 +38,7 @@ class AttachedLosses:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself."""
-        return _Weigh.apply(loss, self.weight)  # type: ignore[return-value]
+        return _Weigh.apply(loss, self.weight)
 
 
 def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: str) -> Tensor:
@@ -49,12 +49,12 @@ def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: st
     """
     if losses is None or not torch.is_grad_enabled():
         return x
-    return _AttachLoss.apply(x, loss, losses.weight, losses.terms[name])  # type: ignore[return-value]
+    return _AttachLoss.apply(x, loss, losses.weight, losses.terms[name])
 
 
 def add_in_backward(x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
     """x, whose backward pass adds `increment` to `total`, which has its shape: a sum over the step's microbatches."""
-    return _AddInBackward.apply(x, total, increment) if torch.is_grad_enabled() else x  # type: ignore[return-value]
+    return _AddInBackward.apply(x, total, increment) if torch.is_grad_enabled() else x
 
 
 class _Weigh(torch.autograd.Function):

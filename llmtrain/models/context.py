@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmtrain.models.attached_loss import AttachedLosses
+from llmtrain.models.loss import LossOutput
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.replay import Replay
 from llmtrain.models.segments import ContextParallelRanks
@@ -46,6 +47,10 @@ class Context:
     positions: int | Tensor | None
     only: Tensor | None = None
     losses: AttachedLosses | None = None
+
+    def with_attached(self, output: LossOutput) -> LossOutput:
+        """The loss of this pass, whose weight in the step then is that of the losses that layers attached."""
+        return output if self.losses is None else replace(output, loss=self.losses.weigh(output.loss))
 
 
 class ContextCache:

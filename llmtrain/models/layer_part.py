@@ -55,9 +55,9 @@ class LayerPart(nn.Module, ABC):
         """
         return Work()
 
-    def inactive_parameters(self) -> int:
-        """Parameters that one token does not meet: those of experts to which it is not sent."""
-        return 0
+    def inactive_parameters(self) -> dict[str, int]:
+        """Elements that one token does not meet, by names of parameters: those of experts to which it is not sent."""
+        return {}
 
     def after_step(self) -> None:
         """Change persistent buffers after a step of the optimizer. Every rank calls it."""

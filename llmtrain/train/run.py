@@ -39,6 +39,7 @@ from llmtrain.plan.describe import meta_model, parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
+from llmtrain.train.callbacks.layer_parts import LayerParts
 from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -185,6 +186,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         rewind = Rewind(spikes.config, saver, spikes, load_again, passed, verify=checkpoint.verify)
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
+    stability = Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask)
+    parts_callback = LayerParts(model, taken=lambda: not stability.skipped_in_a_row)
     with without_state(optimizer):
         trainer = StepTrainer(
             Step(
@@ -210,7 +213,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, peaks),
-                Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
+                *([parts_callback] if parts_callback.needed else []),
+                stability,
                 *([average] if average is not None else []),
                 Throughput(cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
