@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
@@ -15,6 +14,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models import segments as gathering
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
 from llmtrain.models.segments import ContextParallelRanks
+from tests.support import kernels as support
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
@@ -32,15 +32,7 @@ CASES = {
 
 
 def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(batch * 1000 + seq_len)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g)
-
-    keys, heads = (batch, seq_len, spec.n_key_heads, spec.key_head_dim), (batch, seq_len, spec.n_heads)
-    q, k = F.normalize(draw(*keys), dim=-1), F.normalize(draw(*keys), dim=-1)
-    decay, beta = -0.5 * torch.rand(heads, generator=g), most * torch.rand(heads, generator=g)
-    return [q, k, draw(*heads, spec.value_head_dim), decay, beta]
+    return support.inputs("gated_delta", spec, batch, seq_len, most=most)
 
 
 def outcome(kernel, tensors: list[torch.Tensor], state, ids) -> list[torch.Tensor]:

@@ -2,15 +2,16 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.step import gated_delta_step
+from llmtrain.kernels.operation import operation, wide
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261123"))
 BATCH, H, K, V = 2, 4, 5, 6
@@ -39,23 +40,9 @@ def recurrence(q, k, v, log_decay, beta, state=None) -> tuple[Tensor, Tensor]:
 def inputs(
     spec: GatedDeltaSpec, seq_len: int, with_state: bool, seed: int = 0, most: float = 1.0, batch: int = BATCH
 ) -> list[Tensor]:
-    """Keys of length 1, beta in (0, most), in float64."""
-    g = torch.Generator().manual_seed(1000 * seed + seq_len)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(batch, *shape, generator=g, dtype=torch.float64)
-
-    keys = (seq_len, spec.n_key_heads, spec.key_head_dim)
-    tensors = [
-        draw(*keys),
-        F.normalize(draw(*keys), dim=-1),
-        draw(seq_len, spec.n_heads, spec.value_head_dim),
-        -F.softplus(draw(seq_len, spec.n_heads) - 2),
-        most * draw(seq_len, spec.n_heads).sigmoid(),
-    ]
-    if with_state:
-        tensors.append(draw(spec.n_heads, spec.key_head_dim, spec.value_head_dim))
-    return [t.requires_grad_() for t in tensors]
+    """Leaves in float64."""
+    rule, options = operation("gated_delta"), {"most": most, "state": with_state}
+    return wide(rule.inputs(replace(spec, dtype="float64"), batch, seq_len, "cpu", 1000 * seed + seq_len, **options)[0])
 
 
 def outcome(function, tensors: list[Tensor]) -> list[Tensor]:

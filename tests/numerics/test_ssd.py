@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.ssd.spec import SSDSpec
+from tests.support import kernels as support
 
 BATCH, H, P, N = 2, 4, 8, 5
 
@@ -27,23 +28,7 @@ def recurrence(spec: SSDSpec, x, dt, A, B, C, D, dt_bias, state=None) -> tuple[T
 
 
 def inputs(spec: SSDSpec, seq_len: int, dtype: torch.dtype, with_state: bool) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seq_len)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = [
-        draw(BATCH, seq_len, H, P),
-        draw(BATCH, seq_len, H),
-        -draw(H).exp(),
-        draw(BATCH, seq_len, spec.n_groups, N),
-        draw(BATCH, seq_len, spec.n_groups, N),
-        draw(H),
-        draw(H),
-    ]
-    if with_state:
-        tensors.append(draw(BATCH, H, P, N))
-    return [t.to(dtype).requires_grad_() for t in tensors]
+    return [t.to(dtype).requires_grad_() for t in support.scan_inputs(spec, BATCH, seq_len, torch.float64, with_state)]
 
 
 def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
