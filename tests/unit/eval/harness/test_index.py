@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.index import TaskIndex, index_of, installed_folder
+from llmtrain.eval.lm_eval.index import TaskIndex, index_of, installed_folder
 from tests.support.task_files import write_files
 
 needs_harness = pytest.mark.skipif(

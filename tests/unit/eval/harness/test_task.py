@@ -15,8 +15,8 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.task import LmEvalTask, make_task
-from llmtrain.eval.lm_eval_tasks.yaml_file import Function
+from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
+from llmtrain.eval.lm_eval.yaml_file import Function
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood
 from tests.support.icl import byte_level
 
@@ -69,11 +69,7 @@ def task(folder: Path, settings: dict[str, Any] = CHOICES, **changes: Any) -> Lm
         ({"doc_to_text": "{{question"}, "doc_to_text: not a template"),
         ({"metric_list": [{"metric": "rouge"}]}, "metric_list.0: rouge needs an aggregation"),
         ({"metric_list": [{"metric": "acc", "aggregation": "average"}]}, "there is no aggregation 'average'"),
-        ({"metric_list": [{"metric": "perplexity"}]}, "there is no metric 'perplexity' of a multiple_choice task"),
-        (
-            {"metric_list": [{"metric": "f1", "aggregation": "mean"}]},
-            "mean cannot be taken of f1, which is a pair of labels",
-        ),
+        ({"dataset_kwargs": {"cache_dir": "/"}}, "dataset_kwargs.cache_dir: a task's file may not say where files are"),
         ({"metric_list": []}, "metric_list: empty"),
         ({"filter_list": [{"name": "x", "filter": [{"function": "lowercase"}]}]}, "filters are for texts"),
         (
@@ -106,7 +102,6 @@ def test_refused_by_name(changes, expected):
         ({"metric_list": [{"metric": "exact_match", "ignore_cases": True}]}, "has no setting 'ignore_cases'"),
         ({"metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["("]}]}, "'(' is not a regular expression"),
         ({"metric_list": [{"metric": "f1", "hf_evaluate": True}]}, "of the `evaluate` library (hf_evaluate)"),
-        ({"metric_list": [{"metric": "acc"}]}, "mean cannot be taken of acc, which is a pair of texts"),
         (
             {"filter_list": [{"name": "x", "filter": [{"function": "regexp"}]}]},
             "no filter 'regexp'; did you mean regex",
@@ -127,6 +122,32 @@ def test_refused_by_name(changes, expected):
 def test_refused_settings_of_generation(changes, expected):
     with pytest.raises(EvalError, match=re.escape(expected)):
         make_task(TEXT | changes, Path("it.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"metric_list": [{"metric": "perplexity"}]}, "no metric 'perplexity' of a multiple_choice task; it gives "),
+        ({"metric_list": [{"metric": "f1", "aggregation": "mean"}]}, "metric_list: f1: mean cannot be taken of what"),
+        ({**TEXT, "metric_list": [{"metric": "acc"}]}, "metric_list: acc: mean cannot be taken of what its documents"),
+        (
+            {
+                **TEXT,
+                "doc_to_target": "{{['a', 'b', 'c']}}",
+                "metric_list": [{"metric": "exact_match"}, {"metric": "f1"}],
+            },
+            "metric_list: f1: f1_score cannot be taken of what its documents give",
+        ),
+        (
+            {"doc_to_choice": [*"abc"], "doc_to_target": "{{label * 2}}", "metric_list": [{"metric": "f1"}]},
+            "metric_list: f1: f1_score cannot be taken of what its documents give: Target is multiclass",
+        ),
+    ],
+)
+def test_metrics_that_cannot_be_computed_are_refused_before_a_model_is_asked(tmp_path, changes, expected):
+    with pytest.raises(EvalError, match=re.escape(expected)) as error:
+        task(tmp_path, **changes).documents()
+    assert str(error.value).startswith("task it: metric_list: ")
 
 
 def test_all_errors_at_once():
@@ -199,7 +220,7 @@ def test_files_beside_the_task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write(tmp_path / "tasks/rows.jsonl")
-    files = {"data_files": {"test": "rows.jsonl"}, "cache_dir": str(tmp_path / "cache")}
+    files = {"data_files": {"test": "rows.jsonl"}}
     settings = CHOICES | {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
     assert len(make_task(settings, tmp_path / "tasks/it.yaml").documents()) == 6
     missing = settings | {"dataset_kwargs": files | {"data_files": {"test": "nothing.jsonl"}}}
@@ -218,7 +239,7 @@ def test_files_beside_the_task(tmp_path, monkeypatch):
 def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path, monkeypatch, name, text, expected):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     (tmp_path / name).write_text(text, encoding="utf-8")
-    files = {"data_files": {"test": str(tmp_path / name)}, "cache_dir": str(tmp_path / "cache")}
+    files = {"data_files": {"test": str(tmp_path / name)}}
     builder = "csv" if name.endswith("csv") else "json"
     settings = CHOICES | {"dataset_path": builder, "dataset_name": None, "dataset_kwargs": files}
     with pytest.raises(EvalError, match=f"task it: {builder}: .*{re.escape(expected)}"):
@@ -248,18 +269,19 @@ def test_dataset_kwargs_that_do_not_give_splits_of_named_files(tmp_path, monkeyp
         ("{{[]}}", "`doc_to_choice` gives []; expected a list of texts"),
     ],
 )
-def test_choices_that_are_none(tmp_path, tokenizer, choices, expected):
+def test_choices_that_are_none(tmp_path, choices, expected):
     made = task(tmp_path, doc_to_choice=choices)
-    with pytest.raises(EvalError, match=re.escape(f"some/data (small) [test]:1: {expected} (skip")):
-        made.requests(made.documents(limit=1), tokenizer, 0)
+    with pytest.raises(EvalError, match=re.escape(f"task it: {expected}")):
+        made.documents()
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("return None", "some/data (small) [test] cannot be read: 'NoneType' object is not iterable"),
-        ("return ['a']", "some/data (small) [test]:1: expected a record, a mapping, found 'a'"),
-        ("return (1 / 0 for one in rows)", "some/data (small) [test] cannot be read: division by zero"),
+        ("return None", "some/data (small) [test]: process_docs gives NoneType; lm-evaluation-harness takes a Dataset"),
+        ("return ['a']", "some/data (small) [test]: process_docs gives list; lm-evaluation-harness takes a Dataset"),
+        ("return rows.map(lambda one: 1 / 0)", "process_docs (made) failed: division by zero"),
+        ("return rows.filter(lambda one: False)", "some/data (small) [test] holds no documents"),
     ],
 )
 def test_code_that_makes_no_records_is_an_error_of_the_task(tmp_path, code, expected):
@@ -357,7 +379,7 @@ def test_templates_cannot_reach_the_machine(tmp_path):
 def test_the_values_of_a_task_s_own_code(tmp_path, tokenizer):
     """process_results may name any metric; a value that its aggregation cannot take is an error with its place."""
     code = "def scored(record, results):\n    return {'own': record['label'] * 0.5, 'other': VALUE}\n"
-    for value, expected in (("1", None), ("'x'", "must be real number, not str")):
+    for value, expected in (("1", None), ("'x'", "could not convert string to float: 'x'")):
         folder = tmp_path / value.strip("'")
         write(folder / "some/data/small/test.jsonl")
         (folder / "utils.py").write_text(code.replace("VALUE", value), encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.yaml_file import Function, read_task_file
+from llmtrain.eval.lm_eval.yaml_file import Function, read_task_file
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.task import make_task
+from llmtrain.eval.lm_eval.harness_task import HarnessTask
+from llmtrain.eval.lm_eval.task import make_task
 from tests.support.icl import byte_level
-from tests.unit.eval.lm_eval_tasks.test_task import CHOICES, TEXT, task, write
+from tests.unit.eval.harness.test_task import CHOICES, TEXT, task, write
 
 
 def filtered(*filters: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -104,11 +105,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_right_answers_of_another_kind(tmp_path, monkeypatch, case):
-    """Told as bad documents while prompts are made. The data are given as they are: `datasets` has one type per column."""
+    """They are bad documents, found while prompts are made. Rows are given as they are: `datasets` has one type per column."""
+
+    class Rows(list):
+        features: ClassVar = {"question": None, "label": None}
+
     settings, labels, expected = WRONG[case]
     made = task(tmp_path, settings)
-    rows = [{"question": "q", "label": label} for label in labels]
-    monkeypatch.setattr(type(made._data), "split", lambda data, name, process: rows)
+    monkeypatch.setattr(HarnessTask, "eval_docs", Rows({"question": "q", "label": label} for label in labels))
     with pytest.raises(EvalError, match=re.escape(expected)) as error:
         made.requests(made.documents(), byte_level(), 0)
     assert "[test]:2" in str(error.value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.generation import read_generation
+from llmtrain.eval.lm_eval.generation import read_generation
 from llmtrain.generate.options import Sampling
 
 

@@ -6,6 +6,7 @@ house's (config/yaml_text.py).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import type_name
 from llmtrain.config.yaml_text import MAX_DEPTH, MAX_TEXT, MAX_VALUES, syntax
 from llmtrain.eval.errors import EvalError
@@ -66,18 +68,28 @@ def _read(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
 
 def _mapping(path: Path, included_by: Path | None) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        return dict(parse(read_limited(path), path))
     except (OSError, ValueError) as error:
+        if isinstance(error, EvalError):
+            raise
         lead = f"{included_by}: include: " if included_by else ""
         reason = getattr(error, "strerror", None) or error
         raise EvalError(f"{lead}{path}: {'no such file' if isinstance(error, FileNotFoundError) else reason}") from None
-    return dict(parse(data, path))
+
+
+def read_limited(path: Path) -> bytes:
+    """Content of a file, no more of it than `parse` takes and one byte. Raises OSError, also for a pipe or a device."""
+    with open_regular(path) as file:
+        return file.read(_MOST_BYTES + 1)
+
+
+_MOST_BYTES = 4 * MAX_TEXT
 
 
 def parse(data: bytes, path: Path) -> dict[str, Any]:
     """The mapping of one file, includes as written. Raises EvalError with file and line."""
-    if len(data) > 4 * MAX_TEXT:
-        raise EvalError(f"{path}: has {len(data)} bytes; at most {4 * MAX_TEXT} are allowed")
+    if len(data) > _MOST_BYTES:
+        raise EvalError(f"{path}: is too long; at most {_MOST_BYTES} bytes are allowed")
     loader = _loader_class()(data)
     try:
         loader.folder = path.parent
@@ -164,7 +176,9 @@ def _loader_class() -> Any:
             if not module:
                 problem = f"!function needs module.name, found '{reference}'"
                 raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
-            return Function(reference, self.folder / f"{module.replace('.', '/')}.py")
+            up = re.match(r"(?:\.{1,2}/)*", module)
+            folders = up[0] if up else ""  # ../utils.f: the dots before a slash are no dots between modules
+            return Function(reference, self.folder / f"{folders}{module[len(folders) :].replace('.', '/')}.py")
 
     Loader.add_constructor("!function", Loader.function)
     return Loader

@@ -13,9 +13,9 @@ from typing import Any
 
 from llmtrain.config.report import type_name
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.index import Entry, TaskIndex
-from llmtrain.eval.lm_eval_tasks.yaml_file import read_task_file
-from llmtrain.eval.report.metrics import Estimate, macro_average, pooled
+from llmtrain.eval.lm_eval.index import Entry, TaskIndex
+from llmtrain.eval.lm_eval.yaml_file import read_task_file
+from llmtrain.eval.report.metrics import Estimate
 
 _OF_GROUPS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata")
 """Keys that describe a group itself; all others are settings of its tasks."""
@@ -192,53 +192,9 @@ def _aggregates(value: Any, group: str, file: Path) -> Iterator[Aggregate]:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Metrics of a task, and the number of its documents."""
-
-    values: Mapping[str, Estimate]
-    documents: int
-
-
-@dataclass(frozen=True)
 class GroupMetric:
     """Aggregated metric of a group. documents: of the tasks that have it; missing: tasks that have not."""
 
     estimate: Estimate
     documents: int
     missing: list[str]
-
-
-def aggregate(group: Group, tasks: Mapping[str, Measured]) -> dict[str, GroupMetric]:
-    """Metrics of a group from those of its tasks, by name: lm-evaluation-harness 0.4.13's rule.
-
-    A mean over documents (weight_by_size) has the pooled standard error, a mean over tasks that of a mean of independent
-    parts; None where a task has none. Metrics that no task has are left out.
-    """
-    names = [leaf.name for leaf in group.leaves()]
-    made: dict[str, GroupMetric] = {}
-    for one in group.aggregates:
-        for filter_name in _filters(one, [tasks[name] for name in names if name in tasks]):
-            metric = one.metric if filter_name == "none" else f"{one.metric},{filter_name}"
-            found = [(tasks[name].values[metric], tasks[name].documents) for name in names if _has(tasks, name, metric)]
-            if found:
-                missing = [name for name in dict.fromkeys(names) if not _has(tasks, name, metric)]
-                made[metric] = GroupMetric(_mean(found, one.weight_by_size), sum(size for _, size in found), missing)
-    return made
-
-
-def _has(tasks: Mapping[str, Measured], name: str, metric: str) -> bool:
-    return name in tasks and metric in tasks[name].values
-
-
-def _filters(one: Aggregate, tasks: list[Measured]) -> list[str] | tuple[str, ...]:
-    if one.filters is not None:
-        return one.filters
-    found = {name.partition(",")[::2] for task in tasks for name in task.values}
-    return sorted(filter_name or "none" for metric, filter_name in found if metric == one.metric)
-
-
-def _mean(parts: list[tuple[Estimate, int]], weight_by_size: bool) -> Estimate:
-    if not weight_by_size:
-        return macro_average([part for part, _ in parts])
-    value = sum(part.value * size for part, size in parts) / sum(size for _, size in parts)
-    return pooled(Estimate(value, None), parts)

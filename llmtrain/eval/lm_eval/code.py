@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.yaml_file import Function
+from llmtrain.eval.lm_eval.yaml_file import Function
 
 _INSTALLED = ("lm_eval", "tasks")
 """Folder of lm-evaluation-harness's own tasks; their files import one another as modules below this package."""
@@ -37,7 +37,7 @@ def refusal(found: Iterable[tuple[str, Function]], allow_code: Sequence[Path]) -
     for file, uses in refused.items():
         keys = ", ".join(dict.fromkeys(key for key, _ in uses))
         names = ", ".join(dict.fromkeys(name for _, name in uses))
-        yield f"{keys} {'is' if len(uses) == 1 else 'are'} code ({names} of {file}); --allow-code {file.parent} runs it"
+        yield f"{keys} {'is' if len(uses) == 1 else 'are'} code ({names} of {file}); --allow-code {file.resolve().parent} runs it"
 
 
 def load_function(function: Function) -> Callable[..., Any]:
