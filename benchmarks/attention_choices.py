@@ -22,7 +22,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.attention import measured
 
 BEFORE = "triton before"
-"""Our kernel at an earlier commit: it stands for ours where nothing that speaks for the cell was measured of ours since."""
+"""Our kernel at an earlier commit: it stands for ours where nothing that applies to the cell was measured of ours since."""
 
 
 def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:

@@ -102,14 +102,14 @@ class Measuring:
 
 
 def measure(file: str, overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
-    """Tokens/s, what the run settled on and its peak of memory; or `failed`, why there is none."""
+    """Tokens/s, what the run resolved on and its peak of memory; or `failed`, why there is none."""
     import torch
 
     from llmtrain.data.prepare import prepare
     from llmtrain.train.callbacks.checkpointing import Checkpointing
-    from llmtrain.train.loggers import read_metrics
+    from llmtrain.train.report.loggers import read_metrics
+    from llmtrain.train.resolved import read_resolved
     from llmtrain.train.run import train
-    from llmtrain.train.settled import FILE, read_settled
 
     folder = Path(tempfile.mkdtemp(prefix="automatic-"))
     seq_len = load_config(file, overrides).data.seq_len
@@ -132,7 +132,7 @@ def measure(file: str, overrides: list[str], warmup: int, steps: int) -> dict[st
         _, seconds = read_metrics(folder / "run" / "metrics.jsonl", STEP)
         timed = seconds[-steps:]
         return {
-            "took": read_settled(folder / "run" / FILE),
+            "took": read_resolved(folder / "run"),
             "tokens_per_second": config.tokens_per_step / statistics.median(timed),
             "seconds": timed,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,

@@ -32,7 +32,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
-from llmtrain.train.parallel import compute_dtype, parallelize
+from llmtrain.train.parallel import parallelize
 
 _WARM_UP, _ALONE = 3, 8
 """Steps that are not measured; steps without a save."""
@@ -44,7 +44,7 @@ class Training:
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
         with torch.device("meta"):
-            self.model = HybridLM(config.model, dtype=compute_dtype(config.train.precision))
+            self.model = HybridLM(config.model, dtype=getattr(torch, config.train.dtype))
         self.causal_lm = CausalLM(self.model, config.train.loss)
         parallelize(self.causal_lm, config.train, world_from_environment(), device)
         self.optimizer = build_optimizer(self.model, config.optimizer)

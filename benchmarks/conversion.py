@@ -35,7 +35,7 @@ from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
-from llmtrain.data.tokenizer import train_bpe
+from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.errors import RunError, exit_with
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model

@@ -32,7 +32,7 @@ from benchmarks.arguments import parse
 from benchmarks.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from benchmarks.plan_work import work
 from llmtrain.bench.machine import OPTIONAL
-from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.errors import UserError, exit_with
 from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest

@@ -154,10 +154,10 @@ def shared_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     import torch.distributed as dist
 
     from llmtrain.models.init import clean_name
-    from llmtrain.models.mixers.base import fp32_parameters
+    from llmtrain.models.parameters import parameter_info
 
     made = Training(config)
-    kept = {id(p) for p in fp32_parameters(made.model).values()}
+    kept = {id(p) for p, info in parameter_info(made.model).items() if info.fp32}
     with torch.no_grad():
         for p in made.model.parameters():
             if id(p) not in kept:
@@ -172,7 +172,7 @@ def shared_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     whole: dict[str, Tensor] = {}
     for name, p in made.model.named_parameters():
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
-        whole[clean_name(name)] = gradient.full_tensor().float().cpu()
+        whole[clean_name(name)] = gradient.full_tensor().float().cpu()  # pyright: ignore[reportAttributeAccessIssue]
     return float(total), whole
 
 

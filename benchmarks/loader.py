@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from llmtrain.data.loaders import TrainLoader, build_train_loader
+from llmtrain.data.loader.loaders import TrainLoader, build_train_loader
 from llmtrain.errors import exit_with
 from llmtrain.schema.data import DataConfig
 
@@ -99,7 +99,7 @@ def _timed(loader: TrainLoader, steps: int) -> float:
             return seconds(batches, steps)
     finally:
         if loader._iterator is not None:
-            loader._iterator._shutdown_workers()
+            loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wait(args: argparse.Namespace) -> dict[str, object]:

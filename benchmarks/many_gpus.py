@@ -29,7 +29,7 @@ from benchmarks.many_gpus_table import write
 from llmtrain.errors import exit_with
 
 TRIED = {"mpt-1b": "attn*2", "mpt-7b": "attn*2", "llama3-8b": "attn*2", "zamba2-2.7b": "m s+m s+m"}
-TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.train.report"
+TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.train.report.summary"
 """Modules of a rank of `llmtrain train`."""
 COMPILING = 100
 """Seconds for compiling all shapes beside each other (86 on four H200s with 64 cores)."""

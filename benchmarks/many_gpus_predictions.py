@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmtrain.flops.automatic import settle
-from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.memory import ParameterSizes, estimate_memory
 from llmtrain.flops.peaks import Device, find_device
-from llmtrain.flops.scaling import cluster, curve
+from llmtrain.plan.automatic import resolve_auto
+from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.memory import ParameterSizes, estimate_memory
+from llmtrain.plan.scaling import cluster, curve
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -42,7 +42,7 @@ def memory(run: Result) -> float | None:
     if device is None:
         return None
     config, sizes = described(run)
-    config = settle(config, sizes, gpus, gpus, device.memory_gb * 1e9).config
+    config = resolve_auto(config, sizes, gpus, gpus, device.memory_gb * 1e9).config
     return estimate_memory(config, sizes, gpus).total / 2**30
 
 

@@ -56,7 +56,7 @@ def _plain(args: argparse.Namespace) -> float:
 
 
 def _llmtrain(args: argparse.Namespace, config: Config) -> float:
-    from llmtrain.train.loggers import read_metrics
+    from llmtrain.train.report.loggers import read_metrics
 
     command = [sys.executable, "-m", "llmtrain.cli", "train", "--nproc", "1", "--fresh", args.file, *args.overrides]
     subprocess.run(command, check=True)
@@ -85,7 +85,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.schema.schedule import resolve
-    from llmtrain.train.cuda_graphs import graphed_loss
+    from llmtrain.train.graphs.cuda_graphs import graphed_loss
     from llmtrain.train.optim import build_optimizer
     from llmtrain.train.parallel import compile_layers
 

@@ -73,14 +73,14 @@ class Steps:
     def __init__(self, config: Config):
         import torch
 
-        from llmtrain.flops.automatic import settle
-        from llmtrain.flops.describe import meta_model, parameter_sizes
+        from llmtrain.plan.automatic import resolve_auto
+        from llmtrain.plan.describe import meta_model, parameter_sizes
         from llmtrain.train.callbacks.gradient_sync import GradientSync
 
         world = world_from_environment()
         memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
         sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
-        config = settle(config, sizes, world.size, world.local_size, memory).config
+        config = resolve_auto(config, sizes, world.size, world.local_size, memory).config
         self.config, self.made = config, Training(config)
         self.sync = GradientSync(self.made.causal_lm, config.train.sharding)
         size = config.train.least_microbatch

@@ -117,9 +117,9 @@ def steps_of(
 ) -> dict[str, Any]:
     import torch
 
-    from llmtrain.flops.describe import meta_model, parameter_sizes
-    from llmtrain.flops.memory import estimate_memory
     from llmtrain.models.hybrid import HybridLM
+    from llmtrain.plan.describe import meta_model, parameter_sizes
+    from llmtrain.plan.memory import estimate_memory
     from llmtrain.train.callbacks.throughput import token_cost
 
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
@@ -202,7 +202,7 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     from llmtrain.kernels.platform import detect
     from llmtrain.kernels.ssd.spec import SSDSpec
     from llmtrain.models.mixers.mamba2_segments import SegmentScan
-    from llmtrain.models.segments import Segments
+    from llmtrain.models.segments import ContextParallelRanks
 
     device = initialize()
     world, group = world_from_environment(), dist.group.WORLD
@@ -210,7 +210,7 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     spec = SSDSpec(80, 64, 64, 1, 256, None, str(dtype).removeprefix("torch."))
     kernel = registry.resolve("ssd", "auto", spec, detect()).build(spec, detect())
-    segments = Segments(world.rank, world.size, group.group_name)
+    segments = ContextParallelRanks(world.rank, world.size, group.group_name)
     context = SegmentScan.of(segments, tokens, device, None, 4)
     n = tokens // world.size
 

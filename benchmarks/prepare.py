@@ -24,7 +24,7 @@ from pathlib import Path
 from llmtrain.errors import RunError, exit_with
 
 FILE_BYTES = 64 << 20
-"""Text of a file: a partition (PARTITION_BYTES of llmtrain/data/partitions.py), so that all workers have equal shares."""
+"""Text of a file: a partition (PARTITION_BYTES of llmtrain/data/partitions/cutting.py), so that all workers have equal shares."""
 STARTUP_BYTES = 3 << 30
 """Memory that the largest of the programs needs beside its files."""
 WRITTEN = 0.6

@@ -33,15 +33,15 @@ import zstandard
 
 from benchmarks.cores import busy, describe, hash_megabytes, physical_cores
 from benchmarks.prepare import write_corpus
-from llmtrain.data.encode import DocumentMarks
-from llmtrain.data.engine_choice import EngineChoice
-from llmtrain.data.engines import GigatokenEngine
-from llmtrain.data.partition_maker import MakeSettings, PartitionMaker
-from llmtrain.data.partition_report import REPORTS, SPLITS
-from llmtrain.data.partitions import Partition
-from llmtrain.data.records import Slice
-from llmtrain.data.source_files import list_files
-from llmtrain.data.tokenizer import train_bpe
+from llmtrain.data.partitions.cutting import Partition
+from llmtrain.data.partitions.maker import MakeSettings, PartitionMaker
+from llmtrain.data.partitions.report import REPORTS, SPLITS
+from llmtrain.data.sources.files import list_files
+from llmtrain.data.sources.records import Slice
+from llmtrain.data.tokenize.encode import DocumentMarks
+from llmtrain.data.tokenize.engine_choice import EngineChoice
+from llmtrain.data.tokenize.engines import GigatokenEngine
+from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.errors import exit_with
 
 PARTITION_MB = 16

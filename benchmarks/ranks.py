@@ -61,13 +61,13 @@ class Training:
         from llmtrain.models.causal_lm import CausalLM
         from llmtrain.models.hybrid import HybridLM
         from llmtrain.train.optim import build_optimizer
-        from llmtrain.train.parallel import compute_dtype, parallelize
-        from llmtrain.train.tensor_gradients import TensorGradients
+        from llmtrain.train.parallel import parallelize
+        from llmtrain.train.ranks.tensor_gradients import TensorGradients
 
         self.device, train = initialize(), config.train
         self.world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
         with torch.device("meta"):
-            self.model = HybridLM(config.model, dtype=compute_dtype(train.precision))
+            self.model = HybridLM(config.model, dtype=getattr(torch, train.dtype))
         self.causal_lm = CausalLM(self.model, train.loss)
         self.segments = parallelize(self.causal_lm, train, self.world, self.device)
         self.model.init_weights(config.seed)
@@ -97,7 +97,7 @@ class Training:
 
     def update(self) -> None:
         """Clipping and the optimizer's step."""
-        from llmtrain.train.tensor_gradients import clip_shards
+        from llmtrain.train.ranks.tensor_gradients import clip_shards
 
         if self.divided is None:
             clip_shards(list(self.model.parameters()), self.most)

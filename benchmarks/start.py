@@ -69,9 +69,9 @@ def memory_of(process: int | str, kind: str = "Pss_Anon") -> int:
 
 def measure(folder: Path | None, step: int) -> dict[str, object]:
     """Start and resume in this process. folder: None to import the modules alone. step: of the resume."""
-    from llmtrain.data.loaders import build_train_loader
-    from llmtrain.data.shards import data_fingerprint
-    from llmtrain.data.worker_samples import Reader, WorkerSamples
+    from llmtrain.data.loader.loaders import build_train_loader
+    from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
+    from llmtrain.data.shards.checks import data_fingerprint
     from llmtrain.schema.data import DataConfig
 
     if folder is None:

@@ -91,7 +91,7 @@ def measure(config: Config) -> dict[str, Any]:
     """seconds, host: of a step, medians; gpu: seconds of its kernels in a step; losses: of all steps; memory: bytes at the peak."""
     import torch
 
-    public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())
+    public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     loop = plain_loop(config, fullgraph=not public)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {

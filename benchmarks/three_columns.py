@@ -41,7 +41,7 @@ from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load
 from llmtrain.eval.task import Documents
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.report.loggers import read_metrics
 
 TASKS = (
     *("arc_easy", "arc_challenge", "boolq", "piqa", "winogrande", "winograd", "lambada", "copa", "openbook_qa"),

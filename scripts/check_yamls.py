@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from generate_reference import ROOT, outdated
-
 from llmtrain.config.report import ConfigError
 from llmtrain.schema.load import load_config
+from scripts.generate_reference import ROOT, outdated
 
 
 def main() -> int:

@@ -24,4 +24,12 @@ def require_at_least(least: int, args: argparse.Namespace, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
 
 
+def require_at_most(most: int, args: argparse.Namespace, *names: str) -> None:
+    """Check options that hold a number or None. Raises UserError for one above `most`."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value > most:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at most {most}")
+
+
 EMA_HELP = "the moving average of the weights, which a run with train.ema keeps, in their place"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llmtrain.commands.arguments import output_path, require_at_least
+from llmtrain.commands.arguments import output_path, require_at_least, require_at_most
 from llmtrain.config.shipped import CONFIG_HELP
+
+MOST_WORKERS, MOST_DRAWS, MOST_SECONDS = 1024, 10_000, 10**6
+"""Largest numbers of processes, of draws of inputs, and of seconds to compile that are taken."""
 
 
 def add_bench(commands) -> None:
@@ -124,7 +127,7 @@ def _add_train(commands) -> None:
         epilog="a sweep: {models: [pretrain/mpt-1b, pretrain/zamba2-1.2b], seq_lens: [2048, 4096], gpus: [1], precisions: [bf16, "
         "tensorwise], batch_tokens: 131072}",
     )
-    sub.add_argument("file", metavar="SWEEP", help="YAML of the sweep: docs/training.md has its keys")
+    sub.add_argument("file", metavar="SWEEP", help="YAML of the sweep: docs/launching.md has its keys")
     sub.add_argument("--again", action="store_true", help="also what is measured already")
     sub.add_argument(
         "--out", type=output_path, default=Path("bench-train"), metavar="FOLDER", help="default bench-train/"
@@ -134,6 +137,7 @@ def _add_train(commands) -> None:
 
 def tune(args: argparse.Namespace) -> int:
     require_at_least(1, args, "top", "workers")
+    require_at_most(MOST_WORKERS, args, "workers")
     if args.file is not None:
         from llmtrain.bench.tune.config_command import run as run_config
         from llmtrain.schema.load import load_config
@@ -147,6 +151,9 @@ def tune(args: argparse.Namespace) -> int:
 def kernels(args: argparse.Namespace) -> int:
     require_at_least(1, args, "workers", "draws")
     require_at_least(0, args, "compile_seconds")
+    require_at_most(MOST_WORKERS, args, "workers")
+    require_at_most(MOST_DRAWS, args, "draws")
+    require_at_most(MOST_SECONDS, args, "compile_seconds")
     from llmtrain.bench.kernels.command import run
 
     return run(args)

@@ -10,9 +10,9 @@ from pathlib import Path
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.documents import check_documents
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards import check_streams, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import check_streams, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import Check, load_config
@@ -47,7 +47,7 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:
     if config.data.mixture:
-        from llmtrain.data.mixture import mixture_problems  # imports numpy
+        from llmtrain.data.loader.mixture import mixture_problems  # imports numpy
 
         duration, batch = config.train.duration, config.train.global_batch_size
         epoch = steps_per_epoch(config.data, batch)
@@ -71,17 +71,17 @@ def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
         yield Problem(
             "run_dir",
             config.run_dir,
-            f"{checkpoints} has a file where a checkpoint's folder belongs: {names}; move it away",
+            f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away",
         )
 
 
 def _group_problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.groups:
-        from llmtrain.flops.describe import meta_model  # imports torch
-        from llmtrain.models.parameter_roles import decayed_parameters
+        from llmtrain.models.parameters import parameter_info
+        from llmtrain.plan.describe import meta_model  # imports torch
         from llmtrain.schema.parameter_groups import group_problems
 
-        yield from group_problems(config.optimizer, decayed_parameters(meta_model(config.model)))
+        yield from group_problems(config.optimizer, parameter_info(meta_model(config.model)).values())
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:
@@ -91,8 +91,8 @@ def _float8_problems(config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("torchao") is None:
         yield Problem("train.float8", None, "needs torchao: pip install 'llmtrain[float8]'")
     if float8.exclude:
-        from llmtrain.flops.describe import meta_model  # imports torch
         from llmtrain.models.float8_products import exclude_problems, float8_products
+        from llmtrain.plan.describe import meta_model  # imports torch
 
         yield from exclude_problems(float8, float8_products(meta_model(config.model), float8))
 

@@ -17,11 +17,11 @@ from llmtrain.commands.data_target import SPLITS, TARGET, Target, open_run, open
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.data.sample_documents import SampleDocuments
-    from llmtrain.data.seen import SeenData
-    from llmtrain.data.statistics import SourceStatistics
-    from llmtrain.data.stored_stream import StoredStream
-    from llmtrain.data.tokenizer import TextTokenizer
+    from llmtrain.data.inspect.sample_documents import SampleDocuments
+    from llmtrain.data.inspect.seen import SeenData
+    from llmtrain.data.inspect.statistics import SourceStatistics
+    from llmtrain.data.shards.stored_stream import StoredStream
+    from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
 _SHOWN = 3
 _MOST_SHOWN = 10_000
@@ -139,7 +139,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _shown(args: argparse.Namespace) -> Iterator[str]:
-    from llmtrain.data.show import SampleView
+    from llmtrain.data.inspect.show import SampleView
 
     target = open_target(args.target, args.overrides)
     samples = list(_chosen(target, args))
@@ -180,8 +180,8 @@ def _chosen(target: Target, args: argparse.Namespace) -> Iterator[tuple[StoredSt
 
 
 def _tokenizer(name: str | None, streams: Sequence[StoredStream]) -> TextTokenizer | None:
-    from llmtrain.data.stored_stream import find_tokenizer
-    from llmtrain.data.tokenizer import load_tokenizer
+    from llmtrain.data.shards.stored_stream import find_tokenizer
+    from llmtrain.data.tokenize.tokenizer import load_tokenizer
 
     if name is not None:
         return load_tokenizer(name)
@@ -194,9 +194,9 @@ def _tokenizer(name: str | None, streams: Sequence[StoredStream]) -> TextTokeniz
 
 
 def run_stats(args: argparse.Namespace) -> int:
-    from llmtrain.data.prepared_folder import read_manifest
-    from llmtrain.data.show import printable
-    from llmtrain.data.statistics import stream_statistics
+    from llmtrain.data.inspect.show import printable
+    from llmtrain.data.inspect.statistics import stream_statistics
+    from llmtrain.data.partitions.prepared_folder import read_manifest
     from llmtrain.progress import ByteBar
 
     target = open_target(args.target, args.overrides)
@@ -216,7 +216,7 @@ def run_stats(args: argparse.Namespace) -> int:
         found[split] += sources
     described = {split: [one.described(tokenizer, args.top) for one in sources] for split, sources in found.items()}
     if args.out is not None:
-        from llmtrain.data.pictures import draw_frequencies, draw_lengths
+        from llmtrain.data.inspect.pictures import draw_frequencies, draw_lengths
 
         for split, sources in found.items():
             draw_lengths(sources, args.out / f"{split}-lengths.png")
@@ -258,8 +258,8 @@ def _figure(value: float | None) -> str:
 
 def _seen(target: str, overrides: Sequence[str], steps: tuple[int, int]) -> SeenData:
     """The data of a run. Raises UserError if its shards are others than when it was trained."""
-    from llmtrain.data.seen import SeenData
-    from llmtrain.data.shards import fingerprint_of
+    from llmtrain.data.inspect.seen import SeenData
+    from llmtrain.data.shards.checks import fingerprint_of
 
     run = open_run(target, overrides)
     seen = SeenData(run.data, run.global_batch_size, run.passed_over)
@@ -283,9 +283,9 @@ def run_seen(args: argparse.Namespace) -> int:
 
 
 def _seen_lines(args: argparse.Namespace) -> Iterator[str]:
-    from llmtrain.data.sample_documents import summarise
-    from llmtrain.data.seen import share_lines
-    from llmtrain.data.show import printable
+    from llmtrain.data.inspect.sample_documents import summarise
+    from llmtrain.data.inspect.seen import share_lines
+    from llmtrain.data.inspect.show import printable
 
     if args.json and args.shares:
         raise UserError("--json is a line per sample, which --shares leaves out; give one of them")
@@ -297,7 +297,7 @@ def _seen_lines(args: argparse.Namespace) -> Iterator[str]:
     if args.out is not None or not args.json:
         counts = seen.counts(first, last)
         if args.out is not None:
-            from llmtrain.data.pictures import draw_shares
+            from llmtrain.data.inspect.pictures import draw_shares
 
             draw_shares(names, first, counts, args.out)
         if not args.json:
@@ -311,7 +311,7 @@ def _seen_lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from llmtrain.data.verify import folder_faults, stored_bytes, stream_faults
+    from llmtrain.data.inspect.verify import folder_faults, stored_bytes, stream_faults
     from llmtrain.progress import ByteBar, format_bytes
 
     damaged: dict[str, str] = {}

@@ -11,7 +11,7 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.data.stored_stream import StoredStream
+    from llmtrain.data.shards.stored_stream import StoredStream
     from llmtrain.schema.data import DataConfig, StreamConfig
 
 SPLITS = ("train", "validation")
@@ -69,13 +69,13 @@ class _Opening:
         self._damaged = damaged
 
     def place(self, place: str, name: str | None = None) -> StoredStream | None:
-        from llmtrain.data.stored_stream import open_place
+        from llmtrain.data.shards.stored_stream import open_place
 
         known_as = place if is_remote(place) else str(Path(place).expanduser())
         return self._try(known_as, lambda: open_place(place, name))
 
     def stream(self, name: str, config: StreamConfig) -> StoredStream | None:
-        from llmtrain.data.stored_stream import open_stream
+        from llmtrain.data.shards.stored_stream import open_stream
 
         return self._try(f"{config.local}/{config.split or ''}", lambda: open_stream(name, config))
 
@@ -84,7 +84,7 @@ class _Opening:
         return bool(self._damaged)
 
     def _try(self, place: str, opening: Callable[[], StoredStream | None]) -> StoredStream | None:
-        from llmtrain.data.shard_index import ShardError
+        from llmtrain.data.shards.index import ShardError
 
         try:
             return opening()
@@ -97,7 +97,7 @@ class _Opening:
 
 def _several(place: str, opening: _Opening) -> Target:
     """The folders of several streams in one. Raises UserError where there are none."""
-    from llmtrain.data.prepared_folder import MANIFEST
+    from llmtrain.data.partitions.prepared_folder import MANIFEST
 
     root = Path(place).expanduser()
     folders = [] if is_remote(place) else sorted(file.parent for file in root.glob(f"*/{MANIFEST}"))

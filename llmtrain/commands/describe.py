@@ -15,8 +15,8 @@ from llmtrain.flops import mfu as arithmetic
 from llmtrain.flops.peaks import Device, device_by_short_name
 
 if TYPE_CHECKING:
-    from llmtrain.flops.describe import Description
-    from llmtrain.flops.scaling import Cluster, Scale
+    from llmtrain.plan.describe import Description
+    from llmtrain.plan.scaling import Cluster, Scale
     from llmtrain.schema.config import Config
 
 
@@ -48,7 +48,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
 
 def run_describe(args: argparse.Namespace) -> int:
     """Print what a config amounts to. Raises UserError for a bad config, an unknown GPU or an impossible MFU."""
-    from llmtrain.flops.scaling import cluster, refuse_divided
+    from llmtrain.plan.scaling import cluster, refuse_divided
     from llmtrain.schema.load import load_config
 
     device, place = device_by_short_name(args.gpu) if args.gpu else None, None
@@ -73,8 +73,8 @@ def run_describe(args: argparse.Namespace) -> int:
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
-    from llmtrain.flops.describe import describe
-    from llmtrain.flops.report import print_description, print_scaling
+    from llmtrain.plan.describe import describe
+    from llmtrain.plan.report import print_description, print_scaling
 
     description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu)
     points = _predictions(args, config, place, device, description) if place is not None and device is not None else []
@@ -90,8 +90,8 @@ def run_describe(args: argparse.Namespace) -> int:
 def _predictions(
     args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
 ) -> list[Scale]:
-    from llmtrain.flops.describe import meta_model, parameter_sizes
-    from llmtrain.flops.scaling import curve, draw
+    from llmtrain.plan.describe import meta_model, parameter_sizes
+    from llmtrain.plan.scaling import curve, draw
 
     assert description.speed is not None
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9

@@ -159,9 +159,9 @@ def _wrong_options(error: ValidationError) -> Iterator[str]:
 def run_prepare(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
+    from llmtrain.data.partitions.stored_folder import scratch_folder
     from llmtrain.data.prepare import Part, PartState, prepare, prepare_part
     from llmtrain.data.prepare_streams import hold_out, prepare_streams
-    from llmtrain.data.stored_folder import scratch_folder
 
     streams: dict[str, list[str]] = {}
     for name, source in args.streams or ():

@@ -34,7 +34,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from llmtrain.train.early_sigterm import ended_by_sigterm
+    from llmtrain.train.faults.early_sigterm import ended_by_sigterm
 
     with ended_by_sigterm():
         return _run_train(args)
@@ -44,7 +44,7 @@ def _run_train(args: argparse.Namespace) -> int:
     from llmtrain.commands.checks import load_runnable
     from llmtrain.distributed.run_lock import RunLock
     from llmtrain.train.resume import check_resumption, refuse_used_remote
-    from llmtrain.train.worker import run_rank, set_aside
+    from llmtrain.train.worker import move_aside, run_rank
 
     def load(ranks: int | None) -> Config:
         return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
@@ -63,7 +63,7 @@ def _run_train(args: argparse.Namespace) -> int:
                 config = load(processes)
                 if args.fresh:
                     refuse_used_remote(config)
-                    set_aside(lock)
+                    move_aside(lock)
                 command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
                 return launch(command, processes, config.run_dir, config.checkpoint.grace_seconds, lock)
         return run_rank(load, args.file, args.overrides, args.fresh, lock)

@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.generate.load import checkpoint_model_config, checkpoint_tokenizer_path
 from llmtrain.models.config import ModelConfig

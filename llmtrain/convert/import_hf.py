@@ -20,7 +20,7 @@ from llmtrain.checkpoint.save_load import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config

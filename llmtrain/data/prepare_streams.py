@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config.output_folder import replace_file
-from llmtrain.data.compression import DAMAGES, decompress
-from llmtrain.data.formats import NotText, sniff
+from llmtrain.data.partitions.prepared_folder import PreparedFolder, fingerprint, lock_folder
 from llmtrain.data.prepare import prepare
-from llmtrain.data.prepared_folder import PreparedFolder, fingerprint, lock_folder
-from llmtrain.data.record_text import parse_line
-from llmtrain.data.source_files import PrepareError, SourceFile, list_files
-from llmtrain.data.source_sample import proof_texts, training_texts
-from llmtrain.data.storage import open_file
-from llmtrain.data.token_kinds import token_kind
-from llmtrain.data.tokenizer import load_tokenizer, train_bpe
+from llmtrain.data.sources.compression import DAMAGES, decompress
+from llmtrain.data.sources.files import PrepareError, SourceFile, list_files
+from llmtrain.data.sources.formats import NotText, sniff
+from llmtrain.data.sources.record_text import parse_line
+from llmtrain.data.sources.sample import proof_texts, training_texts
+from llmtrain.data.sources.storage import open_file
+from llmtrain.data.sources.token_kinds import token_kind
+from llmtrain.data.tokenize.tokenizer import load_tokenizer, train_bpe
 from llmtrain.schema.data import PrepareConfig
 
 DATA_YAML = "data.yaml"

@@ -105,7 +105,7 @@ class RunLock:
         _held.append(self)
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
-    def set_aside(self, aside: Path) -> None:
+    def move_aside(self, aside: Path) -> None:
         """Rename the folder to `aside`, and hold a new one in its place. Raises RunHeldError if another start was faster."""
         self.folder.rename(aside)
         self.path = aside / NAME

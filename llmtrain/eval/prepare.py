@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
 from llmtrain.eval.prompts.chat import PLAIN, PromptStyle
 from llmtrain.eval.prompts.requests import Request

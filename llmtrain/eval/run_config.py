@@ -19,7 +19,7 @@ from llmtrain.config.report import ConfigError
 from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.texts import LocalPath, PathText, RunName
 from llmtrain.config.yaml_source import YamlSource, read_file
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.choices import ModelChoice, ModelOrModels, Models, Tasks, TemplateSetting
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.groups import Group, GroupRun, Leaf, leaves

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.choices import ModelChoice
 from llmtrain.eval.errors import EvalError, TaskFailed

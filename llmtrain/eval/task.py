@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
 from llmtrain.eval.prompts.chat import PLAIN, PromptStyle
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request, Response

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import nn
+
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.parameters import parameter_info
 
 
 def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:
@@ -13,28 +17,40 @@ def training_flops_per_token(model: HybridLM, seq_len: int) -> dict[str, float]:
     `foundry`: LLM Foundry's MFU formula, 6 N + 12 * n_layers * d_attn * T, where N counts every parameter
     (embeddings too, look-ups included) and attention is a full T x T square. For hybrids: N counts a shared
     block once per use, the attention term runs over the layers that attend (d_attn = n_heads * head_dim),
-    and every Mamba-2 layer adds its scan, 12 * d_inner * d_state.
-    `causal`: the sum over modules of what the mathematics needs: half squares, the same scan, look-ups free.
+    and every Mamba-2 layer adds its scan, 12 * d_inner * d_state. A frozen parameter counts 4, wherever it is.
+    `causal`: the sum over modules of what the mathematics needs: half squares, the same scan, look-ups free. A frozen weight has
+    no gradient, 4 instead of 6 per parameter and token; below the first layer with a trained parameter (the embedding is below
+    all) nothing has one, which leaves 2 and one forward pass of attention and scan. That layer itself counts in full.
 
     Both depend on the model and the sequence length alone, never on a backend or a chunk size, and count a sequence as
     one document, also where data.mask_documents hides most of it.
     """
-    full, causal = model.flops(seq_len), model.flops(seq_len, causal=True)
+    full, causal = model.flops(seq_len).forward, model.flops(seq_len, causal=True)
+    count = count_parameters(model)
     return {
-        "foundry": 6 * count_parameters(model).active + 3 * (full.attention + full.scan) / seq_len,
-        "causal": 3 * causal.total / seq_len,
+        "foundry": 4 * count.active + 2 * count.trained_active + 3 * (full.attention + full.scan) / seq_len,
+        "causal": causal.total / seq_len,
     }
 
 
 @dataclass(frozen=True)
 class ParameterCount:
+    """total: each once. active: those a token passes through, which of a shared block count once per use. trained: of either."""
+
     total: int
     active: int
-    """Parameters a token passes through: those of a shared block count once per use."""
+    trained: int
+    trained_active: int
 
 
 def count_parameters(model: HybridLM) -> ParameterCount:
     """Counts on any device, `meta` too. Tied weights count once."""
-    total, shared_once = (sum(p.numel() for p in module.parameters()) for module in (model, model.shared))
-    shared_per_use = sum(p.numel() for shared in model.shared_uses() for p in shared.parameters())
-    return ParameterCount(total, total - shared_once + shared_per_use)
+    infos = parameter_info(model)
+    again = [parameter for shared in model.shared_uses() for parameter in shared.parameters()]
+    once = set(model.shared.parameters())
+    active = [parameter for parameter in infos if parameter not in once] + again
+
+    def count(parameters: Iterable[nn.Parameter], trained: bool = False) -> int:
+        return sum(p.numel() for p in parameters if not trained or infos[p].trainable)
+
+    return ParameterCount(count(infos), count(active), count(infos, trained=True), count(active, trained=True))

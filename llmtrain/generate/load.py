@@ -11,7 +11,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.decode import decode
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
 from llmtrain.models.backends import servable

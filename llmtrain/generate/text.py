@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.models.causal_lm import CausalLM

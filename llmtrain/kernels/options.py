@@ -17,6 +17,8 @@ Count = Annotated[int, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 MOST_WARPS = 32
 """Warps of the largest thread block of CUDA, 1,024 threads."""
+LEAST_SIDE = 16
+"""Shortest side of a matrix product in Triton."""
 
 
 def _check_warps(count: int) -> int:
@@ -25,12 +27,28 @@ def _check_warps(count: int) -> int:
     return count
 
 
+def _check_power(size: int) -> int:
+    if size & (size - 1):
+        raise UserError(f"expected a power of two, not {size}")
+    return size
+
+
+def _check_side(size: int) -> int:
+    if size < LEAST_SIDE or size & (size - 1):
+        raise UserError(f"expected a power of two from {LEAST_SIDE} on, not {size}")
+    return size
+
+
 def _check_triton_options(options: dict[str, int]) -> dict[str, int]:
     if "num_warps" in options:
         _check_warps(options["num_warps"])
     return options
 
 
+Power = Annotated[Count, AfterValidator(_check_power)]
+"""Side of a tile, as Triton's ranges have."""
+Side = Annotated[Count, AfterValidator(_check_side)]
+"""Side of a tile that is multiplied."""
 Warps = Annotated[Count, AfterValidator(_check_warps)]
 """Warps of a program, as many as Triton takes."""
 TritonOptions = Annotated[dict[str, Count], AfterValidator(_check_triton_options)]
@@ -83,6 +101,10 @@ class Options:
     def dump(self) -> str:
         """JSON of the fields that differ from their defaults: equal parameters have equal texts."""
         return json.dumps(encode(self), sort_keys=True)
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        """Reason why no kernel computes rightly by these parameters in a row of `kernel` for `arch` and `shape`, or None."""
+        return None
 
     @classmethod
     def parse(cls, dumped: str) -> Self:
@@ -150,7 +172,8 @@ def mistake(name: str, error: Mapping[str, Any]) -> str:
     if error["type"] == "literal_error":
         what = f"one of {error['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
     elif error["type"] in ("value_error", "assertion_error"):
-        return str(error["ctx"]["error"])
+        reason = str(error["ctx"]["error"])
+        return f"{name}: {reason}" if reason.startswith("expected") else reason
     return f"{name} must be {what}, not {error['input']!r}"
 
 

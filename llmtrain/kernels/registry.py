@@ -75,11 +75,11 @@ def _preference_step(spec: Spec, platform: Platform) -> tuple[str, ...]:
 _SDPA = "llmtrain.kernels.attention.sdpa"
 
 
-_LAST_QUERIES = "llmtrain.attention_last_queries.default"  # for some backends, with train.parallel.context
+_SUFFIX = "llmtrain.attention_suffix.default"  # for some backends, with train.parallel.context
 
 
 def _sdpa_op(kernel: str) -> tuple[str, ...]:
-    return (f"aten._scaled_dot_product_{kernel}.default", _LAST_QUERIES)
+    return (f"aten._scaled_dot_product_{kernel}.default", _SUFFIX)
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -100,7 +100,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             "triton",
             "llmtrain.kernels.attention.triton",
             attention.refuse_triton_sequence,
-            ("llmtrain.attention_forward.default", _LAST_QUERIES),
+            ("llmtrain.attention_forward.default", _SUFFIX),
         ),
         # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
@@ -230,7 +230,7 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq
 def measured(
     operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None
 ) -> list[MeasuredRow]:
-    """Measurements that `resolve` chooses by, the fastest first; none where no cell speaks for the spec."""
+    """Measurements that `resolve` chooses by, the fastest first; none where no cell applies to the spec."""
     candidates = _candidates(operation, name)
     if operation != "attention" or len(candidates) == 1:
         return []

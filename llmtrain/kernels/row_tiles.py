@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from llmtrain.kernels.options import Count, Flag, Options, Warps
+from llmtrain.kernels.options import Count, Flag, Options, Power, Warps
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,16 @@ class Tile(Options):
         `max_tiles` without bound: each gets an equal share, and there are few partial sums.
     """
 
-    block_columns: Count
+    block_columns: Power
     num_warps: Warps
     max_tiles: Count
-    block_rows: Count = 1
+    block_rows: Power = 1
     num_stages: Count = 1
     prefetch: Flag = False
     programs_per_sm: Count = 6
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        return "prefetch is for norm.backward alone" if self.prefetch and kernel == "norm.forward" else None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,8 @@ from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.ssd import triton_launch as ssd
 
 COMPILED_ONLY = "compiled only"
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 4 << 20, 200_000, 32
+"""Largest file, most values (an alias counts as what it stands for) and deepest nesting that are read."""
 _MEASURED = {"device": str, "date": str, "commit": str, "ms": float}
 _RATES = ("tflops", "gbps")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -128,8 +130,12 @@ class Row:
         return (self.kernel, self.dtype, self.shape, self.seq_len, self.variant)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(KERNELS[self.kernel].shape, self.shape, strict=True))
+
+    @property
     def label(self) -> str:
-        sizes = [f"{name}={size}" for name, size in zip(KERNELS[self.kernel].shape, self.shape, strict=True)]
+        sizes = [f"{name}={size}" for name, size in self.sizes.items()]
         more = [f"seq_len={self.seq_len}"] * (self.seq_len is not None) + [self.variant] * (self.variant is not None)
         return " ".join(filter(None, [self.kernel, self.dtype, *sizes, *more]))
 
@@ -157,6 +163,13 @@ def load(file: Path, arch: str | None, own: bool = False) -> Table:
     except ValidationError as error:
         lines = [line for one in error.errors() for line in _explain(content, one).split("\n")]
         raise UserError("\n".join(f"{file}: {line}" for line in lines)) from None
+    wrong = [
+        f"{file}: row {number} ({row.kernel}): launch: {reason}"
+        for number, row in enumerate(table.rows, 1)
+        if (reason := row.launch.refusal(row.kernel, table.arch, row.sizes))
+    ]
+    if wrong:
+        raise UserError("\n".join(wrong))
     if arch is not None and table.arch != arch:
         raise UserError(f"{file} holds rows for {table.arch}, where rows for {arch} are needed; name another file")
     known: set[tuple[Any, ...]] = set()
@@ -168,15 +181,20 @@ def load(file: Path, arch: str | None, own: bool = False) -> Table:
 
 
 def _read(file: Path) -> Any:
-    """The content of a YAML file. Raises UserError of one line, with the place of what is no YAML."""
+    """The content of a YAML file. Raises UserError of one line, with the place of what is no YAML or beyond the limits above."""
     import yaml
 
+    from llmtrain.config.regular_file import open_regular
     from llmtrain.config.yaml_text import syntax
 
-    encoded = b""
+    encoded, loader = b"", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        encoded = file.read_bytes()
-        return yaml.load(encoded.decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        with open_regular(file) as opened:
+            encoded = opened.read(MAX_BYTES + 1)
+        if len(encoded) > MAX_BYTES:
+            raise ValueError(f"longer than {MAX_BYTES:,} bytes")
+        _check_extent(yaml.parse(encoded.decode(), Loader=loader))
+        return yaml.load(encoded.decode(), Loader=loader)
     except yaml.MarkedYAMLError as error:
         reason = syntax(error)
     except yaml.reader.ReaderError as error:  # its position counts bytes, as libyaml does
@@ -185,6 +203,32 @@ def _read(file: Path) -> Any:
     except (OSError, ValueError) as error:  # a ValueError: bytes that are not UTF-8, or a date that is none
         reason = str(error)
     raise UserError(f"cannot read the tuning table {file}: {reason}")
+
+
+def _check_extent(events: Iterable[Any]) -> None:
+    """Check what a YAML text stands for, before any of it is built: libyaml nests calls as the text nests values. Raises
+    ValueError."""
+    from yaml import events as kinds
+
+    values, anchored, within = 0, dict[str, int](), list[tuple[str | None, int]]()
+    for event in events:
+        if isinstance(event, kinds.AliasEvent):
+            values += anchored.get(event.anchor, MAX_VALUES)  # one that holds itself has no end
+        elif isinstance(event, kinds.NodeEvent):
+            values += 1
+            within.append((event.anchor, values))
+        if isinstance(event, (kinds.ScalarEvent, kinds.CollectionEndEvent)):
+            anchor, before = within.pop()
+            if anchor is not None:
+                anchored[anchor] = values - before + 1
+        if len(within) > MAX_DEPTH or values > MAX_VALUES:
+            line = event.start_mark.line + 1
+            most = (
+                f"{MAX_DEPTH} mappings and lists inside one another"
+                if len(within) > MAX_DEPTH
+                else f"{MAX_VALUES:,} values"
+            )
+            raise ValueError(f"line {line}: more than {most}, aliases (*) included")
 
 
 def _explain(content: dict[str, Any], error: Any) -> str:
@@ -240,7 +284,7 @@ def dump_row(row: Row) -> str:
     fields: dict[str, Any] = {
         "kernel": row.kernel,
         "dtype": row.dtype,
-        "shape": dict(zip(KERNELS[row.kernel].shape, row.shape, strict=True)),
+        "shape": row.sizes,
         "seq_len": row.seq_len,
         "variant": row.variant,
         "launch": encode(row.launch),

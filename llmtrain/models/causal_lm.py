@@ -16,7 +16,7 @@ from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput, TokenScores, all_logits, build_loss, score_hidden, score_tokens, soft_cap
 from llmtrain.models.mixers.replay import ReplayCache
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 Output = TypeVar("Output")
 
@@ -51,7 +51,7 @@ class CausalLM(nn.Module):
         input_ids: Tensor,
         labels: Tensor,
         document_ids: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: ContextParallelRanks | None = None,
     ) -> LossOutput:
         """The loss averaged over labels. labels: [batch, T], already shifted, -100 where there is none.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.replay import Replay
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 LayerMixers = tuple[Mixer, Mixer | None]
 """A layer's mixer, and that of the shared block which feeds the layer, if one does."""
@@ -53,7 +53,9 @@ class ContextCache:
 
     def __init__(self, lengths: int = 4):
         self.lengths = lengths
-        self._by_length: OrderedDict[tuple[int, torch.device, Segments | None], dict[Any, Any]] = OrderedDict()
+        self._by_length: OrderedDict[tuple[int, torch.device, ContextParallelRanks | None], dict[Any, Any]] = (
+            OrderedDict()
+        )
 
     def __call__(
         self,
@@ -61,7 +63,7 @@ class ContextCache:
         seq_len: int,
         device: torch.device,
         document_ids: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: ContextParallelRanks | None = None,
     ) -> list[BlockContext]:
         """One context per layer; equal keys share one object. document_ids: [batch, T] of a packed batch."""
         contexts: dict[Any, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,12 +18,13 @@ from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
-from llmtrain.models.mixers.base import fp32_parameters, mixers_of
+from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
-from llmtrain.models.segments import Segments
+from llmtrain.models.parameters import is_trained, parameter_info
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
 
 
@@ -115,7 +117,7 @@ class HybridLM(nn.Module):
         seq_len: int,
         device: torch.device,
         document_ids: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: ContextParallelRanks | None = None,
     ) -> Context:
         """The context of whole sequences, as in training and validation.
 
@@ -175,9 +177,8 @@ class HybridLM(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> HybridLM:
         """All parameters to `dtype`, for inference, except those that mixers keep in fp32."""
-        kept = {id(parameter) for parameter in fp32_parameters(self).values()}
-        for parameter in self.parameters():
-            if id(parameter) not in kept:
+        for parameter, info in parameter_info(self).items():
+            if not info.fp32:
                 parameter.data = parameter.data.to(dtype)
         return self
 
@@ -186,16 +187,32 @@ class HybridLM(nn.Module):
         return [block.shared_input.shared for block in self._layers() if block.shared_input is not None]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
-        head = Flops(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
-        return sum((block.flops(seq_len, causal) for block in self._layers()), head)
+        """FLOP of training on one sequence. See flops/count.py for what `causal` means, and for layers below the first trained."""
+        head = Work(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
+        total = Flops.with_weight(head, self.head_weight.requires_grad)
+        backward = self._with_backward()
+        for block in self._layers():
+            flops = block.flops(seq_len, causal)
+            total += flops if block in backward else flops.without_backward()
+        reached = bool(backward) or is_trained(self.norm)
+        return total if reached else replace(total, grad_input=Work())
 
-    def mlp_flops(self, seq_len: int) -> int:
-        """The part of `flops` that MLPs take, those of shared blocks too."""
-        shared = [one.mlp for one in self.shared_uses()]
-        mlps = [*shared, *(block.mlp for block in self._layers() if block.mlp is not None)]
-        return sum(mlp.flops(seq_len).total for mlp in mlps)
+    def recomputed(self, seq_len: int, causal: bool = False) -> tuple[Work, Work, Work]:
+        """What recomputation of layers may cost a sequence: the forward pass of all layers that have a backward pass; the part
+        of it that the mixers' saved operators spare selective checkpointing; and the part of MLPs, those of shared blocks too."""
+        forward = saved = mlps = Work()
+        for block in self._with_backward():
+            forward += block.flops(seq_len, causal).forward
+            saved += block.saved_flops(seq_len, causal)
+            shared = None if block.shared_input is None else block.shared_input.shared.mlp
+            for mlp in filter(None, (block.mlp, shared)):
+                mlps += mlp.flops(seq_len).forward
+        return forward, saved, mlps
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """The part of `flops` that the mixers' saved operators spare selective checkpointing."""
-        return sum((block.saved_flops(seq_len, causal) for block in self._layers()), Flops())
+    def _with_backward(self) -> list[Block]:
+        """The layers through which gradients go: all where the embedding is trained, else those from the first trained on."""
+        layers = list(self._layers())
+        parts = [[part for part in (self.embed, self.positions) if part is not None]]
+        parts += [[block, *([] if block.shared_input is None else [block.shared_input.shared])] for block in layers]
+        first = next((i for i, some in enumerate(parts) if any(map(is_trained, some))), len(parts))
+        return layers[max(first - 1, 0) :]

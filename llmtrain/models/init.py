@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llmtrain.models.slices import Slices, boxes, held, local_of
+from llmtrain.models.slices import Slices, boxes, local_of, shards_of
 
 Rule = Callable[[Tensor], Tensor]
 """Uniform numbers in (0, 1), float64 -> values, float64, of the same shape."""
@@ -83,7 +83,7 @@ def init_weights(model: nn.Module, scale: InitScale, seed: int) -> None:
             continue
         rules = module.init_rules(scale)
         assert own.keys() == rules.keys(), f"{prefix}: has {sorted(own)}, initialises {sorted(rules)}"
-        divided = held(module)
+        divided = shards_of(module)
         for name, parameter in own.items():
             fill(parameter, rules[name], clean_name(f"{prefix}.{name}"), seed, divided.get(name))
 

@@ -19,7 +19,7 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Segments:
+class ContextParallelRanks:
     """This rank's two segments of every sequence, one after the other: `local` tokens are [batch, seq_len / size, ...].
 
     rank, size: of the context-parallel group. group: its name among torch.distributed's process groups. Methods that gather

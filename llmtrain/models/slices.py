@@ -37,7 +37,7 @@ class Slices:
         return torch.Size((*local[: self.dim], self.whole, *local[self.dim + 1 :]))
 
 
-def hold(module: nn.Module, name: str, slices: Slices) -> None:
+def shard_parameter(module: nn.Module, name: str, slices: Slices) -> None:
     """Keep of a parameter on the meta device what `slices` says, and remember it for `held`."""
     whole = module.get_parameter(name)
     assert whole.device.type == "meta" and whole.shape[slices.dim] == slices.whole, (name, whole.shape, slices)
@@ -47,7 +47,7 @@ def hold(module: nn.Module, name: str, slices: Slices) -> None:
     module.__dict__.setdefault("_slices", {})[name] = slices
 
 
-def held(module: nn.Module) -> dict[str, Slices]:
+def shards_of(module: nn.Module) -> dict[str, Slices]:
     """This rank's part of each of the module's own parameters that tensor-parallel ranks divide."""
     return module.__dict__.get("_slices", {})
 

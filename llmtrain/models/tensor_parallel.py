@@ -5,7 +5,7 @@ MLP gathers all tokens (`enter`), computes with its own heads or channels, and i
 while it hands each rank its own tokens again (`leave`). All ranks compute the same loss.
 
 So the gradient of a parameter's part that a single rank holds is complete. Of what several ranks hold (norms, biases behind a
-sum, B and C or keys and values with fewer groups than ranks) each has a summand: see train/tensor_gradients.py.
+sum, B and C or keys and values with fewer groups than ranks) each has a summand: see train/ranks/tensor_gradients.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.distributed_c10d import GroupName
 
 from llmtrain.models.init import clean_name
-from llmtrain.models.segments import Segments
-from llmtrain.models.slices import Piece, Slices, held
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import Piece, Slices, shards_of
 
 _NO_GROUP = GroupName("")
 
@@ -120,7 +120,7 @@ class TensorRanks:
 
 class _Gathered(torch.autograd.Function):
     """Gathering of tokens, and scattering on the way back, in the forms that the compiler fuses with the products before and
-    after them (train/async_tensor.py). The functional collectives' own derivatives have others."""
+    after them (train/ranks/async_tensor.py). The functional collectives' own derivatives have others."""
 
     @staticmethod
     def forward(ctx, own: Tensor, size: int, group: GroupName) -> Tensor:
@@ -161,7 +161,7 @@ class _Total(torch.autograd.Function):
         return gradient, None
 
 
-def padding_unit(segments: Segments | None, ranks: TensorRanks | None) -> int:
+def padding_unit(segments: ContextParallelRanks | None, ranks: TensorRanks | None) -> int:
     """The number of tokens of which the length of sequences is made a multiple, so that ranks can share them."""
     return (segments.count if segments else 1) * (ranks.size if ranks else 1)
 
@@ -171,5 +171,5 @@ def slices_of(model: nn.Module) -> dict[str, Slices]:
     return {
         clean_name(f"{path}.{name}"): slices
         for path, module in model.named_modules()
-        for name, slices in held(module).items()
+        for name, slices in shards_of(module).items()
     }

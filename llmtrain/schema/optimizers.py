@@ -57,7 +57,7 @@ class OptimizerSection(Section):
     state_bytes: ClassVar[int]
     """Bytes of optimizer state per parameter."""
     matrix_state_bytes: ClassVar[float | None] = None
-    """The same for the matrices (models/parameter_roles.py), where it differs."""
+    """The same for the matrices (models/parameters.py), where it differs."""
 
     lr: Annotated[PositiveFloat, Field(le=10)]
     """Peak learning rate."""

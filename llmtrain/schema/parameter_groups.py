@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from llmtrain.config.base import Problem
 from llmtrain.errors import UserError
 from llmtrain.schema.optimizers import OptimizerSection, ParameterGroup
+
+
+class NamedParameter(Protocol):
+    """The part of models.parameters.ParameterInfo that is needed here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def decay(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -20,17 +32,14 @@ class ParameterSettings:
     matched: tuple[str, ...] = ()
 
 
-def parameter_settings(config: OptimizerSection, decayed: Mapping[str, bool]) -> dict[str, ParameterSettings]:
-    """Settings of every parameter by name.
-
-    decayed: whether weight decay applies to a parameter where no entry says otherwise. Raises UserError for entries that
-    `group_problems` reports.
-    """
-    if problems := list(group_problems(config, decayed)):
+def parameter_settings(config: OptimizerSection, parameters: Iterable[NamedParameter]) -> dict[str, ParameterSettings]:
+    """Settings of every trained parameter by name. Raises UserError for entries that `group_problems` reports."""
+    parameters = [parameter for parameter in parameters if parameter.trainable]
+    if problems := list(group_problems(config, parameters)):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
     found = {}
-    for name, decays in decayed.items():
-        lr, decay = config.lr, config.weight_decay if decays else 0.0
+    for parameter in parameters:
+        name, lr, decay = parameter.name, config.lr, config.weight_decay if parameter.decay else 0.0
         matched = [group for group in config.groups if fnmatchcase(name, group.match)]
         for group in matched:
             if group.lr is not None:
@@ -43,16 +52,19 @@ def parameter_settings(config: OptimizerSection, decayed: Mapping[str, bool]) ->
     return found
 
 
-def group_problems(config: OptimizerSection, names: Mapping[str, object]) -> Iterator[Problem]:
-    """Entries that match no parameter, or of which later ones replace every setting. names: of all parameters."""
+def group_problems(config: OptimizerSection, parameters: Iterable[NamedParameter]) -> Iterator[Problem]:
+    """Entries that match no trained parameter, or of which later ones replace every setting."""
+    parameters = list(parameters)
+    names = [parameter.name for parameter in parameters if parameter.trainable]
+    trained = "" if len(names) == len(parameters) else "trained "
     matches = [{name for name in names if fnmatchcase(name, group.match)} for group in config.groups]
     for i, (group, matched) in enumerate(zip(config.groups, matches, strict=True)):
         if not matched:
-            examples = ", ".join(list(names)[:3])
+            examples = ", ".join(names[:3])
             yield Problem(
                 f"optimizer.groups.{i}.match",
                 group.match,
-                f"matches no parameter of the model, whose names are such as {examples}; `*` stands for any characters",
+                f"matches no {trained}parameter of the model, whose names are such as {examples}; `*` stands for any characters",
             )
             continue
         for setting in _settings(group):

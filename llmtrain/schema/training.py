@@ -209,7 +209,7 @@ class TrainConfig(Section):
         """microbatch_size; with auto the smallest that it may become."""
         return 1 if self.microbatch_size == "auto" else self.microbatch_size
 
-    def against_graphs(self, ranks: int, dropout: float) -> str | None:
+    def cuda_graphs_refusal(self, ranks: int, dropout: float) -> str | None:
         """Reason for which microbatches can be no CUDA graphs on so many GPUs. dropout: the model's."""
         if ranks > 1 and (reason := self._exchanged_within_step(ranks)):
             return reason

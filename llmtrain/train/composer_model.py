@@ -16,12 +16,12 @@ from torchmetrics import Metric
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import IGNORE, LossOutput
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks, padding_unit
-from llmtrain.train.cuda_graphs import GraphedLoss
+from llmtrain.train.graphs.cuda_graphs import GraphedLoss
 
 Batch = Mapping[str, torch.Tensor]
-"""Tensors of llmtrain.data.batches.Batch, on the CPU or a device."""
+"""Tensors of llmtrain.data.loader.batches.Batch, on the CPU or a device."""
 
 
 class ComposerHybridLM(ComposerModel):
@@ -36,7 +36,7 @@ class ComposerHybridLM(ComposerModel):
         self,
         model: CausalLM,
         validation_streams: Mapping[str, range] | None = None,
-        segments: Segments | None = None,
+        segments: ContextParallelRanks | None = None,
         graphs: GraphedLoss | None = None,
     ):
         super().__init__()
@@ -118,7 +118,9 @@ class BitsPerByte(NatsPerToken):
         return super().compute() / math.log(2)
 
 
-def data_spec(loader: DataLoader, segments: Segments | None = None, ranks: TensorRanks | None = None) -> DataSpec:
+def data_spec(
+    loader: DataLoader, segments: ContextParallelRanks | None = None, ranks: TensorRanks | None = None
+) -> DataSpec:
     """Wrapper by which Composer splits our batches and counts samples and tokens.
 
     segments: this rank's, where ranks share sequences. The loader's batches are of whole ones, microbatches of this rank's part.
@@ -135,7 +137,10 @@ def data_spec(loader: DataLoader, segments: Segments | None = None, ranks: Tenso
 
 
 def _split(
-    batch: Batch, microbatch_size: int | float, segments: Segments | None = None, ranks: TensorRanks | None = None
+    batch: Batch,
+    microbatch_size: int | float,
+    segments: ContextParallelRanks | None = None,
+    ranks: TensorRanks | None = None,
 ) -> Sequence[dict[str, Any]]:
     """Microbatches, each with its number of labelled tokens as a Python int, in place of the batch's `label_counts`.
 
@@ -161,7 +166,9 @@ def _labelled(batch: Mapping[str, Any]) -> int:
     return int((batch["labels"] != IGNORE).sum() if counts is None else counts.sum())
 
 
-def own_part(batch: Batch, segments: Segments | None, ranks: TensorRanks | None = None) -> dict[str, torch.Tensor]:
+def own_part(
+    batch: Batch, segments: ContextParallelRanks | None, ranks: TensorRanks | None = None
+) -> dict[str, torch.Tensor]:
     """A batch of whole sequences with this rank's part of their tokens and labels: its segments, or all. Documents stay those of
     whole sequences; the bytes of their text are the first rank's, as metrics add up the ranks'.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,21 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
-from llmtrain.flops.automatic import microbatches
-from llmtrain.flops.describe import meta_model, parameter_sizes
-from llmtrain.flops.memory import estimate_memory
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.plan.candidates import MEASURED, microbatches
+from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.memory import estimate_memory
 from llmtrain.schema.config import Config
-from llmtrain.train.cuda_graphs import reason_against, replay_seconds
-from llmtrain.train.fsdp_reset import reset_fsdp
-from llmtrain.train.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
+from llmtrain.train.graphs.cuda_graphs import reason_against, replay_seconds
+from llmtrain.train.ranks.fsdp_reset import reset_fsdp
+from llmtrain.train.ranks.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
 
 FILE = "microbatch.json"
-USABLE = 0.95
-"""Share of the memory that this process can have which a larger microbatch may fill, as extrapolated."""
 _REPEATS = 3  # the first compiles, the last is timed
 _MOST_TRIALS = 4
 
@@ -113,24 +111,24 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 def choose_microbatch(
     config: Config,
-    settled: Config,
+    resolved: Config,
     model: CausalLM,
-    segments: Segments | None,
+    segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
     gauge: Gauge | None = None,
 ) -> tuple[int, str]:
     """The size, and a line that says why. Called by every rank, before weights are set: they are 0 after it, without gradients.
 
-    config, settled: with and without `auto`; the size in `settled` is the estimate's. gauge: default: of a GPU, if device is one.
+    config, resolved: with and without `auto`; the size in `resolved` is the estimate's. gauge: default: of a GPU, if device is one.
     Raises UserError where nothing fits.
     """
-    start = settled.train.least_microbatch
+    start = resolved.train.least_microbatch
     if gauge is None and device.type != "cuda":
         return start, f"train.microbatch_size auto: {start} (no GPU whose memory would limit it)"
     gauge = gauge or Gauge(device)
     path = Path(config.run_dir) / FILE
-    key = search_key(config, settled, world, gauge)
+    key = search_key(config, resolved, world, gauge)
     known = [remembered(path, key) if world.is_main else None]
     dist.broadcast_object_list(known, src=0)
     if known[0] is not None:
@@ -139,19 +137,19 @@ def choose_microbatch(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    parameters = parameter_sizes(meta_model(settled.model), settled.train.parallel.tensor, settled.train.float8)
-    estimate = estimate_memory(settled, parameters, world.size)
+    parameters = parameter_sizes(meta_model(resolved.model), resolved.train.parallel.tensor, resolved.train.float8)
+    estimate = estimate_memory(resolved, parameters, world.size)
     # In place of the optimizer's state, which comes with its first step.
     reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
     gauge.begin()
     fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
-    limit = USABLE * -_most(-gauge.available(), device)
+    limit = MEASURED * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:
-        return _attempt(of_size(settled, size), model, segments, world, device, gauge, agreement)
+        return _attempt(of_size(resolved, size), model, segments, world, device, gauge, agreement)
 
     trials = search(sizes, start, attempt, fixed, limit)
     agreement.close()
@@ -169,9 +167,9 @@ def choose_microbatch(
     return best.size, f"train.microbatch_size auto: {best.size} ({tried})"
 
 
-def search_key(config: Config, settled: Config, world: World, gauge: Gauge) -> str:
+def search_key(config: Config, resolved: Config, world: World, gauge: Gauge) -> str:
     """A name for all that memory and speed depend on."""
-    train = settled.train.model_dump(mode="json")
+    train = resolved.train.model_dump(mode="json")
     for name in ("microbatch_size", "duration", "profile", "peak_tflops", "nonfinite", "spike", "max_skipped_steps"):
         del train[name]
     what: dict[str, Any] = {
@@ -203,9 +201,7 @@ def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None
     known = known if isinstance(known, dict) else {}
     known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(known, indent=1).encode())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -224,7 +220,7 @@ def of_size(config: Config, microbatch_size: int) -> Config:
 def _attempt(
     config: Config,
     model: CausalLM,
-    segments: Segments | None,
+    segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
     gauge: Gauge,

@@ -11,8 +11,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch import nn
 
-from llmtrain.models.init import clean_name
-from llmtrain.models.parameter_roles import decayed_parameters, matrices
+from llmtrain.models.parameters import parameter_info
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import parameter_settings
 from llmtrain.schema.schedule import Schedule
@@ -21,22 +20,23 @@ from llmtrain.train.optimizers.host_state import keep_on_host
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the section names. Each of its groups has the peak learning rate as `lr`, and a weight decay; those of
-    the section come first, with decay and without.
+    the section come first, with decay and without. Frozen parameters are in none.
 
     Raises UserError for entries of optimizer.groups that fit no parameter.
     """
-    settings = parameter_settings(config, decayed_parameters(model, config.decay_embeddings))
+    parameters = parameter_info(model, config.decay_embeddings)
+    settings = parameter_settings(config, parameters.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(config.lr, config.weight_decay): [], (config.lr, 0.0): []}
-    for name, parameter in model.named_parameters():
-        of = settings[clean_name(name)]
+    for parameter, info in parameters.items():
+        if not info.trainable:
+            continue
+        of = settings[info.name]
         groups.setdefault((of.lr, of.weight_decay), []).append(parameter)
     optimizer = importlib.import_module(f"llmtrain.train.optimizers.{config.type}")
     made: list[dict[str, Any]] = [
-        {"params": parameters, "lr": lr, "weight_decay": decay}
-        for (lr, decay), parameters in groups.items()
-        if parameters
+        {"params": some, "lr": lr, "weight_decay": decay} for (lr, decay), some in groups.items() if some
     ]
-    built = optimizer.build(config, made, matrices(model))
+    built = optimizer.build(config, made, parameters)
     if config.offload:
         keep_on_host(built)
     return built

@@ -20,23 +20,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from llmtrain.adapt import float8
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.layers import MLP
-from llmtrain.models.mixers.base import fp32_parameters, mixers_of
-from llmtrain.models.segments import Segments
+from llmtrain.models.layer_part import parts_of
+from llmtrain.models.parameters import parameter_info
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
-from llmtrain.train import float8
-from llmtrain.train.async_tensor import overlap_products
-from llmtrain.train.gradient_sums import sum_by_our_kernel
-from llmtrain.train.host_inputs import HostInputs
+from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.ranks.async_tensor import overlap_products
+from llmtrain.train.ranks.host_inputs import HostInputs
 
 
-def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torch.device) -> Segments | None:
+def parallelize(
+    model: CausalLM, config: TrainConfig, world: World, device: torch.device
+) -> ContextParallelRanks | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set.
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
@@ -56,7 +59,7 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     if segments is not None:
         model.hybrid.enable_segments()
-    divide_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
+    chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
@@ -74,21 +77,21 @@ def parallelize(model: CausalLM, config: TrainConfig, world: World, device: torc
     return segments
 
 
-def divide_mlps(model: HybridLM, tokens: int | None) -> None:
-    """Have every MLP read so many tokens of a sequence at a time (MLP.forward)."""
-    for module in model.modules():
-        if isinstance(module, MLP):
-            module.tokens_at_once = tokens
+def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
+    """Have every feed-forward layer read so many tokens of a sequence at a time."""
+    for _, part in parts_of(model):
+        if isinstance(part, FeedForward):
+            part.tokens_at_once = tokens
 
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
-    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the mixers name."""
+    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name."""
     if config.type in ("none", "budget"):
         return
     every = config.k if config.type == "every_k" else 1
     assert every is not None
     # By name: a backend's own operator exists only once the backend was imported.
-    saved_ops = set(kept).union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
+    saved_ops = set(kept).union(*(part.saved_ops() for _, part in parts_of(model)))
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
@@ -176,12 +179,12 @@ def tensor_ranks_of(mesh: DeviceMesh) -> TensorRanks | None:
     return TensorRanks(mesh.get_local_rank("tensor"), group.size(), group.group_name)
 
 
-def segments_of(mesh: DeviceMesh) -> Segments | None:
+def segments_of(mesh: DeviceMesh) -> ContextParallelRanks | None:
     """This rank's part of sequences, where ranks share them."""
     if "context" not in (mesh.mesh_dim_names or ()):
         return None
     group = mesh.get_group("context")
-    return Segments(mesh.get_local_rank("context"), group.size(), group.group_name)
+    return ContextParallelRanks(mesh.get_local_rank("context"), group.size(), group.group_name)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -213,20 +216,20 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
 
 
 def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
-    """Gives the parameters that must not be cast, by what the mixers declare, one group of their own, gathered once per
+    """Gives the parameters that must not be cast, by what the layers' parts declare, one group of their own, gathered once per
     forward.
 
     Their modules are read, never called (a hook inside a compiled layer would break its graph), so the
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
-    parameters = fp32_parameters(model.hybrid)
+    parameters = {parameter for parameter, info in parameter_info(model.hybrid).items() if info.fp32}
     modules = [
-        model.hybrid.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+        module for module in model.hybrid.modules() if not parameters.isdisjoint(module.parameters(recurse=False))
     ]
     if not modules:
         return
     for module in modules:
-        others = {id(p) for p in module.parameters()} - {id(p) for p in parameters.values()}
+        others = set(module.parameters()) - parameters
         assert not others, (
             f"{type(module).__name__} holds fp32 parameters beside others; they need a module of their own"
         )

@@ -9,9 +9,9 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.local import folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
-from llmtrain.data.mixture import allowed_change, unchanged_steps
-from llmtrain.data.shard_index import ShardError
-from llmtrain.data.shards import data_fingerprint, stream_samples
+from llmtrain.data.loader.mixture import allowed_change, unchanged_steps
+from llmtrain.data.shards.checks import data_fingerprint, stream_samples
+from llmtrain.data.shards.index import ShardError
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from composer.core import Callback, Evaluator, State
 
+from llmtrain.adapt.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
@@ -19,21 +20,21 @@ from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
-from llmtrain.data.loaders import ValidationLoader, build_train_loader, build_validation_loader
-from llmtrain.data.mixture import mixture_problems, mixture_report
-from llmtrain.data.shards import data_fingerprint
-from llmtrain.data.streaming import TokenDataset
-from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.data.loader.loaders import ValidationLoader, build_train_loader, build_validation_loader
+from llmtrain.data.loader.mixture import mixture_problems, mixture_report
+from llmtrain.data.loader.token_dataset import TokenDataset
+from llmtrain.data.shards.checks import data_fingerprint
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
 from llmtrain.errors import UserError
-from llmtrain.flops.automatic import settle
-from llmtrain.flops.describe import meta_model, parameter_sizes
 from llmtrain.kernels.platform import detect
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
+from llmtrain.plan.automatic import resolve_auto
+from llmtrain.plan.describe import meta_model, parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -46,22 +47,21 @@ from llmtrain.train.callbacks.step_times import StepTimes
 from llmtrain.train.callbacks.throughput import Throughput, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
-from llmtrain.train.cuda_graphs import graphed_loss
 from llmtrain.train.extend import extension_notice
-from llmtrain.train.float8 import compute_scales, compute_scales_after_steps
-from llmtrain.train.loggers import build_loggers
+from llmtrain.train.faults.preemption import Preemption
+from llmtrain.train.faults.rewind import PassedOver, Rewind
+from llmtrain.train.faults.spike_window import SpikeWindow
+from llmtrain.train.graphs.cuda_graphs import graphed_loss
 from llmtrain.train.microbatch import choose_microbatch, of_size
 from llmtrain.train.optim import LearningRate, build_optimizer, learning_rates
-from llmtrain.train.optimizers.host_state import set_aside
+from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.preemption import Preemption
+from llmtrain.train.ranks.same_kernels import require_same_kernels
+from llmtrain.train.ranks.shared_folder import require_shared
+from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.report.loggers import build_loggers
+from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run
-from llmtrain.train.rewind import PassedOver, Rewind
-from llmtrain.train.same_kernels import require_same_kernels
-from llmtrain.train.settled import write_settled
-from llmtrain.train.shared_folder import require_shared
-from llmtrain.train.spike_window import SpikeWindow
-from llmtrain.train.tensor_gradients import TensorGradients
 from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.uploads import Uploads
 
@@ -108,9 +108,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         model = HybridLM(config.model, dtype=getattr(torch, dtype), documents=documents)
     require_same_kernels(config.model, model.platform, dtype, documents, world)
     causal_lm = CausalLM(model, config.train.loss)
-    settled = settled_config(config, world, device)
-    cost = token_cost(model, settled.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    segments = parallelize(causal_lm, settled.train, world, device)
+    resolved = resolved_config(config, world, device)
+    cost = token_cost(model, resolved.train, config.data.seq_len, device)  # before checkpointing wraps the layers
+    segments = parallelize(causal_lm, resolved.train, world, device)
     ranks = model.ranks
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
@@ -119,10 +119,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     average = WeightAverage(model, config.train.ema) if config.train.ema else None
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
     if config.train.microbatch_size == "auto":
-        settled = with_microbatch(config, settled, causal_lm, segments, world, device)
-    graphs = graphed_loss(settled, causal_lm, world)
+        resolved = with_microbatch(config, resolved, causal_lm, segments, world, device)
+    graphs = graphed_loss(resolved, causal_lm, world)
     if world.is_main:
-        write_settled(folder, settled)
+        write_resolved(folder, resolved)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
     loader = build_train_loader(
         config.data,
@@ -130,7 +130,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         vocab_size=config.model.vocab_size,
         replication=world.replication,
     )
-    validation = validation_loader(settled, world)
+    validation = validation_loader(resolved, world)
     streams = stream_samples(validation, config)
     schedule = resolved_schedule(config, len(loader), loader.dataset.samples_per_stream.tolist())
     if resumed:
@@ -185,7 +185,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         rewind = Rewind(spikes.config, saver, spikes, load_again, passed, verify=checkpoint.verify)
     preemption = Preemption(checkpoint.grace_seconds)
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
-    with set_aside(optimizer):
+    with without_state(optimizer):
         trainer = StepTrainer(
             group=preemption.group,
             model=ComposerHybridLM(causal_lm, streams, segments, graphs),
@@ -198,19 +198,19 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             eval_dataloader=evaluators(config, validation, segments, ranks),
             eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
             max_duration=f"{total_steps}ba",
-            device_train_microbatch_size=settled.train.microbatch_size,
+            device_train_microbatch_size=resolved.train.microbatch_size,
             accumulate_train_batch_on_tokens=True,
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, peaks),
-                GradientSync(causal_lm, settled.train.sharding, graphs),
+                GradientSync(causal_lm, resolved.train.sharding, graphs),
                 ReleaseAutograd(),
                 Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
                 *([average] if average is not None else []),
                 Throughput(cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if (step_times := config.logging.step_times) and world.is_main else []),
-                *in_context(config, causal_lm, world, length),  # after Throughput, which does not count it
+                *icl_callbacks(config, causal_lm, world, length),  # after Throughput, which does not count it
                 Checkpointing(
                     saver,
                     preemption,
@@ -269,7 +269,7 @@ def resolved_schedule(config: Config, steps_per_epoch: int, samples: Sequence[in
     raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))
 
 
-def settled_config(config: Config, world: World, device: torch.device) -> Config:
+def resolved_config(config: Config, world: World, device: torch.device) -> Config:
     """The config without `auto`, the same on all ranks."""
     available = None
     if device.type == "cuda":
@@ -277,23 +277,28 @@ def settled_config(config: Config, world: World, device: torch.device) -> Config
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
         available = smallest.item()
     sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
-    settled = settle(config, sizes, world.size, world.local_size, available)
-    for line in settled.reasons:
+    resolved = resolve_auto(config, sizes, world.size, world.local_size, available)
+    for line in resolved.reasons:
         if "microbatch_size" not in line:  # which is searched for
             run_log.info(line)
-    return settled.config
+    return resolved.config
 
 
 def with_microbatch(
-    config: Config, settled: Config, model: CausalLM, segments: Segments | None, world: World, device: torch.device
+    config: Config,
+    resolved: Config,
+    model: CausalLM,
+    segments: ContextParallelRanks | None,
+    world: World,
+    device: torch.device,
 ) -> Config:
-    """The settled config with the size of a microbatch that was found to be the fastest."""
-    size, reason = choose_microbatch(config, settled, model, segments, world, device)
+    """The resolved config with the size of a microbatch that was found to be the fastest."""
+    size, reason = choose_microbatch(config, resolved, model, segments, world, device)
     run_log.info(reason)
-    return of_size(settled, size)
+    return of_size(resolved, size)
 
 
-def in_context(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:
+def icl_callbacks(config: Config, model: CausalLM, world: World, length: dict[str, Any]) -> list[Callback]:
     """The callback of eval.icl, if there is one. length: the run's, as arguments of Duration.steps."""
     icl = config.eval.icl
     if icl is None:
@@ -301,7 +306,7 @@ def in_context(config: Config, model: CausalLM, world: World, length: dict[str, 
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.generate.load import run_tokenizer_path
     from llmtrain.train.callbacks.evaluation import Evaluation
-    from llmtrain.train.kept_results import KeptResults
+    from llmtrain.train.report.kept_results import KeptResults
 
     tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
     run = load_eval_run(icl.file, needs_models=False)
@@ -340,7 +345,7 @@ def stream_samples(loader: ValidationLoader | None, config: Config) -> dict[str,
 
 
 def evaluators(
-    config: Config, loader: ValidationLoader | None, segments: Segments | None, ranks: TensorRanks | None
+    config: Config, loader: ValidationLoader | None, segments: ContextParallelRanks | None, ranks: TensorRanks | None
 ) -> list[Evaluator]:
     if loader is None:
         return []

@@ -13,7 +13,7 @@ from llmtrain.checkpoint.stores.open import open_store
 from llmtrain.checkpoint.uploader import Uploader
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted, RunError, UserError
-from llmtrain.train.preemption import Preemption
+from llmtrain.train.faults.preemption import Preemption
 
 _NO_FAULT = (OSError, UserError, RunError)
 _TOGETHER_SECONDS = 30.0

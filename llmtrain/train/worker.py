@@ -21,8 +21,8 @@ from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_e
 from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
-from llmtrain.train.early_sigterm import handlers_kept
 from llmtrain.train.environment import apply_environment
+from llmtrain.train.faults.early_sigterm import handlers_kept
 from llmtrain.train.machine import refuse_what_is_missing
 from llmtrain.train.resume import (
     check_resumption,
@@ -112,7 +112,7 @@ def _prepare(config: Config, world: World, lock: RunLock | None, fresh: bool) ->
     download_initial_weights(config, fresh)
     _prepare_data(config, world)
     if fresh and lock and first_start:
-        set_aside(lock)  # the other ranks look for a checkpoint only once this one has joined them
+        move_aside(lock)  # the other ranks look for a checkpoint only once this one has joined them
     return verified
 
 
@@ -135,18 +135,18 @@ def _prepare_data(config: Config, world: World) -> None:
         run_log.info(prepared.summary())
 
 
-def set_aside(lock: RunLock) -> None:
+def move_aside(lock: RunLock) -> None:
     """Rename the folder of an earlier run, rather than delete it, and hold a new one."""
     if any(path != lock.path for path in lock.folder.iterdir()):
         aside = lock.folder.with_name(f"{lock.folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-        lock.set_aside(aside)
+        lock.move_aside(aside)
         run_log.info(f"--fresh: the earlier run is now in {aside}")
 
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
     with handlers_kept():
-        from llmtrain.train.report import report
+        from llmtrain.train.report.summary import report
         from llmtrain.train.run import train
 
     began = time.perf_counter()
@@ -169,8 +169,8 @@ def _memory_explained(config: Config) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:  # CUDA's and HIP's
-        from llmtrain.train.cuda_graphs import graph_memory
-        from llmtrain.train.out_of_memory import explain
+        from llmtrain.train.faults.out_of_memory import explain
+        from llmtrain.train.graphs.cuda_graphs import graph_memory
 
         available = torch.cuda.mem_get_info()[1]
         world = world_from_environment()

@@ -193,7 +193,7 @@ def _report(args: argparse.Namespace, config: Config) -> int:
     """Report the steps that both runs have taken. Returns 0 when those are all, and saw the same samples."""
     import matplotlib
 
-    from llmtrain.train.loggers import read_metrics
+    from llmtrain.train.report.loggers import read_metrics
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -190,6 +190,10 @@ SIZE = "a size is a whole number above 0, at most 4194304"
         ("kernels --only norm --workers 0", "--workers 0: expected at least 1"),
         ("kernels --only norm --workers -3", "--workers -3: expected at least 1"),
         ("kernels --only norm --draws 0", "--draws 0: expected at least 1"),
+        ("kernels --only norm --draws 99999999999999999999", "--draws 99999999999999999999: expected at most 10000"),
+        ("kernels --only norm --workers 99999", "--workers 99999: expected at most 1024"),
+        ("tune --workers 99999", "--workers 99999: expected at most 1024"),
+        ("kernels --only norm --compile-seconds inf", "--compile-seconds inf: expected at most 1000000"),
         ("kernels --only norm --compile-seconds -1", "--compile-seconds -1.0: expected at least 0"),
         ("kernels --only norm --compile-seconds nan", "--compile-seconds nan: expected at least 0"),
     ],
@@ -234,7 +238,7 @@ def test_a_place_for_rows_that_cannot_be_written_is_told_before_anything_runs(ca
     for out, told in (
         (tmp_path, f"{tmp_path} is a folder, where rows need a file; name one, such as --out {tmp_path}/tuning.yaml\n"),
         ("/proc/x.yaml", "no row can be written to /proc/x.yaml: /proc cannot be written to"),
-        ("/dev/null", "/dev/null: a tuning table has the keys arch, l2_budget, rows\n"),
+        ("/dev/null", "cannot read the tuning table /dev/null: [Errno 22] not a regular file: '/dev/null'\n"),
     ):
         status, _, err = run(capsys, "bench", "tune", "--out", str(out))
         assert status == 2 and err.startswith(told)

@@ -19,7 +19,7 @@ FILE = "yamls/pretrain/zamba2-2.7b.yaml"
 
 def test_every_block_takes_the_kernels_of_its_kind():
     model = steps.with_kernels(FILE, [*TINY, "model.blocks.s.norm.eps=1e-6"], "public").model
-    assert {name: block.backend for name, block in model.blocks.items()} == {"m": "mamba_ssm", "s": "sdpa:flash"}
+    assert {name: block.backend for name, block in model.blocks.items()} == {"m": "mamba_ssm", "s": "sdpa:flash"}  # pyright: ignore[reportAttributeAccessIssue]
     assert model.blocks["s"].norm and model.blocks["s"].norm.backend == model.norm.backend == "reference"
 
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's examples, applied as they are printed to a copy of the tree, and its commands run there."""
+"""The examples of docs/extending, applied as they are printed to a copy of the tree, and its commands run there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
-from tests.support.contributing import PAGE, ROOT, Example, PageError, Ran, parse
+from tests.support.contributing import FIRST, PAGES, ROOT, Example, PageError, Ran, parse
 
-EXAMPLES = {example.title: example for example in parse(PAGE.read_text(encoding="utf-8"))}
+EXAMPLES = {example.title: example for path in (FIRST, *PAGES) if (example := parse(path.read_text(encoding="utf-8")))}
 TRAINED = {
     "A mixer": "gated_conv",
     "An attention backend": "blockwise",
@@ -178,7 +178,7 @@ def test_lion_on_two_ranks_and_resumed_on_one(tree, ran):
 
 
 PART = """\
-## A thing
+# A thing
 
 File `a/new.py`:
 
@@ -209,19 +209,17 @@ prose
 
 
 def test_a_page_is_parsed():
-    assert parse(PART) == [
-        Example(
-            "A thing",
-            files=[("a/new.py", "x = 1\n")],
-            edits=[("old.py", " first\n-second\n+2nd\n\n@@\n last\n+after\n")],
-            commands=["uv run llmtrain check a.yaml"],
-        )
-    ]
+    assert parse(PART) == Example(
+        "A thing",
+        files=[("a/new.py", "x = 1\n")],
+        edits=[("old.py", " first\n-second\n+2nd\n\n@@\n last\n+after\n")],
+        commands=["uv run llmtrain check a.yaml"],
+    )
 
 
 def test_edits_are_applied_exactly(tmp_path):
     (tmp_path / "old.py").write_text("zeroth\nfirst\nsecond\n\nlast\n")
-    parse(PART)[0].apply(tmp_path)
+    parse(PART).apply(tmp_path)
     assert (tmp_path / "old.py").read_text() == "zeroth\nfirst\n2nd\n\nlast\nafter\n"
 
 
@@ -243,4 +241,4 @@ def test_edits_are_applied_exactly(tmp_path):
 def test_a_page_that_drifts_is_refused(tmp_path, old, new, message):
     (tmp_path / "old.py").write_text("again\n\nfirst\nsecond\n\nlast\nagain\n\n")
     with pytest.raises(PageError, match=message):
-        parse(PART.replace(old, new))[0].apply(tmp_path)
+        parse(PART.replace(old, new)).apply(tmp_path)

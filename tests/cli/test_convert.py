@@ -24,7 +24,7 @@ from transformers import (
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
-from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig

@@ -115,7 +115,7 @@ def test_what_cannot_be_compared_is_refused(place, tmp_path, capsys):
 
 
 def test_ids_that_the_tokenizer_lacks_are_another_tokenizers(place, tmp_path, capsys):
-    from llmtrain.data.tokenizer import train_bpe
+    from llmtrain.data.tokenize.tokenizer import train_bpe
 
     train_bpe(["abc"], 257).save(tmp_path / "small")
     (tmp_path / "shards").symlink_to(place / "prepared" / "train")

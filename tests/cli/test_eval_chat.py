@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.chat import chat_template
 from tests.support.evaluation import Place

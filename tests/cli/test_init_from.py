@@ -18,7 +18,7 @@ from llmtrain.cli import main
 from llmtrain.generate.load import load_model
 from llmtrain.schema.config import Config
 from llmtrain.train import run
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.report.loggers import read_metrics
 from tests.support import runs
 from tests.support.checkpoints import edit_manifest
 from tests.support.conversion import publish

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
 
 def test_what_only_the_disturbed_run_has_was_left_behind(tmp_path):
     for run in ("whole", "disturbed"):
-        for name in ("metrics.jsonl", "settled.json", "checkpoints/step-00000040/manifest.json"):
+        for name in ("metrics.jsonl", "resolved.json", "checkpoints/step-00000040/manifest.json"):
             (tmp_path / run / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / run / name).touch()
     soak = Soak(tmp_path, random.Random(0))

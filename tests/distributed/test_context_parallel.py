@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.report.loggers import read_metrics
 from tests.distributed.test_gradients import ONE_STEP, assert_same_step, one_step
 from tests.support.runs import Run, train
 from tests.support.shared_sequences import Case, differences

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llmtrain.data.shards import data_fingerprint
+from llmtrain.data.shards.checks import data_fingerprint
 from tests.support import sequential_ssd
 from tests.support.runs import Run, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config

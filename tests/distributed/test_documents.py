@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data.batches import IGNORED
+from llmtrain.data.loader.batches import IGNORED
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config

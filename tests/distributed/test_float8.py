@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmtrain.adapt.float8 import compute_scales_after_steps
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.local import folder_name
 from llmtrain.schema.config import Config
-from llmtrain.train.float8 import compute_scales_after_steps
 from tests.support import sharded
 from tests.support.runs import read_tensors, train
 from tests.support.tiny import BLOCKS, tiny_config

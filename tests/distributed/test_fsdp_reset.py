@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.schema.config import Config
-from llmtrain.train.fsdp_reset import reset_fsdp
+from llmtrain.train.ranks.fsdp_reset import reset_fsdp
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.kernels import accumulate
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.gradient_sync import GradientSync
-from llmtrain.train.gradient_sums import sum_by_our_kernel
+from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 

@@ -18,7 +18,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.data import batches, loaders
+from llmtrain.data.loader import batches, loaders
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -76,7 +76,7 @@ class Observer(LoggerDestination):
         self.step.weights = whole_tensors(model, lambda parameter: parameter)
         for mixer in [module for module in model.modules() if self.look_inside and hasattr(module, "ssm")]:
             # Called in the middle of the mixer's forward pass, where its parameters are what the kernels get.
-            mixer.norm.register_forward_pre_hook(lambda *_, mixer=mixer: self.note_dtypes(mixer))
+            mixer.norm.register_forward_pre_hook(lambda *_, mixer=mixer: self.note_dtypes(mixer))  # pyright: ignore[reportAttributeAccessIssue]
         for attention in [module for module in model.modules() if self.look_inside and hasattr(module, "wqkv")]:
             attention.register_forward_pre_hook(lambda _, args: self.note_tables(args[1]))
 

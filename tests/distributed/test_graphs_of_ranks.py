@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from llmtrain.schema.config import Config
-from llmtrain.train import cuda_graphs, held_weights, run
-from llmtrain.train.cuda_graphs import MicrobatchGraph, NoGraph, added_to
-from llmtrain.train.held_weights import HeldWeights
+from llmtrain.train import run
+from llmtrain.train.graphs import cuda_graphs
+from llmtrain.train.graphs import persistent_weights as held_weights
+from llmtrain.train.graphs.cuda_graphs import MicrobatchGraph, NoGraph, added_to
+from llmtrain.train.graphs.persistent_weights import PersistentUnshardedWeights
 from llmtrain.train.microbatch import choose_microbatch
-from llmtrain.train.settled import FILE, read_settled
+from llmtrain.train.resolved import read_resolved
 from tests.support.gauge import Gauge
 from tests.support.tiny import tiny_config
 
@@ -41,7 +43,7 @@ class WithoutGraphs(MicrobatchGraph):
         self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
         self._backward_of = self._forwards = self.nbytes = 0
         self._within_step = False
-        self.weights = HeldWeights(model)
+        self.weights = PersistentUnshardedWeights(model)
         with self.weights.read():
             self.sums = self.weights.zeros()
         input_ids = self.batch[0]
@@ -137,7 +139,7 @@ def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, 
     )
     _, [found, _] = ranks(2).run(searched, config)
     assert found == made  # by rank 1: for the search and for the run
-    assert read_settled(tmp_path / FILE)["microbatch_size"] == size
+    assert read_resolved(tmp_path)["microbatch_size"] == size
 
 
 def searched(config: Config) -> tuple[int, Any]:

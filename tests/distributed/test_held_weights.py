@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.schema.config import Config
-from llmtrain.train.cuda_graphs import added_to
-from llmtrain.train.held_weights import HeldWeights, local_parts
+from llmtrain.train.graphs.cuda_graphs import added_to
+from llmtrain.train.graphs.persistent_weights import PersistentUnshardedWeights, local_parts
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 
@@ -42,7 +42,7 @@ def passes(config: Config) -> dict[str, Any]:
     model, _ = sharded.build_causal_lm(config)
     expected = by_fsdp2(model, (1, 2))
     model.zero_grad()
-    held = HeldWeights(model)
+    held = PersistentUnshardedWeights(model)
     with held.read():
         sums = held.zeros()
         within = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -66,7 +66,8 @@ def passes(config: Config) -> dict[str, Any]:
     held.refresh()
     validation = validated(model), before
     fresh = all(
-        torch.equal(leaf, p.full_tensor().to(leaf.dtype)) for leaf, p in zip(held.leaves, held.parameters, strict=True)
+        torch.equal(leaf, p.full_tensor().to(leaf.dtype))  # pyright: ignore[reportAttributeAccessIssue]
+        for leaf, p in zip(held.leaves, held.parameters, strict=True)
     )
     return {
         "expected": expected,
@@ -99,7 +100,7 @@ def test_passes_within_and_after_have_the_gradients_of_fsdp2(ranks, shards, tmp_
 
 def test_where_nothing_is_sharded_the_leaves_are_the_parameters():
     model = nn.Linear(3, 2)
-    held = HeldWeights(model)
+    held = PersistentUnshardedWeights(model)
     with held.read():
         assert held.leaves == held.parameters == list(model.parameters())
     before = model.weight.detach().clone()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llmtrain.distributed.world import free_port, initialize, rank_environment
 from llmtrain.errors import Preempted
-from llmtrain.train.preemption import Preemption
+from llmtrain.train.faults.preemption import Preemption
 
 
 def take_steps(signalled_rank: int, at: int) -> list[bool]:

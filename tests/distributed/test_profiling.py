@@ -12,7 +12,7 @@ import pytest
 from llmtrain.distributed.world import world_from_environment
 from llmtrain.logs import copied_to
 from llmtrain.schema.config import Config
-from llmtrain.train.step_profile import PARTS
+from llmtrain.train.report.step_profile import PARTS
 from tests.support import runs
 from tests.support.tiny import tiny_config
 

@@ -21,7 +21,7 @@ from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.composer_model import ComposerHybridLM
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.report.loggers import read_metrics
 from tests.support.runs import Interrupted, observed_by, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
 

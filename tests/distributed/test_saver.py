@@ -28,7 +28,7 @@ from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.schema.config import Config
 from llmtrain.train import uploads
-from llmtrain.train.preemption import Preemption
+from llmtrain.train.faults.preemption import Preemption
 from tests.support.sharded import build_causal_lm, same, state_of
 from tests.support.stores import make_checkpoint
 from tests.support.tiny import tiny_config

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from llmtrain.train.optimizers.adamw import ShardedAdamW
-from llmtrain.train.tensor_gradients import clip_shards
+from llmtrain.train.ranks.tensor_gradients import clip_shards
 
 SHAPES = [(6, 4), (5, 3), (1,), (7,)]
 """Rows that two ranks cannot share evenly, and one that a rank has nothing of."""

@@ -13,7 +13,7 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import SaveError
 from llmtrain.checkpoint.stored import list_stored
 from llmtrain.checkpoint.stores.mounted import MountedStore
-from llmtrain.data.shard_index import ShardError
+from llmtrain.data.shards.index import ShardError
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted
 from llmtrain.train.uploads import Uploads

@@ -10,12 +10,12 @@ import pytest
 import torch
 from composer.utils import dist
 
-from llmtrain.data.loaders import build_validation_loader
+from llmtrain.data.loader.loaders import build_validation_loader
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import SplitConfig
 from llmtrain.train import run
-from llmtrain.train.loggers import stream_metrics
+from llmtrain.train.report.loggers import stream_metrics
 from tests.support.tiny import tiny_config
 
 ODD = "c++ [x]/a.b"

@@ -11,7 +11,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
-from llmtrain.train.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph
+from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph
 from llmtrain.train.parallel import compile_layers
 
 pytestmark = [

@@ -10,7 +10,7 @@ from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton import build
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,9 +83,9 @@ def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
     tensors = inputs(spec, batch, seq_len, most, torch.bfloat16)
     g = torch.Generator("cuda").manual_seed(2)
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.01).long().cumsum(1) if packed else None
-    monkeypatch.setattr(Segments, "gather", lambda self, own: own)
+    monkeypatch.setattr(ContextParallelRanks, "gather", lambda self, own: own)
     rule, kernel = (
-        SegmentRule.of(Segments(0, 1), seq_len, torch.device("cuda"), ids, 4),
+        SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cuda"), ids, 4),
         build(with_transition(spec), platform.detect(), ""),
     )
     dy = torch.randn(tensors[2].shape, generator=g, device="cuda").bfloat16()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.train.loggers import read_metrics
+from llmtrain.train.report.loggers import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,

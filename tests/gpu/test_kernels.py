@@ -92,7 +92,7 @@ def test_attention_backends_agree_with_the_reference(spec, name, compiled):
     assert_close(outcome(run, inputs(spec), torch.bfloat16), exact, 0.01)
 
 
-LAST_QUERIES = {
+SUFFIX = {
     "gqa-128": AttentionSpec(8, 2, 128, 128**-0.5, lower_right=True),
     "zamba-160": AttentionSpec(4, 4, 160, 80**-0.5, lower_right=True),
     "softcap": AttentionSpec(4, 4, 64, 0.5, softcap=5.0, lower_right=True),
@@ -101,16 +101,16 @@ LAST_QUERIES = {
 
 @pytest.mark.parametrize("queries", [512, 333, 1536])
 @pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "triton", "flex"])
-@pytest.mark.parametrize("spec", cases(LAST_QUERIES, "gqa-128", "zamba-160"))
-def test_the_last_queries_alone_agree_with_the_reference(spec, name, queries):
+@pytest.mark.parametrize("spec", cases(SUFFIX, "gqa-128", "zamba-160"))
+def test_suffix_attention_agrees_with_the_reference(spec, name, queries):
     """Of three segments of each, for ranks that share sequences; 1536: of one."""
-    found = errors_of_last_queries(spec, name, queries, queries if queries == 1536 else 3 * queries)
+    found = errors_of_suffix(spec, name, queries, queries if queries == 1536 else 3 * queries)
     if isinstance(found, str):
         pytest.skip(found)
     assert max(found) < 0.01
 
 
-def errors_of_last_queries(spec: AttentionSpec, name: str, queries: int, keys: int) -> list[float] | str:
+def errors_of_suffix(spec: AttentionSpec, name: str, queries: int, keys: int) -> list[float] | str:
     """Relative errors of output, dq, dk and dv, compiled; or why the backend cannot serve."""
     here, device = platform.detect(), torch.device("cuda")
     if reason := registry.refusal("attention", name, spec, here):

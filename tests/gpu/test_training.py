@@ -62,7 +62,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(config_file: Path, name: str, *overrides: str) -> list[float]:
     from llmtrain.data.prepare import prepare
-    from llmtrain.train.loggers import read_metrics
+    from llmtrain.train.report.loggers import read_metrics
     from llmtrain.train.run import train
 
     torch._dynamo.reset()  # each model compiles the same functions anew, of which it keeps twelve

@@ -241,7 +241,7 @@ def test_no_graph_break():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("tiles", TILES[:1], indirect=True)
-def test_the_last_queries_alone_are_the_last_rows(softcap, tiles):
+def test_suffix_attention_equals_the_last_rows(softcap, tiles):
     """Several calls put together, forward and backward: 15 queries and 45 keys, of which a third is theirs."""
     spec = AttentionSpec(4, 2, 16, 0.3, softcap=softcap, dtype="float32", lower_right=True)
     leaves = [torch.randn(2, n, heads, 16, requires_grad=True) for n, heads in ((15, 4), (45, 2), (45, 2))]

@@ -14,7 +14,7 @@ from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
 from llmtrain.kernels.platform import Platform
 from llmtrain.models import segments as gathering
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
@@ -112,7 +112,7 @@ def test_two_segments_are_the_whole_sequence(packed):
     """Those of a group of one rank, whose values are as many wider as a key has channels."""
     spec, seq_len = GatedDeltaSpec(4, 2, 20, 12, "float32"), 90
     tensors, ids = inputs(spec, 2, seq_len, 2.0), documents(2, seq_len) if packed else None
-    rule = SegmentRule.of(Segments(0, 1), seq_len, torch.device("cpu"), ids, conv_width=4)
+    rule = SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cpu"), ids, conv_width=4)
     if packed:
         assert rule.continues is not None and rule.continues[:, 1].any()
 

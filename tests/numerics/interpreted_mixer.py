@@ -190,7 +190,7 @@ def test_a_model_runs_it_between_its_projections(groups, first):
         config = {"vocab_size": 50, "d_model": 32, "blocks": {"m": block | {"backend": backend}}, "layers": "m*2"}
         model = HybridLM(ModelConfig.model_validate(config), platform=where, dtype=torch.float32)
         model.init_weights(0)
-        assert all((block.mixer.fused is not None) == (backend == "triton") for block in model.blocks)
+        assert all((block.mixer.fused is not None) == (backend == "triton") for block in model.blocks)  # pyright: ignore[reportAttributeAccessIssue]
         if where is GPU:
             for layer in model.blocks:
                 layer.compile(fullgraph=True, backend="aot_eager")

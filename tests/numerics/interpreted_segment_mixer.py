@@ -13,7 +13,7 @@ import torch.distributed as dist
 from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer
 from llmtrain.models.mixers.mamba2_fused_segments import segment_mixer, segment_mixer_backward, segment_mixer_forward
 from llmtrain.models.mixers.mamba2_segments import SegmentScan
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from tests.numerics.interpreted_mixer import made
 from tests.support import mixers
 from tests.support.mamba_parts import draw
@@ -44,7 +44,7 @@ def rank(name: str, rank: int, file: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(file / "store"), size), rank=rank, world_size=size)
     assert dist.group.WORLD is not None
-    segments = Segments(rank, size, dist.group.WORLD.group_name)
+    segments = ContextParallelRanks(rank, size, dist.group.WORLD.group_name)
     token, *rest = mixers.inputs(spec, batch, 2 * size * n, biased)[:7]
     context = SegmentScan.of(segments, token.shape[1], token.device, documents(name), spec.conv1d.width)
     leaves: list[Any] = [t if t is None else t.requires_grad_() for t in (segments.take(token).clone(), *rest)]
@@ -87,7 +87,7 @@ def test_ranks_that_share_sequences_have_the_output_and_gradients_of_one(name, t
     wanted = torch.autograd.grad(expected, [t for t in leaves if t is not None], upstream(name).double())
     for i, part in enumerate(parts):
         for ours, whole in zip(part, (expected.detach(), wanted[0]), strict=False):
-            assert_close(ours, Segments(i, size).take(whole), whole)
+            assert_close(ours, ContextParallelRanks(i, size).take(whole), whole)
     for ours, whole in zip(zip(*(part[2:] for part in parts), strict=True), wanted[1:], strict=True):
         assert_close(torch.stack(ours).sum(0), whole, whole)
 
@@ -101,7 +101,7 @@ def alone(tmp_path):
     """A group of this process alone, which holds both segments."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    yield Segments(0, 1, dist.group.WORLD.group_name)
+    yield ContextParallelRanks(0, 1, dist.group.WORLD.group_name)
     dist.destroy_process_group()
 
 

@@ -122,7 +122,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(name, label):
 @pytest.mark.parametrize("name", ["reference", "sdpa", "flex"])
 @pytest.mark.parametrize("label", SPECS)
 @pytest.mark.parametrize("queries", [1, 11, T])
-def test_the_last_queries_alone_are_the_last_rows(name, label, queries):
+def test_suffix_attention_equals_the_last_rows(name, label, queries):
     """For ranks that share sequences. flex: its forward alone, uncompiled, as above."""
     spec = replace(SPECS[label], dtype="float32", lower_right=True)
     if name == "sdpa" and registry.refusal("attention", name, spec, platform.cpu()):
@@ -143,7 +143,7 @@ def test_the_last_queries_alone_are_the_last_rows(name, label, queries):
 
 @pytest.mark.parametrize("queries", [9, T])
 @pytest.mark.parametrize("label", ["mha", "gqa"])
-def test_gradients_of_the_last_queries_put_together_from_two_calls(label, queries):
+def test_gradients_of_suffix_attention_put_together_from_two_calls(label, queries):
     spec = replace(SPECS[label], dtype="float64", lower_right=True)
     leaves = [t.detach().requires_grad_() for t in inputs(spec, torch.float64)]
     found = []
@@ -156,9 +156,9 @@ def test_gradients_of_the_last_queries_put_together_from_two_calls(label, querie
         torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-9)
 
 
-def test_the_operators_of_the_last_queries_say_what_they_do():
+def test_operators_of_suffix_attention_pass_opcheck():
     q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (5, 15, 15))
-    torch.library.opcheck(torch.ops.llmtrain.attention_last_queries.default, (q, k, v, 0.3, None, "cpu"))
+    torch.library.opcheck(torch.ops.llmtrain.attention_suffix.default, (q, k, v, 0.3, None, "cpu"))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -185,7 +185,7 @@ def test_backends_for_whole_sequences_alone_say_so(name):
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"alibi_max_bias": 8.0}, {"documents": True}])
-def test_ours_takes_the_last_queries_of_plain_attention_alone(changes):
+def test_ours_takes_the_suffix_of_plain_attention_alone(changes):
     spec = replace(SPECS["gqa"], dtype="bfloat16", lower_right=True)
     assert registry.refusal("attention", "triton", replace(spec, softcap=9.0)) is None
     refused = registry.refusal("attention", "triton", replace(spec, **changes))

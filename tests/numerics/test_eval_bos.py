@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.tokenizer import EOD
+from llmtrain.data.tokenize.tokenizer import EOD
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest
 from tests.support.icl import TOKENIZERS

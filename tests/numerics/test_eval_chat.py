@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.lm_eval.task import make_task
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.chat import PromptStyle, chat_template, question_turns

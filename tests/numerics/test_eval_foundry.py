@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request
 from llmtrain.eval.tasks.sections import FoundryPrompting

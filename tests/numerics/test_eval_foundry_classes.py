@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, make_tokenizer, train_bpe
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
 from tests.support.icl import bos_processor, some_sentence

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.plan_work import work
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.lazy_checkpoint import LazyTensor
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
 from llmtrain.eval.scoring.huggingface import HuggingFaceScorer

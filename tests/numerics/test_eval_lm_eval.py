@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
 from llmtrain.eval.report.metrics import Metrics

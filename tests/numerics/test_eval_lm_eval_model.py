@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from llmtrain.convert.export import export
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.models.config import ModelConfig
 from tests.support import checkpoints

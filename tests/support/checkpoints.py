@@ -14,7 +14,7 @@ from torch import Tensor
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
-from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md as instructions for a program: its files, its edits, its commands.
+"""Pages of docs/extending as instructions for a program: their files, their edits, their commands.
 
 A fenced block with a language is one of three: a new file (the line before it is ``File `path`:``), an edit (``In `path`:``
 and a ``diff`` block), or commands (``sh``). Hunks of an edit are separated by `@@` lines. A fence without a language is prose.
@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "CONTRIBUTING.md"
+PAGES = [path for path in sorted((ROOT / "docs" / "extending").glob("*.md")) if path.name != "README.md"]
+FIRST = ROOT / "docs" / "extending" / "README.md"
+"""The page whose run the others use."""
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _MARKER = re.compile(r"^(File|In) `([^`]+)`:$")
 
@@ -30,7 +32,7 @@ class PageError(ValueError):
 
 @dataclass
 class Example:
-    """One section of the page, in the order of the text. edits: (path, body of the diff block)."""
+    """One page, in the order of its text. edits: (path, body of the diff block)."""
 
     title: str
     files: list[tuple[str, str]] = field(default_factory=list)
@@ -49,26 +51,22 @@ class Example:
             (root / path).write_text(edited(before, body, f"{self.title}: {path}"), encoding="utf-8")
 
 
-def parse(text: str) -> list[Example]:
-    """Sections that have any block with a language. Raises PageError for a block of no known kind."""
-    examples = []
-    for section in re.split(r"^## ", text, flags=re.MULTILINE):
-        example = Example(section.partition("\n")[0])
-        for block in _FENCE.finditer(section):
-            _, language, body = block.groups()
-            lines = section[: block.start()].rstrip("\n").splitlines()
-            marker = _MARKER.match(lines[-1]) if lines else None
-            if marker and marker[1] == "File" and language != "diff":
-                example.files.append((marker[2], body))
-            elif marker and marker[1] == "In" and language == "diff":
-                example.edits.append((marker[2], body))
-            elif marker is None and language == "sh":
-                example.commands += [line for line in body.splitlines() if line]
-            elif marker or language:
-                raise PageError(f"{example.title}: a block in {language or 'no language'} after {lines[-1:]}")
-        if example.files or example.edits or example.commands:
-            examples.append(example)
-    return examples
+def parse(text: str) -> Example:
+    """The example of a page. Raises PageError for a block of no known kind."""
+    example = Example(text.partition("\n")[0].removeprefix("# "))
+    for block in _FENCE.finditer(text):
+        _, language, body = block.groups()
+        lines = text[: block.start()].rstrip("\n").splitlines()
+        marker = _MARKER.match(lines[-1]) if lines else None
+        if marker and marker[1] == "File" and language != "diff":
+            example.files.append((marker[2], body))
+        elif marker and marker[1] == "In" and language == "diff":
+            example.edits.append((marker[2], body))
+        elif marker is None and language == "sh":
+            example.commands += [line for line in body.splitlines() if line]
+        elif marker or language:
+            raise PageError(f"{example.title}: a block in {language or 'no language'} after {lines[-1:]}")
+    return example
 
 
 def edited(text: str, body: str, where: str) -> str:

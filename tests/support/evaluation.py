@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.data.tokenizer import train_bpe
+from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.eval.run_config import EvalRun, load_eval_run
 from llmtrain.models.config import ModelConfig
 from tests.support import checkpoints

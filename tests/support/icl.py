@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from llmtrain.data.tokenizer import TextTokenizer, make_tokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, make_tokenizer, train_bpe
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request, Response
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.data.batches import PackedBatch, collate_packed
+from llmtrain.data.loader.batches import PackedBatch, collate_packed
 from llmtrain.models.causal_lm import CausalLM
 from tests.support.models import VOCAB
 

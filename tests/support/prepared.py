@@ -10,7 +10,7 @@ import numpy as np
 from streaming.base.compression import decompress
 from streaming.base.format import reader_from_json
 
-from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
 
 
 def digests(out: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
 
 def llama(vocab_size: int, max_seq_len: int) -> Any:

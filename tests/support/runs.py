@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.schema.config import Config
 from llmtrain.train import run
-from llmtrain.train.loggers import build_loggers, read_metrics
+from llmtrain.train.report.loggers import build_loggers, read_metrics
 
 
 class Interrupted(Exception):

@@ -13,7 +13,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.tensor_gradients import TensorGradients
+from llmtrain.train.ranks.tensor_gradients import TensorGradients
 
 
 def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:

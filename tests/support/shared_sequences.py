@@ -23,7 +23,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.composer_model import own_part
-from llmtrain.train.tensor_gradients import TensorGradients
+from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from tests.support.whole import whole_tensors
 
 VOCAB = 48

@@ -281,8 +281,8 @@ def test_figures_are_medians_of_the_measured_steps(tmp_path):
     [case] = cases(sweep(tmp_path, f"models: [pretrain/mpt-125m]\nseq_lens: [512]\ngpus: [2]\n{batch}\n"), tmp_path)
     row = {"throughput/tokens_per_second_per_device": 4000.0, "throughput/mfu_foundry": 0.2}
     rows = [row | {"throughput/step_seconds": seconds} for seconds in (0.5, 0.4, 9.0, 0.5, 0.5)]
-    settled = {"microbatch_size": 2, "sharding": {"strategy": "grad_op"}, "activation_checkpointing": {"type": "none"}}
-    found = figures(rows, case, settled)
+    resolved = {"microbatch_size": 2, "sharding": {"strategy": "grad_op"}, "activation_checkpointing": {"type": "none"}}
+    found = figures(rows, case, resolved)
     assert found["tokens_per_second"] == 16 * 512 / 0.5 and found["tokens_per_second_per_gpu"] == 8192
     assert found["mfu"] == pytest.approx(0.2 * 8192 / 4000) and found["hfu"] is None and found["peak_gib"] is None
     assert (found["microbatch_size"], found["grad_accum"], found["sharding"]) == (2, 4, "grad_op")

@@ -18,7 +18,8 @@ from typing import Any
 
 from llmtrain.bench.train.cases import Case
 from llmtrain.bench.train.sweep import Sweep
-from llmtrain.train.settled import FILE, read_settled
+from llmtrain.config.output_folder import OutputError, is_marked, make_marked
+from llmtrain.train.resolved import read_resolved
 
 _POLL_SECONDS = 0.5
 _STEP = "throughput/step_seconds"
@@ -42,8 +43,12 @@ def ending_on_sigterm() -> Iterator[None]:
 def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
     """Figures of a case, or `error`, the end of what the run said, which stays in RUN.txt; the run's folder is removed again."""
     folder = Path(case.config.run_dir)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if is_marked(folder):  # of a sweep that was killed
+        shutil.rmtree(folder)
+    try:
+        make_marked(folder)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error}") from error
     said = folder.parent / f"{folder.name}.txt"
     command = [sys.executable, "-m", "llmtrain.cli", "train", case.model, *case.settings, "--nproc", str(case.gpus)]
     began = time.monotonic()
@@ -57,13 +62,13 @@ def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
         why = "" if process.returncode != -signal.SIGKILL else f"not finished after {sweep.timeout} s: "
         return {"error": why + "\n".join(last)}
-    found = figures(rows[sweep.warmup :], case, read_settled(folder / FILE))
+    found = figures(rows[sweep.warmup :], case, read_resolved(folder))
     shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
-def figures(rows: list[dict[str, float]], case: Case, settled: dict[str, Any]) -> dict[str, Any]:
-    """rows: the metrics of each measured step. settled: what was left to the run (train/settled.py)."""
+def figures(rows: list[dict[str, float]], case: Case, resolved: dict[str, Any]) -> dict[str, Any]:
+    """rows: the metrics of each measured step. resolved: what was left to the run (train/resolved.py)."""
     train = case.config.train
     seconds = statistics.median(row[_STEP] for row in rows)
     rate = case.config.tokens_per_step / seconds
@@ -77,11 +82,11 @@ def figures(rows: list[dict[str, float]], case: Case, settled: dict[str, Any]) -
         "mfu": _scaled(rows[-1].get("throughput/mfu_foundry"), scale),
         "hfu": _scaled(rows[-1].get("throughput/hfu"), scale),
         "peak_gib": rows[-1].get("memory/peak_allocated_gib"),
-        "microbatch_size": settled["microbatch_size"],
-        "grad_accum": case.config.grad_accum(case.gpus) * train.least_microbatch // settled["microbatch_size"],
+        "microbatch_size": resolved["microbatch_size"],
+        "grad_accum": case.config.grad_accum(case.gpus) * train.least_microbatch // resolved["microbatch_size"],
         "global_batch_size": train.global_batch_size,
-        "sharding": settled["sharding"]["strategy"],
-        "checkpointing": settled["activation_checkpointing"]["type"],
+        "sharding": resolved["sharding"]["strategy"],
+        "checkpointing": resolved["activation_checkpointing"]["type"],
     }
 
 

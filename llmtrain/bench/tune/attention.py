@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # All at once.
     "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
     "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0},
-    # The keys before those of a part of the queries (last_queries.py).
+    # The keys before those of a part of the queries (suffix.py).
     "plain, full": {},
 }
 

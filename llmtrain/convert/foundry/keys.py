@@ -31,7 +31,10 @@ MAPPED: dict[str, tuple[str, str]] = {
     "icl_tasks": ("eval.icl.file", "an eval YAML, written by `--icl FILE`"),
     "icl_seq_len": ("max_length", "of that eval YAML"),
     "tokenizer.name": ("", "the shards bring their tokenizer; named in a comment beside `data.train`"),
-    "model.name": ("model.blocks", "`mpt_causal_lm`, and `hf_causal_lm` of GPT-2, GPT-Neo, OPT, Llama and MPT"),
+    "model.name": (
+        "model.blocks",
+        "`mpt_causal_lm`, and `hf_causal_lm` of every imported family, GPT-2, GPT-Neo and OPT",
+    ),
     "model.vocab_size": ("model.vocab_size", ""),
     "model.d_model": ("model.d_model", ""),
     "model.n_heads": ("model.blocks.*.n_heads", ""),
@@ -204,7 +207,7 @@ _EXPERTS = "there are no experts; written as a dense MLP"
 _STREAM = "StreamingDataset's default is taken"
 
 MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "code_paths": ((None, []), "code is not loaded from a YAML; CONTRIBUTING.md shows how to add a part"),
+    "code_paths": ((None, []), "code is not loaded from a YAML; docs/extending shows how to add a part"),
     "metadata": ((None, {}), "use logging.wandb.tags and group"),
     "profiler": ((None, {}), "use PyTorch's profiler around `llmtrain train`"),
     "tp_config": ((None, {}), "set train.parallel.tensor to its degree"),

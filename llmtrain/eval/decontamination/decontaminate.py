@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.records import BadRecord, SetAside, read_slice, whole
-from llmtrain.data.shard_index import TOKEN_COLUMNS
-from llmtrain.data.source_files import PrepareError, list_files
-from llmtrain.data.token_kinds import token_kind
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.shards.index import TOKEN_COLUMNS
+from llmtrain.data.sources.files import PrepareError, list_files
+from llmtrain.data.sources.records import BadRecord, SetAside, read_slice, whole
+from llmtrain.data.sources.token_kinds import token_kind
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.documents import AnyDocument

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from llmtrain.data.tokenizer import CHAT_TEMPLATE, TextTokenizer
+from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.logs import log
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.scoring.batching import Limits, Rows
 from llmtrain.eval.scoring.generation import Answer, Contexts, Requests, decoding_batches

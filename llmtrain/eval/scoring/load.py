@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
-from llmtrain.data.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.scoring.batching import Limits, Rows, make_rows
 from llmtrain.eval.scoring.generation import Answer, Contexts, Requests, cut_context, decoding_batches

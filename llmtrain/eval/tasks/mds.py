@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.config.regular_file import open_regular
-from llmtrain.data.shard_index import Index, ShardError, read_index, verify_shard
+from llmtrain.data.shards.index import Index, ShardError, read_index, verify_shard
 from llmtrain.eval.errors import EvalError
 
 Row = tuple[str, int, dict[str, Any]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import nearest
-from llmtrain.data.compression import DAMAGES, compression_of, decompress
+from llmtrain.data.sources.compression import DAMAGES, compression_of, decompress
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.mds import read_mds
 from llmtrain.eval.tasks.sections import Source

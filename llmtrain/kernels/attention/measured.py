@@ -1,11 +1,11 @@
 """Measured times of attention backends, by which `auto` chooses: rows of one CSV per architecture, in tables/. No torch here.
 
-A cell is one layer's attention at one length; its rows are its backends. A cell speaks for a spec of the same head_dim, the same
+A cell is one layer's attention at one length; its rows are its backends. A cell applies to a spec of the same head_dim, the same
 features (ALiBi, softcap, window, documents), numbers as wide and a like number of query heads per key head; of several the one
 nearest in length and window, those first in which ours was measured beside public backends. Where ALiBi or a softcap comes with
-features or a number of heads that no cell has with it, cells that lack the fewest of these speak. The user's cells, in
+features or a number of heads that no cell has with it, cells that lack the fewest of these apply. The user's cells, in
 FILE.attention.csv beside his own tuning rows FILE.yaml, come before shipped ones that are as near: `llmtrain bench tune FILE.yaml`
-writes there. Rows of one architecture say nothing about another.
+writes there. Rows of one architecture do not apply to another.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Cell:
         has = {"alibi": self.alibi, "softcap": self.softcap, "documents": self.documents, "window": self.window}
         return frozenset(name for name in has if has[name])
 
-    def lacks(self, other: Cell) -> int | None:
-        """Features of `other` that this cell is without, and one more for another grouping; None where this cell says nothing about
-        the other: it has a feature more, or lacks some and has neither ALiBi nor a softcap, or neither has a feature, but another
-        grouping. With a feature, ours is ahead by nearly as much in all groupings of the grid; of several features ALiBi and the
-        softcap decide, which only Flex and ours serve: at two combinations of a softcap ours was 1.41 and 1.81 times as fast as
-        Flex, 2.3 and 2.1 times by the cells of a softcap alone.
+    def missing_features(self, other: Cell) -> int | None:
+        """Features of `other` that this cell is without, and one more for another grouping; None where this cell does not apply
+        to the other: it has a feature more, or lacks some and has neither ALiBi nor a softcap, or neither has a feature, but
+        another grouping. With a feature, ours is ahead by nearly as much in all groupings of the grid; of several features ALiBi
+        and the softcap decide, which only Flex and ours serve: at two combinations of a softcap ours was 1.41 and 1.81 times as
+        fast as Flex, 2.3 and 2.1 times by the cells of a softcap alone.
         """
         lacking, regrouped = len(other.features - self.features), self.grouping != other.grouping
         if self.features - other.features or (lacking and not self.features & {"alibi", "softcap"}):
@@ -147,7 +147,7 @@ _ROWS = TypeAdapter(list[Row])
 
 
 def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_len: int | None = None) -> list[Row]:
-    """Rows of the cell that speaks for `spec`, of the backends in `able` alone, the one to take first, then the fastest; none
+    """Rows of the cell that applies to `spec`, of the backends in `able` alone, the one to take first, then the fastest; none
     where no such cell is measured, of ours beside at least one public backend. The same on every rank that has the same tables.
     """
     by_parts = spec.lower_right and not replace(spec, softcap=None).only_causal  # which no cell is like
@@ -160,10 +160,10 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     for not_own, cells in enumerate((own, shipped)):
         for cell, rows in cells.items():
             here = [row for row in rows if row.backend in able]
-            lacks = cell.lacks(asked)
-            if lacks is not None and any(row.backend != OURS for row in here):
+            missing = cell.missing_features(asked)
+            if missing is not None and any(row.backend != OURS for row in here):
                 public_alone = not_own and all(row.backend != OURS for row in here)
-                found.append((lacks, public_alone, asked.distance(cell), not_own, asked.other_heads(cell), here))
+                found.append((missing, public_alone, asked.distance(cell), not_own, asked.other_heads(cell), here))
     if not found:
         return []
     rows = sorted(min(found, key=lambda one: one[:-1])[-1], key=lambda row: (row.ms, row.backend))
@@ -174,7 +174,7 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
 
 
 def _is_worth_it(ours: Row, public: Row, asked: Cell) -> bool:
-    """True if ours is as much faster than the best public kernel as MARGIN and HOST_MS ask. asked: for which their cell speaks."""
+    """True if ours is as much faster than the best public kernel as MARGIN and HOST_MS ask. asked: the cell that is served."""
     host_waits = public.backend == "varlen" and asked.documents
     if asked.seq_len % 128:
         margin = MARGIN_FILLED
@@ -236,7 +236,7 @@ def shipped_file(arch: str) -> Path:
 
 @functools.cache
 def _by_width(file: Path) -> dict[tuple[int, int], dict[Cell, list[Row]]]:
-    """Cells by the bytes of a number and head_dim, which those that speak for each other share."""
+    """Cells by the bytes of a number and head_dim, which cells that apply to each other share."""
     found: dict[tuple[int, int], dict[Cell, list[Row]]] = {}
     for row in read(file):
         found.setdefault((_BYTES[row.dtype], row.head_dim), {}).setdefault(row.cell, []).append(row)

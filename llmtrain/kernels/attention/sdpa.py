@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.kernels.attention import flash_implementation, last_queries
-from llmtrain.kernels.attention.last_queries import LastQueries
+from llmtrain.kernels.attention import flash_implementation, suffix
 from llmtrain.kernels.attention.reference import score_bias
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.suffix import SuffixAttention
 from llmtrain.kernels.platform import Platform
 
 _FLASH: dict[str, flash_implementation.Implementation] = {"flash": "FA2", "flash3": "FA3", "flash4": "FA4"}
@@ -26,8 +26,8 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
-    if spec.lower_right and spec.only_causal and variant in last_queries.KERNELS:
-        return LastQueries(spec, variant)
+    if spec.lower_right and spec.only_causal and variant in suffix.KERNELS:
+        return SuffixAttention(spec, variant)
     return SDPA(spec, variant)
 
 

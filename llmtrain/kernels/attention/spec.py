@@ -52,7 +52,7 @@ class AttentionSpec:
 
     @property
     def only_causal(self) -> bool:
-        """Nothing beyond causal softmax(scale * q k^T), of whole sequences or of their last queries."""
+        """Nothing beyond causal softmax(scale * q k^T), of whole sequences or of their suffixes."""
         beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
         return not self.documents and all(value is None for value in beyond)
 
@@ -102,7 +102,7 @@ def refuse_sdpa_flash(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-3", spec):
+    if reason := refuse_sdpa_flash(spec, platform) or _refuse_suffix("FlashAttention-3", spec):
         return reason
     if platform is not None and platform.arch != "sm90":
         return f"FlashAttention-3 runs on Hopper (sm90) only, not {platform.arch}"
@@ -110,7 +110,7 @@ def refuse_sdpa_flash3(spec: AttentionSpec, platform: Platform | None) -> str | 
 
 
 def refuse_sdpa_flash4(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if reason := refuse_sdpa_flash(spec, platform) or _refuse_last_queries("FlashAttention-4", spec):
+    if reason := refuse_sdpa_flash(spec, platform) or _refuse_suffix("FlashAttention-4", spec):
         return reason
     if platform is not None and (platform.vendor != "nvidia" or platform.arch[:-1] not in ("sm9", "sm10")):
         return f"FlashAttention-4 runs on Hopper and data-center Blackwell (sm90, sm100), not {platform.arch}"
@@ -160,10 +160,10 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
 
 def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """PyTorch's FlashAttention-2 in its form for documents, which has windows too; `sdpa:flash` is the form without either."""
-    lacks = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
-    if lacks:
-        return f"PyTorch's varlen attention has no {' or '.join(lacks)}"
-    if reason := _refuse_last_queries("varlen", spec):
+    missing = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
+    if missing:
+        return f"PyTorch's varlen attention has no {' or '.join(missing)}"
+    if reason := _refuse_suffix("varlen", spec):
         return reason
     if spec.head_dim % 8:
         return f"PyTorch's varlen attention needs a head_dim divisible by 8, not {spec.head_dim}"
@@ -192,7 +192,7 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
     if spec.documents:
         return "flash_attn is called with whole sequences, which keeps no documents apart"
-    if reason := _refuse_last_queries("flash_attn", spec):
+    if reason := _refuse_suffix("flash_attn", spec):
         return reason
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"flash_attn takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
@@ -202,7 +202,7 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends in order, for `auto` and `sdpa`, where no measured cell speaks for the spec (attention/measured.py); public ones
+    """Backends in order, for `auto` and `sdpa`, where no measured cell applies to the spec (attention/measured.py); public ones
     first.
 
     cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
@@ -224,13 +224,13 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:
     """Reason that holds for every kernel behind PyTorch's SDPA, even with a bias."""
-    lacks = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
-    return lacks and f"PyTorch's SDPA has no {lacks}"
+    missing = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
+    return missing and f"PyTorch's SDPA has no {missing}"
 
 
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
     """Reason that holds for the flash and cuDNN kernels behind PyTorch's SDPA on every machine."""
-    lacks = [
+    missing = [
         name
         for name, value in (
             ("ALiBi", spec.alibi_max_bias),
@@ -240,14 +240,14 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
         )
         if value is not None
     ]
-    if lacks:
-        return f"SDPA's {kernel} kernel has no {' or '.join(lacks)}"
+    if missing:
+        return f"SDPA's {kernel} kernel has no {' or '.join(missing)}"
     if spec.head_dim % 8:
         return f"SDPA's {kernel} kernel needs a head_dim divisible by 8, not {spec.head_dim}"
     return None
 
 
-def _refuse_last_queries(kernel: str, spec: AttentionSpec) -> str | None:
+def _refuse_suffix(kernel: str, spec: AttentionSpec) -> str | None:
     if not spec.lower_right:
         return None
     return f"{kernel} is called with whole sequences, not a part of the queries (train.parallel.context)"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.kernels.attention import last_queries
+from llmtrain.kernels.attention import suffix
 from llmtrain.kernels.attention.documents import Documents, documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
@@ -33,7 +33,7 @@ class TritonContext:
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
-    return last_queries.LastQueries(spec, "triton") if spec.lower_right else TritonAttention(spec, platform)
+    return suffix.SuffixAttention(spec, "triton") if spec.lower_right else TritonAttention(spec, platform)
 
 
 class TritonAttention:
@@ -154,10 +154,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 register_autograd(_forward_op, _backward, _setup_context)
 
 
-class _OfLastQueries:
+class _Suffix:
     square = True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: last_queries.How, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, how: suffix.AttentionScale, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         return Call(q, k, v, how.scale, causal, softcap=how.softcap).forward()
 
     def backward(
@@ -168,10 +170,10 @@ class _OfLastQueries:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        how: last_queries.How,
+        how: suffix.AttentionScale,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return Call(q, k, v, how.scale, causal, softcap=how.softcap).backward(out, lse, dout)
 
 
-last_queries.KERNELS["triton"] = _OfLastQueries()
+suffix.KERNELS["triton"] = _Suffix()

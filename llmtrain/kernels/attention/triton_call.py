@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
-from llmtrain.kernels.attention import last_queries, stored_dscores
+from llmtrain.kernels.attention import stored_dscores, suffix
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
@@ -96,8 +96,8 @@ class Call:
         return out, lse
 
     def _cudnn_forward(self) -> tuple[Tensor, Tensor]:
-        how = last_queries.How(self.scale, None)
-        out, lse = last_queries.KERNELS["cudnn"].forward(self.q, self.k, self.v, how, self.causal)
+        how = suffix.AttentionScale(self.scale, None)
+        out, lse = suffix.KERNELS["cudnn"].forward(self.q, self.k, self.v, how, self.causal)
         return out.contiguous(), lse.contiguous()
 
     def backward(

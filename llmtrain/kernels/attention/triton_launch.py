@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmtrain.kernels.options import Count, Flag, Options, Warps
+from llmtrain.kernels.options import Count, Flag, Options, Side, Warps
 from llmtrain.kernels.platform import Platform
 
 Kernel = Literal["forward", "dq", "dkdv"]
@@ -27,8 +28,8 @@ class Launch(Options):
     dk and dv in launches of their own, which takes half the registers, and q k^T once more; dv_block_m: block_m of dv's.
     """
 
-    block_m: Count
-    block_n: Count
+    block_m: Side
+    block_n: Side
     num_warps: Warps
     num_stages: Count
     use_tma: Flag = False
@@ -36,11 +37,18 @@ class Launch(Options):
     dv_first: Flag = False
     single_loop: Flag = False
     one_loop: Flag = False
-    part: Count | None = None
+    part: Side | None = None
     split: Flag = False
-    dv_block_m: Count | None = None
+    dv_block_m: Side | None = None
     cudnn: Flag = False
     in_registers: Annotated[int, Field(ge=0, le=2)] = 0
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        if self.cudnn and not (kernel == "attention.forward" and arch.startswith("sm")):
+            return f"cudnn is for attention.forward on NVIDIA's GPUs, not for {kernel} on {arch}"
+        if self.dv_block_m is not None and not self.split:
+            return "dv_block_m is that of dv's own launch: it goes with split"
+        return None
 
     def options(self, platform: Platform) -> dict[str, Any]:
         """Triton's own launch options, beside the kernel's arguments."""
@@ -60,8 +68,8 @@ class StoredLaunch(Options):
     from_seq_len: shortest sequences for which it is the faster backward pass. use_tma: store tiles through tensor descriptors.
     """
 
-    block_m: Count
-    block_n: Count
+    block_m: Side
+    block_n: Side
     num_warps: Warps
     num_stages: Count
     rows: Count
@@ -69,6 +77,11 @@ class StoredLaunch(Options):
     queries: Count
     from_seq_len: Count
     use_tma: Flag = False
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        if self.queries % self.tile:
+            return f"queries must be a multiple of block_m and block_n, and {self.queries} is none of {self.tile}"
+        return None
 
     @property
     def tile(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.options import Count, Flag, Options, Warps
+from llmtrain.kernels.options import Count, Flag, Options, Power, Warps
 
 PROGRAMS_PER_SM = 4  # at least, where there are tokens enough
 
@@ -23,13 +24,18 @@ class Tile(Options):
     num_stages: steps prefetched through shared memory; 1: none. prefetch: the next step is loaded into registers early.
     """
 
-    block_channels: Count
-    parallel_runs: Count
+    block_channels: Power
+    parallel_runs: Power
     run_tokens: Count
     step_tokens: Count
     num_warps: Warps
     num_stages: Count = 1
     prefetch: Flag = False
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        if self.step_tokens < shape["width"] - 1:
+            return f"step_tokens must be at least width - 1, {shape['width'] - 1}, not {self.step_tokens}"
+        return None
 
     def __post_init__(self) -> None:
         if self.run_tokens % self.step_tokens:

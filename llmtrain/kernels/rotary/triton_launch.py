@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmtrain.kernels.options import Count, Options, Warps
+from llmtrain.kernels.options import Count, Options, Power, Warps
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,6 @@ class Launch(Options):
     sines in registers.
     """
 
-    block_tokens: Count
+    block_tokens: Power
     block_heads: Count
     num_warps: Warps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from llmtrain.kernels.options import Count, Flag, Options, TritonOptions
+from llmtrain.kernels.options import LEAST_SIDE, Count, Flag, Options, Power, Side, TritonOptions
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,13 @@ class StatePassingLaunch(Options):
     tile: tokens that the forward reads at a time, a part of a chunk; None: a chunk.
     """
 
-    block_dstate: Count
-    block_headdim: Count
+    block_dstate: Side
+    block_headdim: Side
     num_stages: Count
     options: TritonOptions = field(default_factory=dict)
     programs_per_sm: Count = 1
     use_tma: Flag = False
-    tile: Count | None = None
+    tile: Side | None = None
 
     def tiles(self, d_state: int, head_dim: int) -> int:
         return math.ceil(d_state / self.block_dstate) * math.ceil(head_dim / self.block_headdim)
@@ -38,7 +40,7 @@ class SequentialScanLaunch(Options):
         there are no documents.
     """
 
-    block_headdim: Count
+    block_headdim: Side
     num_stages: Count
     options: TritonOptions = field(default_factory=dict)
     use_tma: Flag = False
@@ -61,7 +63,7 @@ class HeadLoopLaunch(Options):
     options: TritonOptions = field(default_factory=dict)
     use_tma: Flag = False
     keep_cb: Flag = False
-    dstate_blocks: Count = 1
+    dstate_blocks: Power = 1
 
     def heads(self, per_group: int, chunk_groups: int, num_sms: int) -> int:
         """Heads per program: all of a group if the chunks alone make enough programs, so that sums over heads stay in
@@ -88,21 +90,31 @@ class Launch(Options):
     input_precision: of fp32 matrix products. num_sms: multiprocessors of the device; no row has it.
     """
 
-    chunk_size: Count
+    chunk_size: Side
     sequential_scan: SequentialScanLaunch | None
     chunk_scan: HeadLoopLaunch
-    chunk_size_bwd: Count
+    chunk_size_bwd: Side
     state_passing: StatePassingLaunch
     state_passing_bwd: StatePassingLaunch
     intra_chunk_bwd: HeadLoopLaunch
     inter_chunk_bwd: HeadLoopLaunch
-    input_precision: str = "ieee"
+    input_precision: Literal["ieee", "tf32x3"] = "ieee"
     num_sms: Count = 1
     intra_chunk_halves_bwd: HeadLoopLaunch | None = None
     fp16_states: Flag = False
     sequential_scan_shared_sm: SequentialScanLaunch | None = None
     state_passing_bwd_wide: StatePassingLaunch | None = None
     split_headdim: Count | None = None
+
+    def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
+        passing, blocks = self.state_passing.tile, self.inter_chunk_bwd.dstate_blocks
+        if passing is not None and passing > self.chunk_size:
+            return f"state_passing: tile is a part of a chunk, and {passing} is above chunk_size, {self.chunk_size}"
+        if self.tile < LEAST_SIDE:
+            return f"intra_chunk_halves_bwd takes halves of chunks: chunk_size_bwd must be at least {2 * LEAST_SIDE}"
+        if blocks > 1 and blocks * LEAST_SIDE > 1 << (shape["d_state"] - 1).bit_length():
+            return f"inter_chunk_bwd: dstate_blocks {blocks} leaves a program less than {LEAST_SIDE} of d_state {shape['d_state']}"
+        return None
 
     def head_parts(self, head_dim: int) -> int:
         """Equal parts that a head is cut into."""

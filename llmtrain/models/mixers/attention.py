@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
-from llmtrain.kernels.attention.last_queries import LastQueries
 from llmtrain.kernels.attention.masked import MaskedAttention
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.suffix import SuffixAttention
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.layers import Linear, Norm, rotary_tables
 from llmtrain.models.mixers.attention_segments import OPERATOR, segment_attention
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.attention import AttentionSection
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
@@ -40,7 +40,7 @@ class AttentionContext:
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    segments: Segments | None = None
+    segments: ContextParallelRanks | None = None
 
 
 class Attention(Mixer):
@@ -131,7 +131,7 @@ class Attention(Mixer):
         self.segment_kernel = self.segment_backend.build(spec, self.platform)
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> AttentionContext:
         assert self.segment_kernel is not None
         rotary, contexts = None, []
@@ -148,7 +148,9 @@ class Attention(Mixer):
         """Tokens before a segment that it sees."""
         return seq_len if self.spec.sliding_window is None else self.spec.sliding_window - 1
 
-    def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, contexts: list[Any]) -> Tensor:
+    def _attend_segments(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: ContextParallelRanks, contexts: list[Any]
+    ) -> Tensor:
         """Attention of this rank's queries to the keys and values of all ranks that they see; shapes as the kernel's."""
         assert self.segment_kernel is not None
         if self.overlaps_segments:
@@ -213,7 +215,7 @@ class Attention(Mixer):
         return self.wo(out * gate[0].sigmoid() if gate else out)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        kernel = Flops(attention=self.spec.flops(seq_len, causal))
+        kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))
         return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
@@ -223,10 +225,10 @@ class Attention(Mixer):
     @property
     def overlaps_segments(self) -> bool:
         """True if keys and values of ranks that share sequences travel beside the work on this rank's own."""
-        return isinstance(self.segment_kernel, LastQueries)
+        return isinstance(self.segment_kernel, SuffixAttention)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return Work(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Causal attention over segments of sequences that ranks share, as one operator: keys and values travel beside a rank's own work.
 
 A segment's queries see their own keys causally and all keys of earlier segments: a call of a kernel for each, put together by
-their log-sum-exps (kernels/attention/last_queries.py). Only this rank's keys and values are saved for the backward, which gathers
+their log-sum-exps (kernels/attention/suffix.py). Only this rank's keys and values are saved for the backward, which gathers
 the others' again, and sums their gradients over the ranks beside its last calls.
 """
 
@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
-from llmtrain.kernels.attention import last_queries
-from llmtrain.kernels.attention.last_queries import KERNELS, How, LastQueries, merged
+from llmtrain.kernels.attention import suffix
+from llmtrain.kernels.attention.suffix import KERNELS, AttentionScale, SuffixAttention, merged
 from llmtrain.kernels.operators import operator, register_autograd
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 OPERATOR = "llmtrain.segment_attention.default"
 
 
-def segment_attention(kernel: LastQueries, segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def segment_attention(
+    kernel: SuffixAttention, segments: ContextParallelRanks, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """q: [batch, 2 * n, n_heads, head_dim], of this rank's two segments; k, v: [batch, 2 * n, n_kv_heads, head_dim] -> like q,
     contiguous."""
     spec, ranks = kernel.spec, (segments.rank, segments.size, segments.group)
@@ -33,7 +35,11 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp, [batch, n_heads, 2 * n] in fp32 or wider."""
-    one, how, segments = KERNELS[kernel], How(scale, softcap), Segments(rank, size, GroupName(group))
+    one, how, segments = (
+        KERNELS[kernel],
+        AttentionScale(scale, softcap),
+        ContextParallelRanks(rank, size, GroupName(group)),
+    )
     everyones = _gathering(segments, k, v)
     queries, keys, values = (segments.halves(t) for t in (q, k, v))
     found = [one.forward(queries[i], keys[i], values[i], how, True) for i in range(2)]
@@ -46,7 +52,7 @@ def launch_forward(
 
 
 segment_attention_forward = operator("segment_attention", launch_forward)
-torch.library.register_fake(segment_attention_forward, last_queries.fake_forward)
+torch.library.register_fake(segment_attention_forward, suffix.fake_forward)
 
 
 def launch_backward(
@@ -54,7 +60,11 @@ def launch_backward(
     scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    one, how, segments = KERNELS[kernel], How(scale, softcap), Segments(rank, size, GroupName(group))
+    one, how, segments = (
+        KERNELS[kernel],
+        AttentionScale(scale, softcap),
+        ContextParallelRanks(rank, size, GroupName(group)),
+    )
     everyones = _gathering(segments, k, v)
     outs, log_sums = segments.halves(out), [t.contiguous() for t in lse.chunk(2, dim=2)]
     queries, keys, values, douts = (segments.halves(t) for t in (q, k, v, dout))
@@ -84,23 +94,23 @@ def launch_backward(
 
 
 segment_attention_backward = operator("segment_attention_backward", launch_backward)
-torch.library.register_fake(segment_attention_backward, last_queries.fake_backward)
+torch.library.register_fake(segment_attention_backward, suffix.fake_backward)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*segment_attention_backward(dout, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
 
 
-register_autograd(segment_attention_forward, _backward, last_queries.save_for_backward)
+register_autograd(segment_attention_forward, _backward, suffix.save_for_backward)
 
 
-def _gathering(segments: Segments, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+def _gathering(segments: ContextParallelRanks, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Begin to gather keys and values; by a call of the result each [batch, count, n, n_kv_heads, head_dim]."""
     begun = [segments.gathering(segments.fold(t)) for t in (k, v)]
     return lambda: [wait() for wait in begun]
 
 
-def _of_others(segments: Segments) -> list[tuple[int, int]]:
+def _of_others(segments: ContextParallelRanks) -> list[tuple[int, int]]:
     """(which of the own segments, slot of an earlier segment that another rank holds), for each such call."""
     own = range(segments.own_slots.start, segments.own_slots.stop)
     return [

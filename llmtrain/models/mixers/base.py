@@ -7,8 +7,8 @@ block's section in the config instead: models/sections/block.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator
-from typing import Any, ClassVar, Self
+from collections.abc import Hashable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.layer_part import LayerPart
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
-from llmtrain.models.segments import Segments
-from llmtrain.models.tensor_parallel import TensorRanks
+from llmtrain.models.segments import ContextParallelRanks
 
 
 class MixerCache(ABC):
@@ -45,19 +44,12 @@ class MixerCache(ABC):
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(LayerPart):
     """x: [batch, T, d_model] -> [batch, T, d_model], causal: a token depends on itself and those before it.
 
     Constructors allocate and do not initialise, so that a model builds on the meta device. `forward` traces under
     torch.compile as one graph, and is right for parameters and inputs in bf16.
     """
-
-    fp32_parameters: ClassVar[Collection[str]] = ()
-    """Names of parameters that stay in fp32 when all others are bf16. They live in submodules that hold no others."""
-    no_decay_parameters: ClassVar[Collection[str]] = ()
-    """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
-    ranks: TensorRanks | None = None
-    """Set by `split`."""
 
     @abstractmethod
     def __init__(
@@ -69,10 +61,6 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, context: Any) -> Tensor:
         """context: of `prepare`, of `segment_context`, of a cache's `context`, or of `prefix_context`."""
-
-    @abstractmethod
-    def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Forward FLOP of one sequence. See flops/count.py for what `causal` means."""
 
     @property
     def context_key(self) -> Hashable:
@@ -94,16 +82,8 @@ class Mixer(nn.Module, ABC):
         """
         raise UserError(f"a mixer of type {type(self).__name__} has no form for sequences that ranks share")
 
-    def split(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the parameters, still on the meta device, and choose kernels for it; `forward` then begins with
-        TensorRanks.enter and ends with its `leave`. Called before `enable_segments`.
-
-        Raises UserError where the block's `tensor_refusal` says why.
-        """
-        raise UserError(f"a mixer of type {type(self).__name__} cannot be divided between ranks")
-
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> Any:
         """The context of this rank's segments of sequences, by which `forward` reads [batch, seq_len / segments.size, d_model].
 
@@ -125,33 +105,7 @@ class Mixer(nn.Module, ABC):
         """The context of packed requests [1, T] that share prefixes, without gradients; None where prefix_refusal says why."""
         return None
 
-    def saved_ops(self) -> set[str]:
-        """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
-        return set()
-
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """The part of `flops` that saved_ops spare the recomputation; linear layers, of which selective checkpointing keeps
-        every second output, are counted elsewhere.
-        """
-        return Flops()
-
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, Mixer]]:
     """Every mixer of a model with its name, shared ones once."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Mixer))
-
-
-def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its mixers keep in fp32, by name."""
-    return {
-        f"{at}.{name}": mixer.get_parameter(name) for at, mixer in mixers_of(model) for name in mixer.fp32_parameters
-    }
-
-
-def no_decay_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a model that its mixers exempt from weight decay, by name."""
-    return {
-        f"{at}.{name}": mixer.get_parameter(name)
-        for at, mixer in mixers_of(model)
-        for name in mixer.no_decay_parameters
-    }

@@ -17,7 +17,7 @@ from llmtrain.kernels.gated_delta.step import gated_delta_step
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, inverse_softplus_of_log_uniform, log_of_uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear
 from llmtrain.models.mixers.base import Mixer, MixerCache
@@ -25,8 +25,8 @@ from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_tra
 from llmtrain.models.mixers.mamba2 import CausalConv1d
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
-from llmtrain.models.segments import Segments
-from llmtrain.models.slices import hold
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 _QK_EPS = 1e-6
@@ -116,7 +116,7 @@ class GatedDeltaNet(Mixer):
         self.in_proj.split_output(ranks, [keys, keys, values, values, heads, heads])  # q, k, v, z, b, a
         self.conv.split(ranks, [keys, keys, values])
         for name, _ in list(self.decay.named_parameters()):
-            hold(self.decay, name, ranks.slices(0, [heads]))
+            shard_parameter(self.decay, name, ranks.slices(0, [heads]))
         self.norm.split(ranks)
         self.out_proj.split_input(ranks, values)
         (_, n_heads, _), (_, n_key_heads, _) = ranks.share(spec.n_heads), ranks.share(spec.n_key_heads)
@@ -148,7 +148,7 @@ class GatedDeltaNet(Mixer):
         self.segment_kernel = self.segment_backend.build(spec, self.platform)
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> SegmentRule:
         return SegmentRule.of(segments, seq_len, device, document_ids, self.conv.spec.width)
 
@@ -180,15 +180,15 @@ class GatedDeltaNet(Mixer):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """Count the rule alone: what segments compute beside it is the price of sharing sequences, and no work of the model's."""
-        rule = Flops(scan=self.spec.flops(seq_len))
+        rule = Flops.between_activations(Work(scan=self.spec.flops(seq_len)))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + rule + self.out_proj.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
         backend = self.backend if self.segment_backend is None else self.segment_backend
         return set(backend.saved_ops)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return Work(scan=self.spec.flops(seq_len) if self.saved_ops() else 0)
 
 
 def _unit_length(t: Tensor, scale: float = 1.0) -> Tensor:

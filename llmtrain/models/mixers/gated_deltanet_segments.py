@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.models.mixers.segment_convolution import SegmentConvolution
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 
 def with_transition(spec: GatedDeltaSpec) -> GatedDeltaSpec:
@@ -40,7 +40,12 @@ class SegmentRule(SegmentConvolution):
 
     @classmethod
     def of(
-        cls, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None, conv_width: int
+        cls,
+        segments: ContextParallelRanks,
+        seq_len: int,
+        device: torch.device,
+        document_ids: Tensor | None,
+        conv_width: int,
     ) -> SegmentRule:
         """The arguments of SegmentConvolution.documents."""
         ids, conv_ids = cls.documents(segments, seq_len, document_ids, conv_width)

@@ -22,15 +22,15 @@ from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform, uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear, SiluGate, multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.mamba2_segments import SegmentScan
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.mamba2 import Mamba2Block
-from llmtrain.models.segments import Segments
-from llmtrain.models.slices import hold
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
@@ -75,7 +75,7 @@ class CausalConv1d(nn.Module):
         """Read this rank's part of the channels."""
         slices = ranks.slices(0, parts)
         for name, _ in list(self.named_parameters()):
-            hold(self, name, slices)
+            shard_parameter(self, name, slices)
         self._choose(replace(self.spec, channels=slices.length))
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
@@ -101,7 +101,7 @@ class CausalConv1d(nn.Module):
         return self(x)[:, before:]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops(convolution=self.spec.flops(seq_len))
+        return Flops.with_weight(Work(convolution=self.spec.flops(seq_len)), self.weight.requires_grad)
 
 
 class Mamba2(Mixer):
@@ -149,7 +149,7 @@ class Mamba2(Mixer):
         self.in_proj.split_output(ranks, [heads, heads, groups, groups, Part(spec.n_heads)])  # z, x, B, C, dt
         self.conv.split(ranks, [heads, groups, groups])
         for name, _ in list(self.ssm.named_parameters()):
-            hold(self.ssm, name, ranks.slices(0, [Part(spec.n_heads)]))
+            shard_parameter(self.ssm, name, ranks.slices(0, [Part(spec.n_heads)]))
         gated = self.whole.gated_norm
         if isinstance(self.norm, GatedRMSNorm):
             self.norm.split(ranks, self.block.backend)
@@ -182,7 +182,7 @@ class Mamba2(Mixer):
             self.fused_segments = partial(segment_mixer, self.fused)
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> SegmentScan:
         return SegmentScan.of(segments, seq_len, device, document_ids, self.conv.spec.width)
 
@@ -237,7 +237,7 @@ class Mamba2(Mixer):
         return torch.cat([multiplied(part, m) for part, m in zip(parts, self.multipliers, strict=True)], dim=-1)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        scan = Flops(scan=self.spec.flops(seq_len))
+        scan = Flops.between_activations(Work(scan=self.spec.flops(seq_len)))
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + scan + self.out_proj.flops(seq_len)
 
 

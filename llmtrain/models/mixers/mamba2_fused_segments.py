@@ -27,7 +27,7 @@ from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.ssd import segments as ssd_segments
 from llmtrain.kernels.ssd import triton as ssd
 from llmtrain.models.mixers.mamba2_segments import SegmentScan, entering
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 
 def segment_mixer(
@@ -57,7 +57,7 @@ def launch_forward(
     the segments, the weights of the own segments' states in those of all, [batch, heads, 2, count], and the tokens that the
     convolution sees before each segment and at its start, [batch * 2, 2 * (width - 1), channels].
     """
-    launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
+    launch, segments = Launch.parse(options), ContextParallelRanks(rank, size, GroupName(group))
     sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, reach = ssd.Launch.parse(launch.ssd), _reach(conv_weight)
     z, xBC, dt = sizes.parts(segments.fold(zxbcdt))
@@ -111,7 +111,7 @@ def launch_backward(
     n_groups: int, dt_min: float | None, dt_max: float | None, norm_first: bool, options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of zxbcdt, contiguous, and of the six parameters (of no bias: empty)."""
-    launch, segments = Launch.parse(options), Segments(rank, size, GroupName(group))
+    launch, segments = Launch.parse(options), ContextParallelRanks(rank, size, GroupName(group))
     sizes = Sizes.of(zxbcdt, conv_weight, A, norm_weight, n_groups)
     scan, reach = ssd.Launch.parse(launch.ssd), _reach(conv_weight)
     limits = (dt_min, dt_max)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.mixers.segment_convolution import SegmentConvolution
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 _RUNNING_SUM = 128  # numbers summed at a time
 
@@ -30,7 +30,7 @@ class SegmentScan(SegmentConvolution):
 
     reads: bool [batch or 1, count, count], True where a segment (second) sees what a segment (last) adds to the state.
     between: bool [count, count, count], the segments (last) that lie between a segment (second) and a later one (first).
-        Both in the order of Segments.slots.
+        Both in the order of ContextParallelRanks.slots.
     begun_before: bool [batch * 2, n], of packed batches: tokens whose document began before their segment.
     """
 
@@ -40,7 +40,12 @@ class SegmentScan(SegmentConvolution):
 
     @classmethod
     def of(
-        cls, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None, conv_width: int
+        cls,
+        segments: ContextParallelRanks,
+        seq_len: int,
+        device: torch.device,
+        document_ids: Tensor | None,
+        conv_width: int,
     ) -> SegmentScan:
         """The arguments of SegmentConvolution.documents."""
         places = torch.tensor(segments.slots, device=device)

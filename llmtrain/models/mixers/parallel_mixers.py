@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.layers import multiplied
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 
 
@@ -58,7 +58,7 @@ class ParallelMixers(Mixer):
         """Nothing of its own: each mixer is asked."""
 
     def segment_context(
-        self, segments: Segments, seq_len: int, device: torch.device, document_ids: Tensor | None
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> list[Any]:
         return [mixer.segment_context(segments, seq_len, device, document_ids) for mixer in self.parts]
 
@@ -86,8 +86,8 @@ class ParallelMixers(Mixer):
     def saved_ops(self) -> set[str]:
         return set().union(*(mixer.saved_ops() for mixer in self.parts))
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return sum((mixer.saved_flops(seq_len, causal) for mixer in self.parts), Flops())
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return sum((mixer.saved_flops(seq_len, causal) for mixer in self.parts), Work())
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class SegmentConvolution:
     that the convolution sees.
     """
 
-    segments: Segments
+    segments: ContextParallelRanks
     ids: Tensor | None
     conv_ids: Tensor | None
 
     @staticmethod
     def documents(
-        segments: Segments, seq_len: int, document_ids: Tensor | None, conv_width: int
+        segments: ContextParallelRanks, seq_len: int, document_ids: Tensor | None, conv_width: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """`ids` and `conv_ids`. document_ids: [batch, seq_len] of whole sequences, integers that never fall; None: one document
         per sequence."""

@@ -12,8 +12,8 @@ from llmtrain.checkpoint.local import folder_name
 from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.errors import Preempted
-from llmtrain.train.preemption import Preemption
-from llmtrain.train.rewind import Rewind
+from llmtrain.train.faults.preemption import Preemption
+from llmtrain.train.faults.rewind import Rewind
 
 
 class Checkpointing(Callback):

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.checkpoint.local import folder_name
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.distributed.world import World
 from llmtrain.eval.errors import TaskFailed
 from llmtrain.eval.failures import Failures, failed_tasks, failure_line
@@ -31,7 +31,7 @@ from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.train.kept_results import KeptResults
+from llmtrain.train.report.kept_results import KeptResults
 
 
 @dataclass(frozen=True)

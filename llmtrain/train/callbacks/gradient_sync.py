@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.training import Sharding
-from llmtrain.train.cuda_graphs import GraphedLoss
+from llmtrain.train.graphs.cuda_graphs import GraphedLoss
 
 
 class GradientSync(Callback):

@@ -18,7 +18,7 @@ from llmtrain.distributed.world import World
 from llmtrain.logs import run_log
 from llmtrain.schema.training import Profile
 from llmtrain.train.callbacks.step_recorder import StepRecorder, breakdown
-from llmtrain.train.step_profile import StepProfile, table
+from llmtrain.train.report.step_profile import StepProfile, table
 
 
 class Profiling(StepRecorder):

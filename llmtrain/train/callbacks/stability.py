@@ -13,8 +13,8 @@ from composer.utils import dist
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
 from llmtrain.schema.training import TrainConfig
-from llmtrain.train.spike_window import SpikeWindow
-from llmtrain.train.tensor_gradients import TensorGradients, clip_shards
+from llmtrain.train.faults.spike_window import SpikeWindow
+from llmtrain.train.ranks.tensor_gradients import TensorGradients, clip_shards
 
 
 class NonFiniteError(RunError):

@@ -15,7 +15,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmtrain.train.step_profile import Span, StepProfile, innermost, step_profile
+from llmtrain.train.report.step_profile import Span, StepProfile, innermost, step_profile
 
 _STEP, _DATA, _OPTIMIZER = "llmtrain.step", "llmtrain.data", "llmtrain.optimizer"
 _OF_TORCH = "Optimizer.step#"

@@ -8,7 +8,7 @@ from composer.loggers import Logger
 from torch.profiler import profile
 
 from llmtrain.train.callbacks.step_recorder import StepRecorder, breakdown
-from llmtrain.train.step_profile import DATA_WAIT, EXPOSED, GAPS
+from llmtrain.train.report.step_profile import DATA_WAIT, EXPOSED, GAPS
 
 _FIRST = 5
 """Steps of a start before any is measured: they compile, and fill queues."""

@@ -35,19 +35,19 @@ class TokenCost:
 
 def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch.device) -> TokenCost:
     per_token = training_flops_per_token(model, seq_len)
-    forward, spared = model.flops(seq_len, causal=True), model.saved_flops(seq_len, causal=True)
+    forward, spared, mlps = model.recomputed(seq_len, causal=True)
     recomputed = {
         "none": 0.0,
         "budget": 0.0,  # what the compiler recomputes is not known: the cheap part
-        "full": forward.total - forward.head,
-        "every_k": (forward.total - forward.head) / (config.activation_checkpointing.k or 1),
-        "kernels": forward.total - forward.head - spared.total,
+        "full": forward.total,
+        "every_k": forward.total / (config.activation_checkpointing.k or 1),
+        "kernels": forward.total - spared.total,
         # Every second matrix product is kept, and the mixers' saved operators.
-        "selective": forward.total - forward.head - forward.projection / 2 - spared.total,
+        "selective": forward.total - forward.projection / 2 - spared.total,
     }[config.activation_checkpointing.type]
     at_once = config.activation_checkpointing.mlp_tokens
     if at_once is not None and at_once < seq_len // config.parallel.ranks:
-        recomputed += model.mlp_flops(seq_len)
+        recomputed += mlps.total
     return TokenCost(
         foundry=per_token["foundry"],
         causal=per_token["causal"],

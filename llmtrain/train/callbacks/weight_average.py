@@ -11,12 +11,12 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llmtrain.models.init import clean_name
+from llmtrain.models.parameters import parameter_info
 from llmtrain.schema.training import AverageConfig
 
 
 class WeightAverage(Callback):
-    """average += (1 - decay) (weight - average) after each step, in fp32, each rank for its shards.
+    """average += (1 - decay) (weight - average) after each step, in fp32, each rank for its shards of what is trained.
 
     In a checkpoint (save_load.Part) the averages are `ema.NAME`, beside the parameters' `model.NAME`. A run that does not resume
     calls `begin` once its weights are set.
@@ -24,7 +24,7 @@ class WeightAverage(Callback):
 
     def __init__(self, model: nn.Module, config: AverageConfig):
         self.config = config
-        self.weights = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+        self.weights = {info.name: one for one, info in parameter_info(model).items() if info.trainable}
         self.averages = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
 
     @torch.no_grad()

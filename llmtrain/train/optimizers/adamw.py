@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.models.parameter_roles import Matrices
+from llmtrain.models.parameters import Parameters
 from llmtrain.models.slices import local_of
 from llmtrain.schema.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
 from llmtrain.train.optimizers.closure import loss_of
 
 
-def build(config: AdamWConfig, groups: list[dict[str, Any]], matrices: Matrices) -> torch.optim.AdamW:
+def build(config: AdamWConfig, groups: list[dict[str, Any]], parameters: Parameters) -> torch.optim.AdamW:
     """One fused kernel per group (on CPUs too: one operator instead of a dozen per DTensor)."""
     return ShardedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
@@ -34,25 +34,21 @@ class ShardedAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def divided_by_matrices(groups: list[dict[str, Any]], matrices: Matrices) -> list[dict[str, Any]]:
-    """The groups, each of matrices alone or of other parameters alone."""
-    return [
-        {**group, "params": chosen}
-        for group in groups
-        for kind in (True, False)
-        if (chosen := [parameter for parameter in group["params"] if (parameter in matrices) == kind])
-    ]
-
-
 class AdamWBesideMatrices(ShardedAdamW):
     """Steps groups without matrices as AdamW does, and leaves those of matrices to `step_matrices`.
 
-    groups: each wholly of matrices, or without any. matrices: rows of the maps of which each is made.
+    Divides the groups further: each is wholly of matrices, or has none.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: AdamW8bitConfig | MuonConfig):
+    def __init__(self, groups: list[dict[str, Any]], parameters: Parameters, config: AdamW8bitConfig | MuonConfig):
+        self.matrices = {one: info.matrix_rows for one, info in parameters.items() if info.matrix_rows}
+        groups = [
+            {**group, "params": chosen}
+            for group in groups
+            for kind in (True, False)
+            if (chosen := [parameter for parameter in group["params"] if (parameter in self.matrices) == kind])
+        ]
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.matrices = matrices
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llmtrain.errors import UserError
-from llmtrain.models.parameter_roles import Matrices
+from llmtrain.models.parameters import Parameters
 from llmtrain.models.slices import local_of
 from llmtrain.schema.optimizers import AdamW8bitConfig
-from llmtrain.train.optimizers.adamw import AdamWBesideMatrices, divided_by_matrices
+from llmtrain.train.optimizers.adamw import AdamWBesideMatrices
 
 BLOCK = 256
 """Neighbours in a row that share a scale; what is left of a row, and a shorter row, is a block too."""
@@ -31,11 +31,11 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Signed or not."""
 
 
-def build(config: AdamW8bitConfig, groups: list[dict[str, Any]], matrices: Matrices) -> AdamW8bit:
-    """Groups are divided further: one is wholly of matrices, or has none. Raises UserError without torchao."""
+def build(config: AdamW8bitConfig, groups: list[dict[str, Any]], parameters: Parameters) -> AdamW8bit:
+    """Raises UserError without torchao."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError("optimizer.type adamw_8bit needs torchao: pip install 'llmtrain[float8]'")
-    return AdamW8bit(divided_by_matrices(groups, matrices), matrices, config)
+    return AdamW8bit(groups, parameters, config)
 
 
 class AdamW8bit(AdamWBesideMatrices):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.checkpoint.staging import PinnedBlocks
-from llmtrain.flops.memory import OFFLOADED_AT_ONCE
+from llmtrain.plan.memory import OFFLOADED_AT_ONCE
 from llmtrain.train.optimizers.closure import loss_of
 
 
@@ -34,7 +34,7 @@ def keep_on_host(optimizer: torch.optim.Optimizer, at_once: int = OFFLOADED_AT_O
 
 
 @contextlib.contextmanager
-def set_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Meanwhile an optimizer that keeps its state in host memory has none, for code that brings all state to the device, as
     Composer's Trainer does when it is made."""
     if not isinstance(optimizer, HostState):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from llmtrain.models.parameter_roles import Matrices
+from llmtrain.models.parameters import Parameters
 from llmtrain.schema.optimizers import MuonConfig
-from llmtrain.train.optimizers.adamw import AdamWBesideMatrices, divided_by_matrices
+from llmtrain.train.optimizers.adamw import AdamWBesideMatrices
 
 # Jordan's: x -> a x + b x^3 + c x^5 takes singular values in a few rounds to about 0.7 .. 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -26,20 +26,19 @@ _ELEMENTS_AT_ONCE = 2**24
 """Of equal matrices that a rank orthogonalises together; a larger one is computed alone."""
 
 
-def build(config: MuonConfig, groups: list[dict[str, Any]], matrices: Matrices) -> Muon:
-    """Groups are divided further: one is wholly of matrices, or has none."""
-    return Muon(divided_by_matrices(groups, matrices), matrices, config)
+def build(config: MuonConfig, groups: list[dict[str, Any]], parameters: Parameters) -> Muon:
+    return Muon(groups, parameters, config)
 
 
 class Muon(AdamWBesideMatrices):
     """Steps its groups of matrices by Muon, the others as AdamW does.
 
-    matrices: rows of the maps of which each is made; each map is orthogonalised by itself. A sharded matrix is gathered by one
+    Each of the maps of which a matrix is made is orthogonalised by itself. A sharded matrix is gathered by one
     rank, its owner, which returns the result to the others.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: Matrices, config: MuonConfig):
-        super().__init__(groups, matrices, config)
+    def __init__(self, groups: list[dict[str, Any]], parameters: Parameters, config: MuonConfig):
+        super().__init__(groups, parameters, config)
         self.config = config
 
     def __setstate__(self, state: dict[str, Any]) -> None:

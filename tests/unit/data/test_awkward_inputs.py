@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from llmtrain.data import record_text, records
-from llmtrain.data.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
-from llmtrain.data.source_files import PassedOver, list_files
+from llmtrain.data.sources import record_text, records
+from llmtrain.data.sources.files import PassedOver, list_files
+from llmtrain.data.sources.records import BadRecord, DocumentPiece, SetAside, Slice, read_slice, whole
 
 TEXTS = [
     "first",
@@ -270,7 +270,7 @@ def test_a_text_without_line_breaks_is_whole_whatever_its_length(write, monkeypa
             slices = [Slice(file, begin, min(begin + step, file.size)) for begin in range(0, file.size, step)]
             pieces = [piece for part in slices for piece in read_slice(part, "text")]
             assert "".join(piece.text for piece in pieces if isinstance(piece, DocumentPiece)) == character * length
-            assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_the_row_groups_of_slices_are_those_of_the_file(write, monkeypatch):
         for piece in read_slice(type(whole(file))(file, begin, min(begin + 700, file.size)), "text")
     ]
     assert pieces == list(read_slice(whole(file), "text"))
-    assert [piece.name for piece in pieces] == [f"a.parquet@{row}" for row in range(40)]
+    assert [piece.name for piece in pieces] == [f"a.parquet@{row}" for row in range(40)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_folder_reads_records_of_any_name_and_counts_what_it_passes_over(write, tmp_path):

@@ -14,11 +14,12 @@ import zstandard
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from llmtrain.data import folder_maker, partitions, prepared_folder
-from llmtrain.data.packing import is_held_out
+from llmtrain.data.partitions import cutting as partitions
+from llmtrain.data.partitions import folder_maker, prepared_folder
+from llmtrain.data.partitions.prepared_folder import MANIFEST, lock_folder
 from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
-from llmtrain.data.prepared_folder import MANIFEST, lock_folder
-from llmtrain.data.tokenizer import TokenizerError, load_tokenizer, train_bpe
+from llmtrain.data.shards.packing import is_held_out
+from llmtrain.data.tokenize.tokenizer import TokenizerError, load_tokenizer, train_bpe
 from tests.support.prepared import digests, documents, stored_samples
 
 
@@ -353,8 +354,8 @@ def with_bos(settings, tmp_path):
 def test_documents_begin_and_end_as_the_settings_say(
     corpus, records, settings, tmp_path, monkeypatch, bos, eos, partition_bytes
 ):
-    monkeypatch.setattr("llmtrain.data.partitions.PARTITION_BYTES", partition_bytes)
-    monkeypatch.setattr("llmtrain.data.records.BLOCK_BYTES", 700)  # a text is several pieces
+    monkeypatch.setattr("llmtrain.data.partitions.cutting.PARTITION_BYTES", partition_bytes)
+    monkeypatch.setattr("llmtrain.data.sources.records.BLOCK_BYTES", 700)  # a text is several pieces
     make = with_bos(settings, tmp_path)
     options = {"add_bos_token": bos, "add_eos_token": eos, "seq_len": 8}
     made = prepare(make(records, sources=[str(corpus), str(records)], **options))

@@ -13,13 +13,13 @@ import yaml
 from pydantic import ValidationError
 
 from llmtrain.cli import main
-from llmtrain.data.documents import check_documents
 from llmtrain.data.prepare import PreparedFolder
 from llmtrain.data.prepare_problems import _folder_problems
 from llmtrain.data.prepare_streams import DATA_YAML, hold_out, prepare_all, prepare_streams
-from llmtrain.data.shards import check_streams
-from llmtrain.data.source_files import PrepareError
-from llmtrain.data.tokenizer import train_bpe
+from llmtrain.data.shards.checks import check_streams
+from llmtrain.data.sources.files import PrepareError
+from llmtrain.data.tokenize.end_of_document import check_documents
+from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.schema.data import DataConfig, PrepareConfig
 from tests.support.prepared import digests, documents

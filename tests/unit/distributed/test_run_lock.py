@@ -216,7 +216,7 @@ def test_a_folder_set_aside_is_free_and_the_new_one_held(tmp_path, flock):
     folder.mkdir()
     (folder / "old").touch()
     with RunLock(folder) as lock:
-        lock.set_aside(aside)
+        lock.move_aside(aside)
         assert [path.name for path in folder.iterdir()] == [NAME]
         assert [path.name for path in aside.iterdir()] == ["old"]
         with pytest.raises(RunHeldError):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import normalizers
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents

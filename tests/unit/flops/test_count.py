@@ -7,14 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmtrain.flops.count import count_parameters, training_flops_per_token
-from llmtrain.flops.describe import components
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops
+from llmtrain.models.costs import Flops, Work
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.gated_deltanet import GatedDeltaNet
 from llmtrain.models.mixers.mamba2 import Mamba2
+from llmtrain.models.parameters import parameter_info
+from llmtrain.plan.describe import components
 
 D, V, T, BATCH = 64, 128, 96, 2
 ATTENTION = {"type": "attention", "n_heads": 4, "backend": "reference"}
@@ -78,7 +79,7 @@ def counted(run) -> int:
 def executed(model: HybridLM) -> int:
     """FLOP of one sequence on the reference backends: as the modules say, but scans as the references compute them, in
     whole chunk-by-chunk squares, with padding, and with running sums and the passing of states as matrix products."""
-    total = model.flops(T).total
+    total = model.flops(T).forward.total
     for block in model.blocks:
         if isinstance(block.mixer, Mamba2):
             spec = block.mixer.spec
@@ -111,16 +112,41 @@ def test_modules_agree_with_the_flop_counter(name, tied):
     assert counted(lambda: CausalLM(model).loss(ids, ids).loss.backward()) == pytest.approx(3 * said, rel=0.01)
 
 
+@pytest.mark.parametrize("trained", ["blocks.2.norm", "blocks.1.norm", "blocks.0.norm", "norm.", "embed."])
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_weights_have_no_gradient_and_layers_below_the_trained_ones_none_at_all(trained, tied):
+    """trained: the beginning of the names of what is. Of the first trained layer it is the norm, so that all of it is behind."""
+    model = build({"a": BLOCKS["swiglu"], "m": BLOCKS["mamba2"]}, "a m a", tie_embeddings=tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    ids = torch.zeros(BATCH, T, dtype=torch.long, device="meta")
+    forward, causal_lm = BATCH * executed(model), CausalLM(model)
+    flops = model.flops(T)
+    beside = (
+        forward - BATCH * flops.forward.total
+    )  # of the scan, whose reference computes more; in the backward pass twice
+    behind = 0 if trained in ("blocks.2.norm", "norm.") else 2
+    said = BATCH * flops.total + (1 + behind) * beside
+    assert counted(lambda: causal_lm.loss(ids, ids).loss.backward()) == pytest.approx(said, rel=0.01)
+    infos = parameter_info(model)
+    assert count_parameters(model).trained == sum(p.numel() for p, info in infos.items() if info.trainable)
+    frozen = {kind: getattr(flops.grad_weight, kind) for kind in ("projection", "convolution", "scan", "attention")}
+    assert frozen == {"projection": 0, "convolution": 0, "scan": 0, "attention": 0}
+    foundry = training_flops_per_token(model, T)["foundry"]
+    counts, work = count_parameters(model), flops.forward
+    assert foundry == 4 * counts.active + 2 * counts.trained + 3 * (work.attention + work.scan) / T
+
+
 def test_the_head_alone():
     model = build({"x": ATTENTION}, "x")
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.linear(torch.empty(BATCH, T, D, device="meta"), model.head_weight)
-    assert counter.get_total_flops() == BATCH * model.flops(T).head
+    assert counter.get_total_flops() == BATCH * model.flops(T).forward.head
 
 
 def test_causal_counts_half_the_square_and_the_same_projections():
     model = build({"x": ATTENTION}, "x*3")
-    full, causal = model.flops(T), model.flops(T, causal=True)
+    full, causal = model.flops(T).forward, model.flops(T, causal=True).forward
     assert full.attention == 3 * 4 * T * T * D
     assert causal.attention == 3 * 4 * (T * (T + 1) // 2) * D
     assert (full.projection, full.head) == (causal.projection, causal.head)
@@ -130,7 +156,11 @@ def test_a_scan_costs_what_the_recurrence_does():
     """Per token, 2 FLOP for every element of the state that x B^T goes into, and 2 for every one that C reads."""
     (n_heads, head_dim, d_state) = (2 * D // 32, 32, 32)
     model = build({"x": BLOCKS["mamba2"]}, "x*3")
-    assert model.flops(T).scan == model.flops(T, causal=True).scan == 3 * T * 4 * n_heads * head_dim * d_state
+    assert (
+        model.flops(T).forward.scan
+        == model.flops(T, causal=True).forward.scan
+        == 3 * T * 4 * n_heads * head_dim * d_state
+    )
     flops = training_flops_per_token(model, T)
     assert flops["foundry"] == 6 * count_parameters(model).active + 12 * 3 * (2 * D) * d_state
 
@@ -139,7 +169,7 @@ def test_a_gated_delta_rule_costs_what_the_recurrence_does():
     """Per token and head 2 FLOP for every element of the state, three times: S k, the outer product, S q. In LLM Foundry's
     convention, backward pass included: 18 beside 6 per parameter."""
     model = build({"x": BLOCKS["gated deltanet-groups"]}, "x*3")
-    assert model.flops(T).scan == model.flops(T, causal=True).scan == 3 * T * 6 * 6 * 8 * 24
+    assert model.flops(T).forward.scan == model.flops(T, causal=True).forward.scan == 3 * T * 6 * 6 * 8 * 24
     assert training_flops_per_token(model, T)["foundry"] == 6 * count_parameters(model).active + 3 * 18 * 6 * 8 * 24
 
 
@@ -155,9 +185,11 @@ def test_no_setting_of_the_scan_changes_a_count():
 
 
 def test_flops_add_by_kind():
-    total = Flops(projection=1, scan=2) + Flops(scan=3, convolution=4, head=5)
-    assert total == Flops(projection=1, scan=5, convolution=4, head=5)
+    total = Work(projection=1, scan=2) + Work(scan=3, convolution=4, head=5)
+    assert total == Work(projection=1, scan=5, convolution=4, head=5)
     assert total.total == 15
+    both = Flops.with_weight(total, trained=False) + Flops.between_activations(Work(attention=7))
+    assert (both.forward.total, both.grad_input.total, both.grad_weight.total) == (22, 29, 0)
 
 
 def mpt(d_model: int, n_heads: int, n_layers: int) -> HybridLM:
@@ -218,6 +250,6 @@ def test_zamba2_1_2b_has_its_published_parameters():
 
 
 def test_shared_blocks_cost_flops_at_every_use():
-    once = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m m").flops(T)
-    twice = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m s+m").flops(T)
+    once = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m m").flops(T).forward
+    twice = build({"m": BLOCKS["mamba2"], "s": SHARED}, "s+m s+m").flops(T).forward
     assert twice.attention == 2 * once.attention

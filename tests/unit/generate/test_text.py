@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.generate.text import TextStream, _overlap
 
 

@@ -73,7 +73,7 @@ def test_documents_with_a_window_take_the_row_for_documents(rows):
     assert block_m("documents+window") == 64
 
 
-OWN = ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"), (128, 8, "plain"))
+OWN = ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"), (128, 256, "plain"))
 
 
 def test_dkdv_of_grouped_heads_has_rows_of_its_own(monkeypatch, tmp_path):
@@ -90,7 +90,7 @@ def test_dkdv_of_grouped_heads_has_rows_of_its_own(monkeypatch, tmp_path):
 
     assert (chosen(128, False), chosen(128, True)) == (32, 64)
     assert chosen(96, True) == 16  # the nearest head_dim comes first
-    assert chosen(128, True, "plain") == 8  # one's own, though there is a shipped row for `plain, grouped`
+    assert chosen(128, True, "plain") == 256  # one's own, though there is a shipped row for `plain, grouped`
     monkeypatch.undo()
     tuning.forget()
 

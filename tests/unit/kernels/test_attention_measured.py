@@ -1,4 +1,4 @@
-"""The cells that `auto` chooses attention backends by: which speaks for which spec, and whose come first."""
+"""The cells that `auto` chooses attention backends by: which applies to which spec, and whose come first."""
 
 from dataclasses import asdict, replace
 

@@ -97,9 +97,9 @@ def test_rows_of_ones_own_win_at_their_shape(shipped, monkeypatch, tmp_path, nam
     assert chosen(64, seq_len=4096) == 1
     if named:
         monkeypatch.setenv("LLMTRAIN_TUNING", str(file))
-    tuning_table.save(file, "sm90", [a_row(64, 7), a_row(256, 8)])
+    tuning_table.save(file, "sm90", [a_row(64, 16), a_row(256, 32)])
     tuning.forget()
-    assert [chosen(d, seq_len=4096) for d in (64, 128, 256)] == [7, 2, 8]
+    assert [chosen(d, seq_len=4096) for d in (64, 128, 256)] == [16, 2, 32]
 
 
 def test_a_named_file_must_exist_and_be_of_this_architecture(monkeypatch, tmp_path):
@@ -212,10 +212,10 @@ def test_a_table_survives_being_written(tmp_path):
 def test_writing_replaces_the_row_of_the_same_key_and_keeps_the_rest_and_the_comment(tmp_path):
     file = tmp_path / "t.yaml"
     file.write_text("# why\narch: sm90\nrows: []\n", encoding="utf-8")
-    tuning_table.save(file, "sm90", [a_row(64, 1), a_row(64, 2, seq_len=8), a_row(32, 3)])
-    tuning_table.save(file, "sm90", [a_row(64, 5, provenance=MEASURED)])
+    tuning_table.save(file, "sm90", [a_row(64, 16), a_row(64, 32, seq_len=8), a_row(32, 64)])
+    tuning_table.save(file, "sm90", [a_row(64, 128, provenance=MEASURED)])
     rows = tuning_table.load(file, "sm90", own=True).rows
-    assert [(r.shape[0], r.seq_len, r.launch.block_m) for r in rows] == [(32, None, 3), (64, None, 5), (64, 8, 2)]
+    assert [(r.shape[0], r.seq_len, r.launch.block_m) for r in rows] == [(32, None, 64), (64, None, 128), (64, 8, 32)]
     assert rows[1].provenance == MEASURED
     assert file.read_text(encoding="utf-8").startswith("# why\narch: sm90\n")
 
@@ -269,6 +269,89 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
     with pytest.raises(ValueError) as caught:
         tuning_table.load(file, "sm90")
     assert str(caught.value).startswith(f"{file}: row 2") and words in str(caught.value)
+
+
+SSD = {"kernel": "ssd", "shape": {"head_dim": 64, "d_state": 64}}
+CONV = {"kernel": "conv1d.forward", "shape": {"width": 4}}
+TILE = {"block_channels": 64, "parallel_runs": 2, "run_tokens": 8, "step_tokens": 4, "num_warps": 4}
+ROWS = {"block_columns": 64, "max_tiles": 1, "num_warps": 4}
+STORED = {**GOOD["launch"], "rows": 1024, "keys": 1024, "queries": 1024, "from_seq_len": 1}
+PASSING = {"block_dstate": 64, "block_headdim": 64, "num_stages": 2}
+
+
+def a_scan(**changes) -> dict:
+    """The fields of a scan's row. changes: by path, such as state_passing__tile."""
+    (row, *_) = (row for row in tuning.read_shipped("sm90").rows if row.kernel == "ssd" and row.shape == (64, 64))
+    launch = encode(row.launch)
+    for path, value in changes.items():
+        *outer, name = path.split("__")
+        inside = launch
+        for one in outer:
+            inside = inside.setdefault(one, {})
+        inside[name] = value
+    return {**SSD, "launch": launch}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            a_scan(chunk_size=64, state_passing__tile=128),
+            "state_passing: tile is a part of a chunk, and 128 is above chunk_size, 64",
+        ),
+        (a_scan(state_passing__tile=48), "state_passing: tile: expected a power of two from 16 on, not 48"),
+        (
+            a_scan(state_passing__block_dstate=8),
+            "state_passing: block_dstate: expected a power of two from 16 on, not 8",
+        ),
+        (a_scan(state_passing_bwd__block_headdim=48), "block_headdim: expected a power of two from 16 on, not 48"),
+        (a_scan(chunk_size=96), "chunk_size: expected a power of two from 16 on, not 96"),
+        (a_scan(chunk_size_bwd=8), "chunk_size_bwd: expected a power of two from 16 on, not 8"),
+        (
+            a_scan(chunk_size_bwd=16, intra_chunk_halves_bwd={"programs_per_sm": 2, "num_stages": 1}),
+            "intra_chunk_halves_bwd takes halves of chunks: chunk_size_bwd must be at least 32",
+        ),
+        (a_scan(inter_chunk_bwd__dstate_blocks=3), "dstate_blocks: expected a power of two, not 3"),
+        (a_scan(inter_chunk_bwd__dstate_blocks=8), "dstate_blocks 8 leaves a program less than 16 of d_state 64"),
+        (a_scan(input_precision="tf32"), "input_precision must be one of ieee, tf32x3, not 'tf32'"),
+        ({"launch": {**GOOD["launch"], "block_m": 48}}, "block_m: expected a power of two from 16 on, not 48"),
+        ({"launch": {**GOOD["launch"], "block_n": 8}}, "block_n: expected a power of two from 16 on, not 8"),
+        ({"launch": {**GOOD["launch"], "part": 24}}, "part: expected a power of two from 16 on, not 24"),
+        ({"launch": {**GOOD["launch"], "dv_block_m": 64}}, "dv_block_m is that of dv's own launch: it goes with split"),
+        (
+            {"kernel": "attention.dq", "launch": {**GOOD["launch"], "cudnn": True}},
+            "cudnn is for attention.forward on NVIDIA's GPUs, not for attention.dq on sm90",
+        ),
+        (
+            {"kernel": "attention.dscores", "launch": {**STORED, "queries": 1000}},
+            "queries must be a multiple of block_m and block_n, and 1000 is none of 64",
+        ),
+        ({**CONV, "launch": {**TILE, "step_tokens": 2}}, "step_tokens must be at least width - 1, 3, not 2"),
+        ({**CONV, "launch": {**TILE, "block_channels": 48}}, "block_channels: expected a power of two, not 48"),
+        ({**CONV, "launch": {**TILE, "parallel_runs": 3}}, "parallel_runs: expected a power of two, not 3"),
+        (
+            {"kernel": "norm.forward", "shape": {"dim": 64}, "launch": {**ROWS, "prefetch": True}},
+            "prefetch is for norm.backward alone",
+        ),
+        (
+            {"kernel": "gated_norm.backward", "shape": {"group_size": 64}, "launch": {**ROWS, "block_rows": 3}},
+            "block_rows: expected a power of two, not 3",
+        ),
+        (
+            {"kernel": "rotary", "launch": {"block_tokens": 24, "block_heads": 4, "num_warps": 2}},
+            "block_tokens: expected a power of two, not 24",
+        ),
+    ],
+)
+def test_rejects_parameters_by_which_a_kernel_would_compute_wrongly(tmp_path, change, words):
+    import yaml
+
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [{**GOOD, **change}]}))
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(file, "sm90")
+    kernel = {**GOOD, **change}["kernel"]
+    assert str(caught.value).startswith(f"{file}: row 1 ({kernel}): launch: ") and words in str(caught.value)
 
 
 def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
@@ -343,6 +426,53 @@ def test_a_file_that_is_no_table(tmp_path, text, words):
     with pytest.raises(ValueError, match=r"t") as caught:
         tuning_table.load(tmp_path / "t", "sm90")
     assert words in str(caught.value)
+
+
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 1}]\n" for i in range(9))
+CHAIN = "".join(f"- &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(2000))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("rows: " + "[" * 300_000, "line 1: more than 32 mappings and lists inside one another"),
+        ("rows: " + "[" * 300_000 + "]" * 300_000, "line 1: more than 32 mappings and lists inside one another"),
+        ("{a: " * 300_000, "line 1: more than 32 mappings and lists inside one another"),
+        (BOMB, "line 7: more than 200,000 values, aliases (*) included"),
+        (CHAIN, "more than 200,000 values, aliases (*) included"),
+        ("a: &a [*a]\n", "line 1: more than 200,000 values, aliases (*) included"),
+        ("rows: [" + "1," * 200_000 + "]", "line 1: more than 200,000 values, aliases (*) included"),
+        ("# " + "x" * (4 << 20), "longer than 4,194,304 bytes"),
+    ],
+    ids=[
+        "brackets",
+        "closed brackets",
+        "braces",
+        "aliases of aliases",
+        "chain of aliases",
+        "alias of itself",
+        "values",
+        "bytes",
+    ],
+)
+def test_rejects_a_file_that_would_exhaust_the_stack_or_memory(tmp_path, text, words):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(tmp_path / "t", "sm90")
+    message = str(caught.value)
+    assert (
+        message.startswith(f"cannot read the tuning table {tmp_path / 't'}: ")
+        and words in message
+        and len(message) < 300
+    )
+
+
+def test_reads_anchors_and_aliases(tmp_path):
+    (tmp_path / "t").write_text("arch: sm90\nrows:\n- kernel: attention.forward\n  dtype: bfloat16\n  shape: &s {head_dim: 64}\n"
+        "  launch: &l {block_m: 64, block_n: 64, num_warps: 4, num_stages: 2}\n  shared: 1\n  provenance: compiled only\n"
+        "- {kernel: attention.dq, dtype: bfloat16, shape: *s, launch: *l, shared: 1, provenance: compiled only}\n")  # fmt: skip
+    first, second = tuning_table.load(tmp_path / "t", "sm90", own=True).rows
+    assert first.launch == second.launch == Launch(64, 64, 4, 2)
 
 
 @pytest.mark.parametrize(

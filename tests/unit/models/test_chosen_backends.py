@@ -25,7 +25,7 @@ def test_the_list_of_kernels_is_that_of_the_model(name, documents):
             built.add(("ssd", module.spec, module.backend.name))
             built.add(("conv1d", module.conv.spec, module.conv.backend.name))
             if hasattr(module.norm, "backend"):
-                built.add(("gated_norm", module.whole.gated_norm, module.norm.backend.name))
+                built.add(("gated_norm", module.whole.gated_norm, module.norm.backend.name))  # pyright: ignore[reportAttributeAccessIssue]
     listed = {
         (one.kernel.operation, one.kernel.spec, one.backend)
         for one in chosen(config, platform.cpu(), "float32", documents)

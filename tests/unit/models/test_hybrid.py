@@ -9,7 +9,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
-from llmtrain.models.mixers.base import fp32_parameters
+from llmtrain.models.parameters import parameter_info
 
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
@@ -129,8 +129,9 @@ def test_bf16_parameters_and_activations(name):
     ids = tokens()
     exact = loss(model, ids).loss
     model.to(torch.bfloat16)
-    for parameter in fp32_parameters(model).values():
-        parameter.data = parameter.data.float()
+    for parameter, info in parameter_info(model).items():
+        if info.fp32:
+            parameter.data = parameter.data.float()
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
     seen: list[torch.dtype] = []

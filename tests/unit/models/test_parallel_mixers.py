@@ -12,8 +12,8 @@ from llmtrain.models.block import Block
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig, ParallelMixersBlock
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.mixers.base import fp32_parameters, no_decay_parameters
 from llmtrain.models.mixers.parallel_mixers import ParallelMixers
+from llmtrain.models.parameters import parameter_info
 
 MAMBA: dict[str, Any] = {"type": "mamba2", "head_dim": 4, "d_state": 4, "chunk_size": 8}
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 2, "position": {"type": "rotary"}}
@@ -79,7 +79,9 @@ def test_costs_are_the_sums_and_the_recurrences_own_parameters_are_found():
     assert isinstance(mixer, ParallelMixers)
     assert mixer.flops(32).total == sum(part.flops(32).total for part in mixer.parts)
     found = {f"blocks.{i}.mixer.mixers.mamba2.ssm.{name}" for i in range(2) for name in ("A_log", "D", "dt_bias")}
-    assert fp32_parameters(model).keys() == no_decay_parameters(model).keys() == found
+    infos = parameter_info(model)
+    assert {info.name for info in infos.values() if info.fp32} == found
+    assert not any(info.decay for info in infos.values() if info.name in found)
     block = config().blocks["x"]
     assert isinstance(block, ParallelMixersBlock)
     one, *others = (part.saved_bytes(16, 2).everything for part in block.mixers)

@@ -16,12 +16,12 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.mamba2_segments import running_sum
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_ranks_hold_every_token_once_and_equal_shares_of_causal_attention(size):
-    ranks = [Segments(rank, size) for rank in range(size)]
+    ranks = [ContextParallelRanks(rank, size) for rank in range(size)]
     length = 4 * ranks[0].count
     held = [segments.positions(length, torch.device("cpu")) for segments in ranks]
     assert torch.cat(held).sort().values.tolist() == list(range(length))
@@ -30,7 +30,7 @@ def test_the_ranks_hold_every_token_once_and_equal_shares_of_causal_attention(si
 
 
 def test_folded_segments_are_rows_of_a_batch():
-    segments, local = Segments(0, 2), torch.arange(24).reshape(2, 6, 2)
+    segments, local = ContextParallelRanks(0, 2), torch.arange(24).reshape(2, 6, 2)
     folded = segments.fold(local)
     assert folded.shape == (4, 3, 2) and folded.data_ptr() == local.data_ptr()  # a view
     assert torch.equal(folded[1], local[0, 3:]) and torch.equal(segments.unfold(folded), local)
@@ -40,9 +40,9 @@ def test_folded_segments_are_rows_of_a_batch():
 def test_what_comes_before_a_segment_is_the_sequence(reach):
     """A group of three ranks in one process: the all-gather is given what each of them would send."""
     whole = torch.arange(2 * 12).reshape(2, 12).double()
-    ranks = [Segments(rank, 3) for rank in range(3)]
+    ranks = [ContextParallelRanks(rank, 3) for rank in range(3)]
 
-    def ends(segments: Segments, n: int) -> Tensor:
+    def ends(segments: ContextParallelRanks, n: int) -> Tensor:
         return segments.take(whole).unflatten(1, (2, -1))[:, :, -n:]
 
     for segments in ranks:
@@ -57,7 +57,7 @@ def test_what_comes_before_a_segment_is_the_sequence(reach):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_neighbours_are_found_among_what_all_ranks_hold(size):
     count = 2 * size
-    for segments in (Segments(rank, size) for rank in range(size)):
+    for segments in (ContextParallelRanks(rank, size) for rank in range(size)):
         assert sorted(segments.slots) == list(range(count))
         assert segments.slots[segments.own_slots] == list(segments.own)
         of_slots = 1 + torch.tensor([segments.slots, segments.slots])  # place + 1, of two sequences

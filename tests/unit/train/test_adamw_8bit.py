@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
+from llmtrain.models.parameters import ParameterInfo, Parameters
 from llmtrain.schema.optimizers import AdamW8bitConfig
 from llmtrain.train.optimizers import adamw_8bit
 from llmtrain.train.optimizers.adamw_8bit import adamw_update, build, dequantized, in_blocks, quantized
@@ -18,6 +19,11 @@ SIGNED, UNSIGNED = adamw_8bit._maps(torch.device("cpu"))
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_matrix(parameter: torch.nn.Parameter) -> Parameters:
+    rows = (parameter.shape[0],)
+    return {parameter: ParameterInfo("w", trainable=True, decay=True, fp32=False, matrix_rows=rows)}
 
 
 def of_blocks(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +72,7 @@ def stepped(kind: str, gradients: list[torch.Tensor], weight: torch.Tensor) -> t
     if kind == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=CONFIG.betas, eps=CONFIG.eps)
     else:
-        optimizer = build(CONFIG, groups, {parameter: (parameter.shape[0],)})
+        optimizer = build(CONFIG, groups, as_matrix(parameter))
     for gradient in gradients:
         parameter.grad = gradient
         optimizer.step()
@@ -91,7 +97,7 @@ def test_rows_at_once_do_not_matter(monkeypatch):
 def test_other_parameters_are_stepped_by_adamw():
     matrix, vector = (torch.nn.Parameter(random(*shape)) for shape in ((8, 8), (8,)))
     group = {"params": [matrix, vector], "lr": 0.01, "weight_decay": 0.0}
-    optimizer = build(CONFIG, [group], {matrix: (8,)})
+    optimizer = build(CONFIG, [group], as_matrix(matrix))
     expected = stepped("adamw", [torch.ones(8)], vector.detach() / (1 - 0.01 * 0.1))  # whose decay then leaves `vector`
     matrix.grad, vector.grad = torch.ones(8, 8), torch.ones(8)
     optimizer.step()
@@ -102,7 +108,7 @@ def test_other_parameters_are_stepped_by_adamw():
 
 def test_a_state_that_is_loaded_keeps_its_codes():
     parameter = torch.nn.Parameter(random(8, 300))
-    optimizers = [build(CONFIG, [{"params": [parameter], "weight_decay": 0.0}], {parameter: (8,)}) for _ in range(2)]
+    optimizers = [build(CONFIG, [{"params": [parameter], "weight_decay": 0.0}], as_matrix(parameter)) for _ in range(2)]
     parameter.grad = random(8, 300, seed=1)
     optimizers[0].step()
     optimizers[1].load_state_dict(optimizers[0].state_dict())

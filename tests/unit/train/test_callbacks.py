@@ -18,7 +18,7 @@ from llmtrain.flops.peaks import Peak
 from llmtrain.train.callbacks import throughput
 from llmtrain.train.callbacks.step_rng import StepRNG, step_seed
 from llmtrain.train.callbacks.throughput import Throughput, TokenCost
-from llmtrain.train.loggers import JSONLLogger, StepLogger, TensorBoardLogger, WandbLogger, read_metrics
+from llmtrain.train.report.loggers import JSONLLogger, StepLogger, TensorBoardLogger, WandbLogger, read_metrics
 
 
 def state(step: int = 0, tokens: int = 0) -> Any:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data.batches import collate, collate_packed, filler
-from llmtrain.models.segments import Segments
+from llmtrain.data.loader.batches import collate, collate_packed, filler
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.train.composer_model import data_spec
 
 SEQ_LEN = 6
@@ -51,7 +51,7 @@ def test_labels_are_counted_by_the_loader_and_not_again_by_the_training_process(
 def test_a_part_of_the_sequences_counts_its_own_labels(batch: Any):
     found = []
     for rank in range(2):
-        [part] = data_spec(None, Segments(rank, 2)).split_batch(batch, 6)  # type: ignore[arg-type]
+        [part] = data_spec(None, ContextParallelRanks(rank, 2)).split_batch(batch, 6)  # type: ignore[arg-type]
         assert part["n_labels"] == int((part["labels"] != -100).sum())
         found.append(part["n_labels"])
     assert sum(found) == int(batch["label_counts"].sum())

@@ -12,12 +12,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
+from llmtrain.adapt.float8_linear import convert_linears
+from llmtrain.adapt.float8_product import CastOnceProjection
 from llmtrain.kernels import platform
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.schema.load import load_config
-from llmtrain.train.float8_linear import convert_linears
-from llmtrain.train.float8_product import CastOnceProjection
 
 TOKENS = 48
 LINEARS = ("mixer.wqkv", "mixer.wo", "mlp.w_in", "mlp.w_out")

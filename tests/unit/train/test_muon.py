@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.parameter_roles import matrices
+from llmtrain.models.parameters import ParameterInfo, Parameters, parameter_info
 from llmtrain.schema.optimizers import AdamWConfig, MuonConfig
 from llmtrain.train.optim import build_optimizer, learning_rates
 from llmtrain.train.optimizers import adamw, muon
@@ -23,6 +23,10 @@ MUON = {"optimizer.type": "muon"}
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_matrix(weight: torch.nn.Parameter, rows: tuple[int, ...]) -> Parameters:
+    return {weight: ParameterInfo("w", trainable=True, decay=True, fp32=False, matrix_rows=rows)}
 
 
 def singular_values(matrix: torch.Tensor) -> torch.Tensor:
@@ -52,10 +56,10 @@ def by_muon(changes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         model = HybridLM(config.model)
     optimizer = build_optimizer(model, config.optimizer)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-    taken = matrices(model)
+    taken = {parameter: info for parameter, info in parameter_info(model).items() if info.matrix_rows}
     for group in optimizer.param_groups:
         assert len({p in taken for p in group["params"]}) == 1
-    return {name: taken[p] for name, p in model.named_parameters() if p in taken}
+    return {info.name: info.matrix_rows for info in taken.values()}
 
 
 def test_projections_are_taken_part_by_part_and_nothing_else_is():
@@ -106,7 +110,9 @@ def stepped(config: MuonConfig, parts: tuple[int, ...], steps: int, decay: float
     """The weight before and after steps with the gradients random(seed=1), random(seed=2), …"""
     weight = torch.nn.Parameter(random(24, 16))
     before = weight.detach().clone()
-    optimizer = muon.build(config, [{"params": [weight], "lr": config.lr, "weight_decay": decay}], {weight: parts})
+    optimizer = muon.build(
+        config, [{"params": [weight], "lr": config.lr, "weight_decay": decay}], as_matrix(weight, parts)
+    )
     for seed in range(1, steps + 1):
         weight.grad = random(24, 16, seed=seed)
         optimizer.step()
@@ -162,7 +168,7 @@ def test_all_else_is_stepped_by_adamw_itself():
 
 def test_a_parameter_without_gradient_stays_as_it_is_with_its_state():
     weight = torch.nn.Parameter(random(8, 8))
-    optimizer = muon.build(MuonConfig(type="muon", lr=0.1), [{"params": [weight]}], {weight: (8,)})
+    optimizer = muon.build(MuonConfig(type="muon", lr=0.1), [{"params": [weight]}], as_matrix(weight, (8,)))
     weight.grad = random(8, 8, seed=1)
     optimizer.step()
     before = [weight.detach().clone(), optimizer.state[weight]["momentum_buffer"].clone()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.segments import Segments
+from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.train.composer_model import own_part
 
 
@@ -20,7 +20,7 @@ def test_the_parts_of_a_group_hold_each_label_and_each_byte_once(size):
         "text_bytes": torch.tensor([11, -1]),  # -1: unknown
         "sample_ids": torch.tensor([3, 4]),
     }
-    parts = [own_part(batch, Segments(rank, size)) for rank in range(size)]
+    parts = [own_part(batch, ContextParallelRanks(rank, size)) for rank in range(size)]
     labels = torch.cat([part["labels"] for part in parts], dim=1)
     assert sorted(labels[labels != IGNORE].tolist()) == list(range(1, 15))
     for part in parts:

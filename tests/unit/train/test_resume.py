@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llmtrain.checkpoint.format.manifest import CheckpointError
-from llmtrain.data.mds_writer import ShardWriter, write_index
-from llmtrain.data.shards import data_fingerprint
+from llmtrain.data.shards.checks import data_fingerprint
+from llmtrain.data.shards.mds_writer import ShardWriter, write_index
 from llmtrain.schema.config import Config
 from llmtrain.train.resume import require_same_run
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, tiny_config

@@ -97,7 +97,7 @@ def test_weight_decay_of_every_step(scheduler, tmp_path):
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4)) for _ in range(2))
     assert isinstance(config.optimizer, AdamWConfig)
     groups = [{"params": [ours], "weight_decay": config.optimizer.weight_decay}]
-    adamw = build(config.optimizer, groups, matrices={})
+    adamw = build(config.optimizer, groups, parameters={})
     composer = DecoupledAdamW([theirs], lr=LR, betas=(0.9, 0.97), eps=1e-9, weight_decay=3e-2)
     rate = resolve(config, None)
     generator = torch.Generator().manual_seed(0)

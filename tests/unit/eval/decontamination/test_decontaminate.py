@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.decontaminate import decontaminate, mds_samples, text_samples
 from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
 from llmtrain.eval.errors import EvalError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data.tokenizer import TokenizerError, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.scoring.huggingface import load_huggingface, window_of_config

@@ -14,7 +14,7 @@ import yaml
 import zstandard
 
 from llmtrain.config.report import ConfigError
-from llmtrain.data.tokenizer import TextTokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest

@@ -1,0 +1,81 @@
+"""A sample as text, with the borders of its documents marked."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.inspect.sample_documents import SourceDocument
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
+
+_BORDER, _SPECIAL, _PLAIN = "\x1b[36m", "\x1b[33m", "\x1b[0m"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters by which a text could steer the terminal."""
+
+
+def printable(text: str) -> str:
+    """The text, with characters written out that would steer a terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class SampleView:
+    """Lines for samples. tokenizer: None shows numbers; colour: for a terminal."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, eod_id: int | None, colour: bool):
+        self._tokenizer, self._eod_id, self._colour = tokenizer, eod_id, colour
+
+    def lines(self, title: str, tokens: NDArray, documents: Sequence[SourceDocument] | None) -> Iterator[str]:
+        """A title, then each document: where it is from and which tokens it has, its text, and the token that ends it.
+
+        documents: None where they were not recorded: then the tokens that end documents divide the sample.
+        """
+        parts = self._parts(tokens, documents)
+        padding = self._padding(tokens, documents)
+        kinds = [f"{len(tokens):,} tokens", f"{len(parts):,} document{'s' * (len(parts) != 1)}"]
+        kinds += [f"{padding:,} of padding"] if padding else []
+        yield self._paint(_BORDER, f"━━ {title}: {', '.join(kinds)}")
+        for begin, end, about in parts:
+            yield self._paint(_BORDER, f"── {about}tokens {begin}–{end - 1}")
+            yield from self._text(tokens[begin:end])
+        if padding:
+            yield self._paint(_BORDER, f"── padding: tokens {len(tokens) - padding}–{len(tokens) - 1}")
+
+    def _padding(self, tokens: NDArray, documents: Sequence[SourceDocument] | None) -> int:
+        """End-of-document tokens at the end of a sample that end no document; what lies behind its last one."""
+        if documents:
+            return len(tokens) - documents[-1].end
+        if self._eod_id is None or not len(tokens) or tokens[-1] != self._eod_id:
+            return 0
+        other = np.flatnonzero(tokens != self._eod_id)
+        run = len(tokens) - (int(other[-1]) + 1 if len(other) else 0)
+        return run - 1 if len(other) else run
+
+    def _parts(self, tokens: NDArray, documents: Sequence[SourceDocument] | None) -> list[tuple[int, int, str]]:
+        if documents:
+            before = ", goes on from before"
+            return [(one.begin, one.end, f"{printable(str(one))}{'' if one.first else before}, ") for one in documents]
+        end = len(tokens) - self._padding(tokens, None)
+        if self._eod_id is None:
+            return [(0, end, "")] if end else []
+        ends = (np.flatnonzero(tokens[:end] == self._eod_id) + 1).tolist()
+        borders = [0, *ends] if ends and ends[-1] == end else [0, *ends, end]
+        return [(low, high, "") for low, high in itertools.pairwise(borders) if low < high]
+
+    def _text(self, tokens: NDArray) -> Iterator[str]:
+        ids = tokens.tolist()
+        ends = len(ids) > 0 and ids[-1] == self._eod_id
+        body = ids[:-1] if ends else ids
+        if self._tokenizer is None:
+            text = " ".join(map(str, body))
+        else:
+            text = printable(self._tokenizer.decode(body))
+        yield from text.split("\n") if text else ()
+        if ends:
+            yield self._paint(_SPECIAL, self._tokenizer.eod_token if self._tokenizer else str(ids[-1]))
+
+    def _paint(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self._colour else text

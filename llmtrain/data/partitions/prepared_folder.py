@@ -1,0 +1,266 @@
+"""The folder that `llmtrain prepare` writes: its manifest, its fingerprint, and when it can be used again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.output_folder import MARKER
+from llmtrain.data.partitions.report import REPORTS, SPLITS
+from llmtrain.data.shards.index import ShardError, read_index
+from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
+from llmtrain.data.sources.storage import open_file
+from llmtrain.data.sources.token_kinds import mark_of_side_file
+from llmtrain.logs import log
+from llmtrain.schema.data import PrepareConfig
+
+FORMAT = 3
+"""Version of the shards. Increase it whenever the same settings give different shards."""
+_EARLIER_FORMATS = {1, 2}
+"""Versions whose folders are used as they are: 1 packed all sources as one partition, 2 compressed with level 3."""
+MANIFEST = "manifest.json"
+_ENTRIES = {MANIFEST, MARKER, *SPLITS, REPORTS, "tokenizer"}
+"""Names in a finished folder."""
+_TOLD_AFTER = 2.0
+"""Seconds of waiting for another process after which it is said."""
+HASHED_BYTES = 256 << 20
+"""Corpora up to this size are compared by content, larger ones by size and time of modification."""
+LATER_SETTINGS: dict[str, Any] = {
+    "dedup": False,
+    "add_bos_token": False,
+    "add_eos_token": True,
+    "packing": "concatenate",
+    "compression": "zstd",
+}
+"""Settings that folders made before do not name, and what they meant."""
+SETTINGS = (
+    "sources",
+    "tokenizer",
+    "vocab_size",
+    "seq_len",
+    "validation_fraction",
+    "text_key",
+    "max_bytes",
+    *LATER_SETTINGS,
+    "skip_bad_records",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class PreparedFolder:
+    """A finished folder. reused: it existed already. address: of one in a store."""
+
+    out: Path
+    manifest: dict[str, Any]
+    reused: bool
+    address: str | None = None
+
+    def split(self, name: str) -> dict[str, Any]:
+        """Counts of `train` or `validation`: documents, bytes, tokens, samples, ..."""
+        return self.manifest["splits"][name]
+
+    def summary(self) -> str:
+        """A line per split with its counts, and the records that were skipped."""
+        lines = [
+            f"{self.address or self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"
+        ]
+        passed_over = PassedOver(self.manifest.get("passed_over", {}))
+        for name, split in self.manifest["splits"].items():
+            lines.append(
+                f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens, "
+                f"{split['samples']:,} samples"
+            )
+        skipped = self.manifest["skipped"]
+        if skipped["count"]:
+            lines.append(f"  skipped {skipped['count']:,} unreadable files or records:")
+            lines += [f"    {record}" for record in skipped["first"]]
+            lines += ["    ..."] if skipped["count"] > len(skipped["first"]) else []
+        if (copies := self.manifest.get("duplicates", {"count": 0}))["count"]:
+            lines.append(f"  left out {copies['count']:,} documents that equal earlier ones:")
+            lines += [f"    {name}" for name in copies["first"]]
+            lines += ["    ..."] if copies["count"] > len(copies["first"]) else []
+        if named := passed_over.lines():
+            lines += ["  passed over in folders:", *(f"    {line}" for line in named)]
+        return "\n".join(lines)
+
+
+def file_marks(files: list[SourceFile]) -> dict[SourceFile, str]:
+    """A mark of each file's content: its digest, or for large corpora its size and time of modification."""
+    by_content = _by_content(files)
+    return {
+        file: (_content_digest(file.path) if by_content else f"{file.size} {file.mtime_ns}")
+        + mark_of_side_file(file.path, _content_digest, by_content)
+        for file in files
+    }
+
+
+def _by_content(files: list[SourceFile]) -> bool:
+    return sum(file.size for file in files) <= HASHED_BYTES
+
+
+def describe_inputs(config: PrepareConfig, files: list[SourceFile], marks: dict[SourceFile, str]) -> dict[str, Any]:
+    """All inputs the shards depend on: settings, tokenizer, and every source file by its mark."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.name}\0{marks[file]}\n".encode("utf-8", "surrogateescape"))
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    return {
+        "format": FORMAT,
+        **settings,
+        "files": {
+            "count": len(files),
+            "bytes": sum(file.size for file in files),
+            "compared_by": "content" if _by_content(files) else "size and mtime",
+            "digest": digest.hexdigest(),
+        },
+        "tokenizer_digest": _tokenizer_digest(config.tokenizer),
+    }
+
+
+def _content_digest(path: str) -> str:
+    try:
+        with open_file(path) as stream:
+            return hashlib.file_digest(stream, "blake2b").hexdigest()  # type: ignore[arg-type]
+    except OSError as error:
+        raise PrepareError(f"{path}: {error.strerror or error}") from error
+
+
+def _tokenizer_digest(tokenizer: str | None) -> str | None:
+    """Digest of a local tokenizer's file; None for a name on the hub, which the settings hold."""
+    path = Path(tokenizer).expanduser() if tokenizer else None
+    if path and path.is_dir():
+        path = path / "tokenizer.json"
+    return _content_digest(str(path))[:32] if path and path.is_file() else None
+
+
+def fingerprint(inputs: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(inputs, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The manifest of a finished folder, or None where there is none. Raises PrepareError if it is damaged."""
+    file = Path(out) / MANIFEST
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
+
+
+def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The manifest if `out` was made from these inputs; None if `out` does not exist or is to be replaced.
+
+    Raises PrepareError with what differs, what is missing, or that the folder is not one of `llmtrain prepare`.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if overwrite and (out / MANIFEST).is_file():
+        _refuse_foreign(out)
+        return None
+    manifest = read_manifest(out)
+    if manifest is None:
+        raise PrepareError(
+            f"{out} exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
+        )
+    refuse_other(out, manifest, inputs)
+    for name, split in manifest["splits"].items():
+        _require_shards(out / name, split["samples"])
+    return manifest
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raise PrepareError for a folder with something in it that `llmtrain prepare` did not write: it would be removed too."""
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in _ENTRIES)
+    with contextlib.suppress(PrepareError):  # a damaged manifest tells nothing
+        manifest = read_manifest(out)
+        if not isinstance(manifest, dict) or not {"fingerprint", "splits"} <= manifest.keys():
+            foreign.append(MANIFEST)
+    if foreign:
+        raise PrepareError(
+            f"{out} holds what `llmtrain prepare` did not write ({', '.join(foreign[:5])}), which --overwrite would remove: "
+            "move it away, or choose another folder"
+        )
+
+
+def refuse_other(out: Path | str, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Raise PrepareError with what differs, if the folder of the manifest was made from other inputs."""
+    made = LATER_SETTINGS | manifest["inputs"]
+    if made.get("format") in _EARLIER_FORMATS:
+        made["format"] = FORMAT
+    if differences := "\n  ".join(_differences(made, inputs)):
+        raise PrepareError(
+            f"{out} holds shards made otherwise:\n  {differences}\n"
+            "prepare into another folder, or replace it with --overwrite"
+        )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if key == "files" and isinstance(before, dict) and isinstance(after, dict):
+            counts = [f"{side['count']} files, {side['bytes']} bytes" for side in (before, after)]
+            same = "the same number and size of files, other contents" if counts[0] == counts[1] else None
+            yield "source files: " + (same or f"{counts[0]} then, {counts[1]} now")
+        else:
+            yield f"{key}: {before!r} then, {after!r} now"
+
+
+def _require_shards(folder: Path, samples: int) -> None:
+    """Check that every shard of the index exists, compressed or not, and so many samples in all. Raises PrepareError."""
+    try:
+        index = read_index(folder)
+    except ShardError as error:
+        raise PrepareError(f"{error}; make the folder anew with --overwrite") from error
+    if index is None:
+        raise PrepareError(f"{folder}/index.json is missing; make the folder anew with --overwrite")
+    for shard in index.shards:
+        parts = [part for part in (shard["zip_data"], shard["raw_data"]) if part]
+        sizes = {part["basename"]: part["bytes"] for part in parts}
+        if not any(_size(folder / name) == size for name, size in sizes.items()):
+            raise PrepareError(
+                f"{folder / parts[0]['basename']} is missing or cut short; make the folder anew with --overwrite"
+            )
+    if index.samples != samples:
+        raise PrepareError(
+            f"{folder}/index.json counts {index.samples:,} samples, {MANIFEST} {samples:,}: one of them was changed; "
+            "make the folder anew with --overwrite"
+        )
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
+
+
+@contextmanager
+def lock_folder(out: Path) -> Iterator[None]:
+    """Lock `out` against other processes that prepare it, and say so where one does. Raises PrepareError if its parent cannot be
+    written to."""
+    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        path = out.parent / f".{out.name}.lock"
+        path.touch()  # FileLock waits for ever where no file can be made
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=_TOLD_AFTER)
+        except Timeout:
+            log.info(f"another process prepares {out}: waiting for it to end")
+            lock.acquire()
+    except OSError as error:
+        raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()

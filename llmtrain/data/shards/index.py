@@ -1,0 +1,241 @@
+"""The index.json of MDS shards, and a shard's file beside what the index says of it. No torch here.
+
+Shards may come from anywhere: nothing in an index may reach outside of its folder, or name a column that is read by running
+what it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, BinaryIO, Literal
+
+import xxhash
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from llmtrain.config.base import setting_error
+from llmtrain.config.regular_file import open_regular
+from llmtrain.data.shards.table import ShardTable, shared_table
+from llmtrain.data.sources.json_chunks import NoSuchList, list_in_chunks
+from llmtrain.errors import UserError
+
+TOKEN_COLUMNS = ("tokens", "input_ids")
+"""Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
+
+_NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+_ENCODINGS = (
+    {"bytes", "str", "int", "ndarray", "str_int", "str_float", "str_decimal", "json"}
+    | {"pil", "jpeg", "jpeg_array", "jpegarray", "png", "list[pil]", "list[jpeg]", "list[png]"}
+    | _NUMBERS
+)
+"""Encodings of columns, before the colon, that are plain data. MDS has one more, pkl."""
+_OF_ANY_LENGTH = {"shake_128", "shake_256"}
+
+
+class ShardError(UserError):
+    """Shards that are missing, damaged, or do not fit the config."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """One stream's index.json. folder: where it lies; also an address."""
+
+    folder: Path | str
+    shards: ShardTable
+
+    @functools.cached_property
+    def samples(self) -> int:
+        return sum(self.shards.samples)
+
+    @property
+    def hash_algorithm(self) -> str | None:
+        """The fastest hash algorithm that all shards have in common, or None."""
+        common = set.intersection(*(set(kind["hashes"]) for kind in self.shards.kinds)) if self.shards else set()
+        known = common & (xxhash.algorithms_available | hashlib.algorithms_guaranteed) - _OF_ANY_LENGTH
+        return min(known, key=lambda name: (name not in xxhash.algorithms_available, name), default=None)
+
+    def seq_lens(self) -> set[int | None]:
+        """Tokens per sample by the columns' encodings; None for columns with a length per sample."""
+        return {_seq_len(kind) for kind in self.shards.kinds}
+
+    def has_tokens(self) -> bool:
+        return all(any(name in kind["column_names"] for name in TOKEN_COLUMNS) for kind in self.shards.kinds)
+
+
+def _seq_len(kind: dict[str, Any]) -> int | None:
+    encodings = dict(zip(kind["column_names"], kind["column_encodings"], strict=True))
+    encoding = next((encodings[name] for name in TOKEN_COLUMNS if name in encodings), "")
+    parts = encoding.split(":")
+    return int(parts[2]) if parts[0] == "ndarray" and len(parts) == 3 and parts[2].isdigit() else None
+
+
+def read_index(folder: Path) -> Index | None:
+    """Read a folder's index.json; None if there is none. Raises ShardError for one that is not an index."""
+    file = folder / "index.json"
+    try:
+        with open_regular(file) as opened:
+            about = os.fstat(opened.fileno())
+            found = (str(file), about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size)
+            if found not in _READ:
+                if len(_READ) >= _MOST_READ:
+                    _READ.clear()
+                _READ[found] = parse_index(opened.read(), folder)
+            return _READ[found]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ShardError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+_READ: dict[tuple[str, int, int, int, int], Index] = {}
+"""Indexes that this process has read, by the file and its times: a start asks for each several times."""
+_MOST_READ = 64
+
+
+def parse_index(text: bytes, folder: Path | str) -> Index:
+    """Decode the index.json of a folder or address. Raises ShardError if it is not an index."""
+    file = f"{folder}/index.json"
+    try:
+        return Index(folder, shared_table(text, _valid_entries))
+    except _Twice as error:
+        raise ShardError(f"{file} {error}") from None
+    except (_Invalid, NoSuchList, RecursionError, ValueError) as error:  # ValueError: also of json and of UTF-8
+        raise ShardError(f"{file} is not the index of MDS shards: {error}") from None
+
+
+class _Invalid(Exception):
+    """A fault of an index."""
+
+
+class _Twice(Exception):
+    """A shard that an index names twice."""
+
+
+def _valid_entries(text: bytes) -> Iterator[dict[str, Any]]:
+    """The entries of an index.json, validated some at a time: all of them as objects would take a gigabyte per 300,000."""
+    names: Counter[str] = Counter()
+    begin = 0
+    for entries in list_in_chunks(text.decode(), "shards"):
+        _validate(entries, begin)
+        begin += len(entries)
+        names.update(entry["raw_data"]["basename"] for entry in entries)
+        yield from entries
+    if len(names) < begin:
+        name, count = names.most_common(1)[0]
+        raise _Twice(f"names the shard {name} {count} times; its samples would count as often")
+
+
+def _validate(shards: list[Any], begin: int) -> None:
+    try:
+        _SHARDS.validate_python(shards)
+    except ValidationError as error:
+        first = error.errors()[0]
+        number, *rest = first["loc"]
+        where = ".".join(map(str, ("shards", int(number) + begin, *rest)))
+        raise _Invalid(f"{where}: {first['msg']}") from None
+
+
+def verify_shard(file: BinaryIO, shard: dict[str, Any], algorithm: str | None) -> str | None:
+    """Compare a raw shard with its entry of the index: size, number of samples and, with an algorithm, the hash.
+
+    Returns what differs, as a sentence fragment; None if it is as it was written.
+    """
+    raw = shard["raw_data"]
+    size = file.seek(0, os.SEEK_END)
+    if size != raw["bytes"]:
+        return f"it has {size:,} bytes; the index says {raw['bytes']:,}"
+    file.seek(0)
+    samples = int.from_bytes(file.read(4), "little")
+    if samples != shard["samples"]:
+        return f"it holds {samples:,} samples; the index says {shard['samples']:,}"
+    if algorithm is not None:
+        file.seek(0)
+        found = hashlib.file_digest(file, _hasher(algorithm)).hexdigest()  # type: ignore[arg-type]
+        if found != raw["hashes"][algorithm]:
+            return f"its {algorithm} is not the one in the index"
+    return None
+
+
+def hash_of(algorithm: str, content: bytes) -> str | None:
+    """Hash of the content (hex); None for an algorithm that is not known here."""
+    if algorithm not in xxhash.algorithms_available | hashlib.algorithms_guaranteed - _OF_ANY_LENGTH:
+        return None
+    hasher = _hasher(algorithm)()
+    hasher.update(content)
+    return hasher.hexdigest()
+
+
+def _hasher(algorithm: str) -> Callable[[], Any]:
+    if algorithm in xxhash.algorithms_available:
+        return getattr(xxhash, algorithm)
+    return lambda: hashlib.new(algorithm)
+
+
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def _inside(name: str) -> str:
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or name in ("", ".") or str(path) != name or "\0" in name:
+        raise setting_error(f"{name!r} names no file inside of the folder of the shards")
+    return name
+
+
+def _plain(encoding: str) -> str:
+    kind = encoding.partition(":")[0]
+    if kind == "pkl":
+        raise setting_error("'pkl' is a pickle, which may run any code when it is read: never read here")
+    if kind not in _ENCODINGS:
+        raise setting_error(f"{encoding!r} is no encoding of MDS")
+    return encoding
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+    basename: Annotated[str, AfterValidator(_inside)]
+    bytes: NonNegativeInt
+    hashes: dict[str, str]
+
+
+class _Shard(BaseModel):
+    model_config = ConfigDict(strict=True)
+    version: Literal[2]
+    format: Literal["mds"]
+    column_names: list[str]
+    column_encodings: list[Annotated[str, AfterValidator(_plain)]]
+    column_sizes: list[NonNegativeInt | None]
+    compression: str | None
+    hashes: list[str]
+    samples: NonNegativeInt
+    raw_data: _Part
+    zip_data: _Part | None
+
+    @model_validator(mode="after")
+    def _agree(self) -> _Shard:
+        if not len(self.column_names) == len(self.column_encodings) == len(self.column_sizes):
+            raise setting_error("column_names, column_encodings and column_sizes differ in length")
+        if (self.compression is None) != (self.zip_data is None):
+            raise setting_error("compression and zip_data are given together, or neither is")
+        for part in (self.raw_data, self.zip_data):
+            if part and (missing := set(self.hashes) - set(part.hashes)):
+                raise setting_error(f"{part.basename} has no {min(missing)}, which hashes promises")
+        return self
+
+
+_SHARDS = TypeAdapter(list[_Shard])

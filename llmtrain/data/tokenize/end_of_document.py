@@ -1,0 +1,82 @@
+"""The end-of-document token of the shards, as recorded in their folders. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.base import Problem
+from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
+from llmtrain.data.shards.index import ShardError
+from llmtrain.schema.data import DataConfig, StreamConfig
+
+
+def check_documents(data: DataConfig) -> Iterator[Problem]:
+    """Problems with data.mask_documents: no recorded end-of-document token, or samples that are filled and need it. None before
+    data.prepare has run."""
+    if data.prepare is not None:
+        made = [one.out for one in data.prepare.each().values()] or [data.prepare.out]
+        if not all(Path(out).expanduser().exists() for out in made):
+            return
+    try:
+        end_of_document(data)
+    except ValueError as error:
+        yield Problem("data.mask_documents", data.mask_documents, str(error))
+
+
+def end_of_document(data: DataConfig) -> int | None:
+    """Id of the end-of-document token, which all streams must share; None unless data.mask_documents is set.
+
+    Raises ShardError for a stream without a record of it, for streams that differ, and without data.mask_documents for one whose
+    samples are filled; PrepareError or TokenizerError for files that cannot be read.
+    """
+    if not data.mask_documents:
+        for stream in (*data.train_streams().values(), *data.validation_streams().values()):
+            manifest = _manifest(stream)
+            if manifest is not None and manifest.get("inputs", {}).get("packing") == "best_fit":
+                raise ShardError(
+                    f"the samples of {stream.local} are packed by best fit, and filled with end-of-document tokens, which would be "
+                    "trained on; set data.mask_documents: true"
+                )
+        return None
+    found: dict[int, str] = {}
+    for stream in (*data.train_streams().values(), *data.validation_streams().values()):
+        found.setdefault(_recorded_eod_id(stream), stream.local)
+    if len(found) > 1:
+        which = ", ".join(f"{id} in {local}" for id, local in found.items())
+        raise ShardError(f"the streams' documents end with different tokens ({which}); use shards of one tokenizer")
+    return next(iter(found))
+
+
+def _folders(stream: StreamConfig) -> tuple[Path, ...]:
+    local = Path(stream.local).expanduser()
+    return (local,) if stream.split else (local, local.parent)
+
+
+def _manifest(stream: StreamConfig) -> dict[str, Any] | None:
+    """The manifest of `llmtrain prepare` beside a stream's shards."""
+    for folder in _folders(stream):
+        manifest = read_manifest(folder)
+        if manifest is not None and isinstance(manifest.get("tokenizer"), dict):
+            return manifest
+    return None
+
+
+def _recorded_eod_id(stream: StreamConfig) -> int:
+    local = Path(stream.local).expanduser()
+    if (manifest := _manifest(stream)) is not None:
+        if not manifest.get("inputs", {}).get("add_eos_token", True):
+            raise ShardError(
+                f"the documents of {local} are not closed (add_eos_token: false), so nothing tells them apart"
+            )
+        return manifest["tokenizer"]["eod_id"]
+    for folder in _folders(stream):
+        if (folder / "tokenizer").is_dir():
+            from llmtrain.data.tokenize.tokenizer import load_tokenizer
+
+            return load_tokenizer(str(folder / "tokenizer")).eod_id
+    raise ShardError(
+        f"neither {local / MANIFEST} nor {local / 'tokenizer'} says which token ends a document; put the tokenizer that the "
+        "shards were made with there, or make them with `llmtrain prepare`"
+    )

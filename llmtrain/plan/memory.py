@@ -1,0 +1,244 @@
+"""GPU memory of a training run, estimated from the config. No torch here.
+
+Weights, gradients and optimizer state are exact sizes; activations are an estimate, and fragmentation, communication
+buffers and the CUDA or HIP context (1 to 3 GB) are left out. P = parameters (with train.parallel.tensor those of one rank's part),
+T = those of them that are trained (models/parameters.py), S = ranks that share one copy of them
+(all ranks, or train.sharding.shard_size, divided by train.parallel.tensor), b = bytes of the computation's format (2 in bf16, 4 in
+fp32):
+
+    weights      4 P / S, plus what FSDP2 holds gathered: b * P with grad_op, sync_every_microbatch: false or S = 1;
+                 otherwise b times the root group (embedding, shared blocks, norm, head) and two layers (the one at
+                 work and the next)
+    gradients    4 T / S (4 T with sync_every_microbatch: false), plus (b + r) * the largest group during its reduction, r bytes of
+                 reduce_dtype
+    optimizer    state_bytes T / S, of the optimizer's section: 8 for AdamW's two moments in fp32; 4 for the matrices of Muon,
+                 about 2 for those of 8-bit AdamW. With optimizer.offload three parts of it, each of OFFLOADED_AT_ONCE parameters or
+                 of a larger one, as far as they need more than activations and loss do, which are not there then
+    average      4 T / S with train.ema
+    float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
+                 among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
+    activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
+                 section (saved_bytes), as compiled blocks with fused attention keep it; with checkpointing, what is kept plus one
+                 layer's worth in full. Ranks that share sequences (train.parallel.context) keep those of their tokens, what a block
+                 computes beside them (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share
+                 layers (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
+                 takes for a while, whatever the batch (workspace_bytes), of the layer that takes the most
+    loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
+                 gradient of the head's weights, if they are trained
+
+The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
+of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
+chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
+output and those of the operators that its backends declare (saved_ops in kernels/registry.py), with the kind `kernels` the latter
+alone. Where sharding or checkpointing is
+`auto`, the estimate is that of full sharding and of no checkpointing; automatic.py settles them by it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from llmtrain.errors import UserError
+from llmtrain.models.costs import SavedBytes
+from llmtrain.models.sections.block import BlockSection
+from llmtrain.schema.config import Config
+from llmtrain.schema.optimizers import OptimizerConfig
+
+OFFLOADED_AT_ONCE = 2**25
+"""Elements of a rank whose optimizer state is on the GPU together, with optimizer.offload. A larger parameter is there alone."""
+GPUS_PER_NODE = 8  # what hybrid sharding is described with when the config leaves shard_size to the machine
+
+
+@dataclass(frozen=True)
+class ParameterSizes:
+    """Parameters of the model as FSDP2 groups them: one group per layer, and the root for everything else."""
+
+    total: int
+    root: int
+    largest_layer: int
+    matrices: int = 0
+    """Of the trained, those that an optimizer of matrices takes: see models/parameters.py."""
+    float8: int = 0
+    """Of the total, those of products in float8 (train.float8)."""
+    float8_inputs: int = 0
+    """Channels of their inputs, over all layers."""
+    float8_beside: int = 0
+    """Of these, those that are kept in the computation's format too: outputs of attention."""
+    head: int = 0
+    """Of the root, those of an untied head, whose gradients are reduced by themselves."""
+    frozen: int = 0
+    """Of the total, those that are not trained."""
+    largest_trained: int = 0
+    """Trained parameters of the group of gradients that is reduced at once and has the most; 0: all of the largest group's."""
+    frozen_head: bool = False
+    """The weights of the logits are not trained, be they the head's or the embedding's."""
+
+    @property
+    def trained(self) -> int:
+        return self.total - self.frozen
+
+    @property
+    def reduced(self) -> int:
+        """Parameters whose gradients are reduced at once."""
+        return self.largest_trained or max(self.root - self.head, self.head, self.largest_layer)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    average: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> Memory:
+    """Memory of one of `world_size` GPUs, by the formulas above. Raises UserError for a world size below 1."""
+    if world_size < 1:
+        raise UserError(f"the world size is at least 1, not {world_size}")
+    train = config.train
+    shards = max(shard_ranks(config, world_size) // train.parallel.tensor, 1)
+    width = 2 if train.precision == "amp_bf16" else 4
+    once_a_step = train.sharding.sync_every_microbatch is False
+    whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
+    gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
+    held = width * gathered
+    if train.float8 is not None and train.float8.gathers:
+        held -= (width - 1) * gathered * sizes.float8 // sizes.total
+    reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
+    gradients = sizes.trained if once_a_step else -(-sizes.trained // shards)
+    of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
+    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside)
+    loss = _loss(config, width, head_gradient=not sizes.frozen_head)
+    optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
+    if config.optimizer.offload:  # in the place of activations, which a step has not
+        largest = max(OFFLOADED_AT_ONCE, sizes.root // shards)
+        optimizer = max(min(optimizer, 3 * config.optimizer.state_bytes * largest) - activations - loss, 0)
+    return Memory(
+        weights=-(-4 * sizes.total // shards) + held,
+        gradients=4 * gradients + (width + reduced) * sizes.reduced,
+        optimizer=optimizer,
+        activations=activations,
+        loss=loss,
+        average=-(-4 * sizes.trained // shards) if train.ema else 0,
+    )
+
+
+def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
+    """Bytes of the optimizer's state, over all ranks that share a model."""
+    of_matrices = config.state_bytes if config.matrix_state_bytes is None else config.matrix_state_bytes
+    return config.state_bytes * (sizes.trained - sizes.matrices) + math.ceil(of_matrices * sizes.matrices)
+
+
+def shard_ranks(config: Config, world_size: int) -> int:
+    """Ranks that hold one copy of the model between them."""
+    sharding = config.train.sharding
+    return min(world_size, sharding.shard_size or GPUS_PER_NODE) if sharding.strategy == "hybrid" else world_size
+
+
+def gathered_bytes(config: Config) -> float:
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its sequences."""
+    model, context = config.model, config.train.parallel.context
+    if context == 1:
+        return 0.0
+    width = 2 if config.train.precision == "amp_bf16" else 4
+    used = [name for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    of_sequence = sum(
+        model.blocks[name].gathered_bytes(model.d_model, width, config.data.seq_len, context) for name in used
+    )
+    return config.train.least_microbatch * of_sequence
+
+
+def exchanged_bytes(config: Config) -> float:
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its layers: each mixer and each MLP
+    gathers its inputs and hands on sums, as the embedding and the head do once."""
+    model, parallel = config.model, config.train.parallel
+    width = 2 if config.train.precision == "amp_bf16" else 4
+    tokens = config.train.least_microbatch * config.data.seq_len / parallel.context
+    used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    d_model = model.d_model
+    channels = sum(block.input_width(d_model) + d_model + (2 * d_model if block.mlp else 0) for block in used)
+    return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor
+
+
+def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int) -> int:
+    model, checkpointing = config.model, config.train.activation_checkpointing
+    residual = width * model.d_model
+    seq_len, context = config.data.seq_len, config.train.parallel.context
+    local = seq_len / context  # tokens of a sequence in one rank's layers
+    tensor, at_once = config.train.parallel.tensor, checkpointing.mlp_tokens or float("inf")
+    parts = [0.0]  # of MLPs at work, of one sequence
+
+    def saved_by(block: BlockSection) -> SavedBytes:
+        saved = block.saved_by_layer(model.d_model, width, model.norm)
+        if context > 1:
+            saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+            saved += block.kept_in_segments(model.d_model, width)
+        if block.mlp is not None and at_once < local / tensor:
+            inside = block.mlp.saved_bytes(model.d_model, width).everything - 2 * residual
+            parts.append(inside * at_once)
+            saved += SavedBytes(-inside, 0)
+        if tensor == 1:
+            return saved
+        inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))
+        everything = saved.everything / tensor + inputs * (1 - 1 / tensor)
+        return SavedBytes(everything, saved.selective / tensor, saved.kernels / tensor)
+
+    per_layer = []
+    for layer in model.layer_list():
+        saved = saved_by(model.blocks[layer.block])
+        per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
+    kept = 0.0
+    for index, saved in enumerate(per_layer):
+        if checkpointing.fraction is not None:
+            kept += residual / tensor + checkpointing.fraction * (saved.everything - residual / tensor)
+        elif checkpointing.type in ("none", "auto") or (checkpointing.k is not None and index % checkpointing.k):
+            kept += saved.everything
+        else:
+            results = {"selective": saved.selective, "kernels": saved.kernels}
+            kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
+    if checkpointing.type in ("none", "auto", "budget"):
+        kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
+    recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
+    # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer.
+    outside = 3 + checkpointing.offload
+    batch = config.train.least_microbatch
+    used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    call = seq_len if context == 1 else seq_len // (2 * context)  # attention goes segment by segment
+    workspace = max(block.workspace_bytes(model.d_model, width, call) for block in used)
+    return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts))) + workspace
+
+
+def host_state_bytes(config: Config, sizes: ParameterSizes, world_size: int) -> int:
+    """Bytes of host memory for a rank's optimizer state, with optimizer.offload."""
+    if not config.optimizer.offload:
+        return 0
+    shards = max(shard_ranks(config, world_size) // config.train.parallel.tensor, 1)
+    return -(-optimizer_bytes(config.optimizer, sizes) // shards)
+
+
+def host_bytes(config: Config) -> int:
+    """Bytes of host memory for the inputs of a rank's recomputed layers, with activation_checkpointing.offload."""
+    train, layers = config.train, len(config.model.layer_list())
+    if not train.activation_checkpointing.offload:
+        return 0
+    width = 2 if train.precision == "amp_bf16" else 4
+    tokens = config.data.seq_len // train.parallel.ranks * train.least_microbatch
+    return width * config.model.d_model * tokens * -(-layers // (train.activation_checkpointing.k or 1))
+
+
+def _loss(config: Config, width: int, head_gradient: bool) -> int:
+    tokens = -(-config.train.least_microbatch * config.data.seq_len // config.train.parallel.context)
+    vocab, d_model = config.model.vocab_size // config.train.parallel.tensor, config.model.d_model
+    if config.train.loss.type == "plain":
+        return tokens * vocab * (width + 4 + 4)  # logits, their fp32 log-softmax, its gradient
+    chunk = min(tokens, config.train.loss.chunk_tokens)
+    return chunk * vocab * 2 * width + tokens * d_model * width + 4 * vocab * d_model * head_gradient

@@ -1,0 +1,209 @@
+"""`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llmtrain.flops.units import binary, decimal, duration, share, significant
+from llmtrain.plan.describe import Description, Float8Description
+from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.scaling import Scale
+from llmtrain.schema.config import Config
+
+
+def print_description(description: Description, config: Config, console: Console | None = None) -> None:
+    """Prints every part; what is estimated or assumed says so."""
+    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    d, model = description, config.model
+    console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
+    for name, block in model.blocks.items():
+        console.print(f"  {name} = {block.describe(model.d_model)}{block.describe_wiring(model.d_model, model.norm)}")
+    width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
+    multipliers = {"embedding": model.embedding_multiplier, "logits": model.logit_multiplier}
+    width += "".join(f"{name} x {value:g}, " for name, value in multipliers.items() if value != 1)
+    console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
+    console.print(f"  {_export(d)}\n", soft_wrap=True)
+    console.print(_parameters(d))
+    _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
+    if d.parameter_groups:
+        console.print(_groups(d))
+        _note(console, "Where several entries match, each setting is that of the last entry which gives it.")
+    if d.float8 is not None:
+        products = f"{share(d.float8.share)} of the linear layers' products"
+        console.print(f"[bold]float8 ({d.float8.recipe}): {products}[/]", soft_wrap=True)
+        if d.float8.left_out:
+            console.print(_float8(d.float8))
+        if d.float8.refused is not None:
+            console.print(f"[bold]{d.float8.refused}: a run there is refused[/]; train.float8=null", soft_wrap=True)
+        _note(console, "MFU stays a share of the bf16 peak, so it compares with that of a run in bf16.")
+    console.print(_flops(d))
+    _note(
+        console,
+        "training: three times forward. foundry: 6 N + 12 L d T as in LLM Foundry, with N = active parameters "
+        "(embeddings too) and whole T x T squares. causal: what the mathematics needs: half squares, free look-ups."
+        + (" scan: a recurrence, token by token, in both." if d.forward_full["scan"] else ""),
+    )
+    console.print(_memory(d, config))
+    for line in d.resolved:
+        _note(console, line)
+    for fit in d.fits:
+        _note(console, f"Would fit, with {binary(fit.memory.total)}: {' '.join(fit.settings)} ({fit.price}).")
+    _note(
+        console,
+        "Activations are an estimate for compiled layers with fused attention; compare with the peak that training "
+        "logs (memory/peak_allocated_gib). The formulas are in llmtrain/plan/memory.py.",
+    )
+    console.print(_run(d, config))
+    if d.schedule is not None:
+        console.print(f"learning rate: {d.schedule}")
+    if d.speed is None:
+        _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
+
+
+def print_scaling(points: Sequence[Scale], console: Console | None = None) -> None:
+    """Prints predictions of `describe --nodes`."""
+    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    table = _table("Predicted", "GPUs", "sharding", "step", "exposed", "kept", "tokens/s", "memory")
+    for point in points:
+        table.add_row(
+            f"{point.gpus:,}",
+            point.sharding,
+            duration(point.step_seconds),
+            duration(point.exposed) if point.exposed else "0",
+            share(point.kept),
+            decimal(point.tokens_per_second, ""),
+            binary(point.memory) if point.fits else f"[red]{binary(point.memory)}, too much[/]",
+        )
+    console.print(table)
+    _note(
+        console,
+        "Each GPU has the same work. Computed from the assumed MFU of one GPU and stated bandwidths (plan/scaling.py). "
+        "Predictions for two and four GPUs of a node were 5 % too low to 5 % too high; nothing beyond one is measured.",
+    )
+
+
+def _export(d: Description) -> str:
+    if d.exports_as:
+        return f"`llmtrain export` writes it as {d.exports_as}"
+    # A dotted path ends before ' = '.
+    paths = [reason.split(": ", 1)[1].split(" = ")[0] for reason in d.not_exported if _nearest(d) in reason]
+    return f"`llmtrain export` cannot write it: {_nearest(d)} differs in {', '.join(paths)}"
+
+
+def _nearest(d: Description) -> str:
+    return d.not_exported[0].split(":")[0]
+
+
+def _gpus(d: Description) -> str:
+    return f"{d.world_size} GPU{'s' if d.world_size > 1 else ''}"
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text + "\n", style="dim", markup=False)
+
+
+def _parameters(d: Description) -> Table:
+    table = _table("Parameters", "", "", "")
+    for row in d.components:
+        times = f" x {row.copies}" if row.copies > 1 else ""
+        used = f", used {row.uses} times" if row.uses != row.copies else ""
+        table.add_row(f"{row.name}{times}{used}", f"{row.parameters:,}", share(row.parameters / d.total_parameters, 1))
+    table.add_section()
+    table.add_row("total", f"{d.total_parameters:,}", "")
+    table.add_row("active", f"{d.active_parameters:,}", "")
+    return table
+
+
+def _groups(d: Description) -> Table:
+    table = _table("Parameter groups", "optimizer.groups", "parameters", "tensors", "peak lr", "weight decay")
+    for group in d.parameter_groups:
+        row = (f"{group.parameters:,}", f"{group.tensors:,}", f"{group.lr:.3g}", f"{group.weight_decay:.3g}")
+        table.add_row(escape(", ".join(group.matched)) or "(none)", *row)
+    return table
+
+
+def _float8(float8: Float8Description) -> Table:
+    table = _table("left in bf16", "", "")
+    for layers, reason in float8.left_out:
+        table.add_row(escape(layers), reason)
+    return table
+
+
+def _flops(d: Description) -> Table:
+    table = _table("FLOP per token", "", "full squares", "causal")
+
+    def add(name: str, full: float, causal: float) -> None:
+        table.add_row(name, decimal(full, "FLOP"), decimal(causal, "FLOP"))
+
+    for kind, full in d.forward_full.items():
+        if full:
+            add(kind, full, d.forward_causal[kind])
+    table.add_section()
+    add("forward", sum(d.forward_full.values()), sum(d.forward_causal.values()))
+    add("training (foundry | causal)", d.training_foundry, d.training_causal)
+    return table
+
+
+def _memory(d: Description, config: Config) -> Table:
+    train = config.train
+    shared = f" / {train.parallel.ranks}" if train.parallel.ranks > 1 else ""
+    divided = f", tensor {train.parallel.tensor}" if train.parallel.tensor > 1 else ""
+    table = _table(f"Memory per GPU, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
+    rows = {
+        f"weights ({train.precision}, {d.sharding} sharding over {d.shard_ranks}{divided})": d.memory.weights,
+        "gradients": d.memory.gradients,
+        f"optimizer ({config.optimizer.title}{', in host memory' if d.host_state else ''})": d.memory.optimizer,
+        **({"moving average of the weights": d.memory.average} if train.ema else {}),
+        f"activations, estimated (microbatch {d.microbatch_size} x {config.data.seq_len}{shared}, "
+        f"checkpointing {d.checkpointing})": d.memory.activations,
+        f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
+    }
+    for name, size in rows.items():
+        table.add_row(name, binary(size), share(size / d.gpu_memory) if d.gpu_memory else "")
+    table.add_section()
+    table.add_row("together", binary(d.memory_total), share(d.memory_total / d.gpu_memory) if d.gpu_memory else "")
+    if d.gpu_memory and d.memory_total > d.gpu_memory:
+        table.add_row("[red]more than the GPU has[/]", binary(d.gpu_memory), "")
+    if d.host_state:
+        table.add_row("host memory of a rank, for the optimizer's state", binary(d.host_state), "")
+    if of_host := host_bytes(config):
+        table.add_row("host memory of a rank, for inputs of recomputed layers", binary(of_host), "")
+    return table
+
+
+def _run(d: Description, config: Config) -> Table:
+    table = _table("Run", "", "")
+    length = f"{d.steps:,}" if d.steps is not None else f"{config.train.duration}; steps depend on the data"
+    table.add_row("steps", length)
+    table.add_row("tokens per step", f"{d.tokens_per_step:,}")
+    parallel = config.train.parallel
+    for size, ranks, of in ((d.gathered, parallel.context, "sequences"), (d.exchanged, parallel.tensor, "layers")):
+        if size:
+            others = f"{ranks - 1} GPU{'s that share' if ranks > 2 else ' that shares'} its {of}"
+            table.add_row("received per microbatch and forward pass", f"{binary(size)} from {others}")
+    if d.tokens is not None:
+        table.add_row("tokens", f"{d.tokens:,} ({significant(d.tokens / d.total_parameters, 3)} per parameter)")
+    if d.speed is not None:
+        speed = d.speed
+        peak = f"{significant(speed.peak_flops / 1e12, 4)} TFLOP/s, {speed.gpu}"
+        table.add_section()
+        note = "" if speed.peak_source == speed.gpu else f" ({speed.peak_source})"
+        table.add_row("assumed", f"{share(speed.mfu)} MFU (foundry) of {peak}{note}")
+        table.add_row("tokens/s/GPU", significant(speed.tokens_per_second_per_gpu, 3))
+        table.add_row("time per step", duration(speed.seconds_per_step))
+        if speed.days is not None:
+            table.add_row(f"time on {_gpus(d)}", duration(86_400 * speed.days))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    table.show_header = any(columns)  # a row of blanks says nothing
+    return table

@@ -1,0 +1,185 @@
+"""Step time on many GPUs, predicted from the speed of one and from stated bandwidths. No torch here.
+
+FSDP2 gathers b P bytes of weights twice a microbatch with full or hybrid sharding; once a step with grad_op, or where gradients are
+summed once a step (train/callbacks/gradient_sync.py). It sums r P bytes of gradients a microbatch, or once a step. b and r are the
+bytes of the computation's and of the sums' format; weights of products in float8 are gathered in one byte. Of all that, (S - 1) / S
+passes each GPU's links inside a node; where a sharding group spans n nodes of g GPUs, (n - 1) / n enters each node through its g
+network links. Hybrid sharding sums each GPU's P / S gradients over the nodes instead: 2 r P / S bytes, times (n - 1) / n.
+
+Communication inside a node takes multiprocessors and memory from the computation beside it: it costs as if it ran alone, at
+LOCAL_SHARE of the stated rate, fitted to what full sharding, grad_op and one sync a step kept beside each other (two H200s over
+NVLink, 2026-11-23). That of the network is hidden behind the computation as far as that is long enough; NETWORK_SHARE is an
+assumption, and nothing beyond one node has been measured.
+
+WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
+launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
+of Zamba2-2.7B's, of more and smaller kernels. With graphs, which ranks of one node may have (plan/graph_gain.py), two GPUs kept
+what the communication leaves, within 1 % (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.config.output_folder import OutputError, replace_file
+from llmtrain.errors import UserError
+from llmtrain.flops.peaks import Device
+from llmtrain.plan.automatic import resolve_auto
+from llmtrain.plan.graph_gain import takes_graphs
+from llmtrain.plan.memory import ParameterSizes, estimate_memory, shard_ranks
+from llmtrain.schema.config import Config
+
+LOCAL_SHARE = 0.55
+NETWORK_SHARE = 0.8
+WITHOUT_GRAPHS = 0.025
+
+NODE_LINKS = {
+    **dict.fromkeys(("a100", "a100-40gb", "h100-nvl", "h200-nvl"), 300.0),
+    **dict.fromkeys(("h100-sxm", "h200", "h20"), 450.0),
+    **dict.fromkeys(("b200", "gb200", "b300", "gb300"), 900.0),
+    **dict.fromkeys(("mi300x", "mi325x"), 448.0),
+    **dict.fromkeys(("mi350x", "mi355x"), 537.6),
+}
+"""GB/s in one direction between a GPU and the others of its node, by datasheet: NVLink; of AMD seven Infinity Fabric links."""
+LINKS = {"hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
+"""Gbit/s of one InfiniBand port, one of which each GPU is taken to have."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of so many GPUs. node_link, link: bytes per second in one direction of a GPU's links inside a node, and of its network
+    port."""
+
+    per_node: int
+    node_link: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A run on so many GPUs with the same work for each. exposed: seconds of a step that communication adds. kept: tokens/s of a
+    GPU, as a share of one GPU's alone. memory: bytes per GPU by the estimate; fits: they are no more than it has."""
+
+    gpus: int
+    sharding: str
+    step_seconds: float
+    exposed: float
+    kept: float
+    tokens_per_second: float
+    memory: int
+    fits: bool
+
+
+def cluster(device: Device, per_node: int, link: str, node_link: float | None) -> Cluster:
+    """link: one of LINKS, or Gbit/s. node_link: GB/s; None: from the table. Raises UserError for what is not known."""
+    rate = node_link if node_link is not None else NODE_LINKS.get(device.short)
+    if rate is None:
+        raise UserError(f"the links inside a node of {device.title} are not in the table; give --node-link in GB/s")
+    try:
+        gigabits = LINKS[link] if link in LINKS else float(link)
+    except ValueError:
+        raise UserError(f"--link takes Gbit/s per GPU, or one of {', '.join(LINKS)}, not '{link}'") from None
+    if not (0 < gigabits < math.inf and 0 < rate < math.inf and per_node > 0):
+        raise UserError("--link, --node-link and --gpus-per-node are above 0, and finite")
+    return Cluster(per_node, rate * 1e9, gigabits * 1e9 / 8)
+
+
+def refuse_divided(config: Config) -> None:
+    """Raises UserError where a model or a sequence is divided between GPUs."""
+    if config.train.parallel.ranks != 1:
+        raise UserError("--nodes predicts data parallelism; use train.parallel={context: 1, tensor: 1}")
+
+
+def curve(
+    config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, wanted: int, most: int = 1024
+) -> list[Scale]:
+    """Predictions for 1, 2, 4, ... GPUs of a node, 1, 2, 4, ... nodes up to `most` GPUs, and `wanted` GPUs, each of which has the
+    work that it has on `wanted` of them.
+
+    config: may have `auto`, which each number of GPUs settles for itself. rate: tokens/s of one GPU alone. memory: bytes of a GPU.
+    Raises UserError where a model or a sequence is divided between GPUs.
+    """
+    refuse_divided(config)
+    per_gpu = config.grad_accum(wanted) * config.train.least_microbatch
+    doubled = [2**i for i in range(most.bit_length())]
+    counts = {count for count in doubled if count <= place.per_node} | {place.per_node * count for count in doubled}
+    counts = {count for count in counts if count <= most} | {wanted}
+    return [_scale(config, sizes, rate, place, memory, gpus, per_gpu) for gpus in sorted(counts)]
+
+
+def _scale(
+    config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, gpus: int, per_gpu: int
+) -> Scale:
+    train = config.train.model_copy(update={"global_batch_size": per_gpu * gpus})
+    config = resolve_auto(
+        config.model_copy(update={"train": train}), sizes, gpus, min(gpus, place.per_node), memory
+    ).config
+    compute = per_gpu * config.data.seq_len / rate
+    local, network = exchanged_seconds(config, sizes, place, gpus)
+    exposed = local + max(network - compute, 0.0)
+    graphs = gpus == 1 or (gpus <= place.per_node and takes_graphs(config, sizes.total, gpus, one_node=True))
+    step = compute * (1 if graphs else 1 + WITHOUT_GRAPHS) + exposed
+    needed = estimate_memory(config, sizes, gpus).total
+    return Scale(
+        gpus=gpus,
+        sharding=config.train.sharding.strategy,
+        step_seconds=step,
+        exposed=exposed,
+        kept=compute / step,
+        tokens_per_second=gpus * per_gpu * config.data.seq_len / step,
+        memory=needed,
+        fits=needed <= memory,
+    )
+
+
+def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpus: int) -> tuple[float, float]:
+    """Seconds of a step in which a GPU's links inside its node are busy, and its network port. config: without `auto`."""
+    train = config.train
+    microbatches = config.grad_accum(gpus)
+    once = train.sharding.sync_every_microbatch is False
+    weights = (2 if train.precision == "amp_bf16" else 4) * sizes.total
+    if train.float8 is not None and train.float8.gathers:
+        weights -= (weights // sizes.total - 1) * sizes.float8
+    summed = 2 if train.sharding.reduce_dtype == "bf16" else 4
+    gathers = 1 if once or train.sharding.strategy == "grad_op" else 2 * microbatches
+    sums = 1 if once else microbatches
+    group = shard_ranks(config, gpus)
+    moved = weights * gathers + summed * sizes.total * sums
+    inside = min(group, place.per_node)
+    local = moved * (inside - 1) / inside / (LOCAL_SHARE * place.node_link)
+    network = NETWORK_SHARE * place.link
+    spanned = -(-group // place.per_node)
+    seconds = moved * (spanned - 1) / spanned / (min(group, place.per_node) * network)
+    if (replicas := gpus // group) > 1:
+        seconds += 2 * summed * sums * sizes.total / group * (replicas - 1) / replicas / network
+    return local, seconds
+
+
+def draw(points: Sequence[Scale], path: Path, title: str) -> None:
+    """The share of one GPU's speed that each GPU keeps, over the number of GPUs, as a PNG or SVG.
+
+    Raises OutputError where it cannot be written.
+    """
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogx([point.gpus for point in points], [100 * point.kept for point in points], "o-", base=2)
+    axes.set_xticks([point.gpus for point in points], [str(point.gpus) for point in points], minor=False)
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("GPUs, each with the same work")
+    axes.set_ylabel("% of one GPU's tokens/s kept")
+    axes.set_title(f"{title}: predicted")
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.getvalue())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,223 @@
+"""Destinations of metrics: RUN/metrics.jsonl, the terminal, TensorBoard, wandb."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llmtrain.logs import run_log
+from llmtrain.schema.config import Config
+from llmtrain.schema.wandb import go_offline_without_key
+from llmtrain.train.report.curves import TRAINING_LOSS, VALIDATION_LOSS, Curve, read_curves, stream_metrics
+from llmtrain.train.report.picture import LossPicture
+from llmtrain.train.report.step_logger import StepLogger
+
+
+class JSONLLogger(StepLogger):
+    """One line per step (`{"step": …, metric: value, …}`), appended: a resumed run continues the file.
+
+    Where a full disk or a kill cut the last line short, the next one begins on its own.
+    """
+
+    def __init__(self, path: Path, interval: int):
+        super().__init__(interval)
+        self.path, self.place = path, str(path)
+
+    def open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        line = json.dumps({"step": step, **metrics}).encode() + b"\n"
+        with self.path.open("a+b") as file:
+            if end := file.seek(0, os.SEEK_END):
+                file.seek(end - 1)
+                if file.read(1) != b"\n":  # a line that was cut short does not spoil the next one
+                    line = b"\n" + line
+            file.write(line)
+
+
+class TensorBoardLogger(StepLogger):
+    """RUN/tensorboard. Not Composer's own, which scatters a run over nested folders.
+
+    The writer's thread ends with its first failure: the next attempt makes another, and with it another file.
+    """
+
+    again_seconds = 60.0
+
+    def __init__(self, folder: Path, interval: int):
+        super().__init__(interval)
+        self.folder, self.place = folder, str(folder)
+
+    def open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def end(self) -> None:
+        self.writer.close()
+
+
+class WandbLogger(StepLogger):
+    """Weights & Biases; offline, into the run's folder, when there is no API key.
+
+    Not Composer's own, which calls a method that wandb 0.30 removed.
+    """
+
+    again_seconds = 3600.0
+
+    def __init__(self, config: Config, folder: Path):
+        super().__init__(config.logging.interval)
+        self.config, self.folder, self.place = config, folder, "wandb"
+        self.run: Any = None
+
+    def open(self) -> None:
+        if self.run is not None:
+            return
+        import wandb
+
+        options = self.config.logging.wandb
+        assert options is not None
+        go_offline_without_key()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            name=self.config.name,
+            tags=list(options.tags),
+            dir=str(self.folder),
+            config=self.config.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True),
+        )
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log({"step": step, **metrics})
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        def log() -> None:
+            import wandb
+
+            table: Any = wandb.Table
+            self.run.log({"step": step, name: table(columns=columns, data=rows)})
+
+        if not self.lost:
+            self._attempt(log)
+
+    def end(self) -> None:
+        self.run.finish()
+
+
+def read_metrics(path: Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric. A step that was run again after a resume counts with its last value."""
+    curve = read_curves(path, lambda found: found == name).get(name, Curve())
+    steps, values = curve.copy()
+    return steps.tolist(), values.tolist()
+
+
+class ProgressLogger(LoggerDestination):
+    """Progress of a run: on a terminal, a bar with loss, tokens/s, MFU and time left; elsewhere, a plain line now and then."""
+
+    def __init__(self, total_steps: int, bar: bool, seconds_between_lines: float = 10.0):
+        self.total = total_steps
+        self.between = seconds_between_lines
+        self.metrics: dict[str, float] = {}
+        self.last_line = 0.0
+        self.began: tuple[float, int] | None = None
+        self.progress = None
+        if bar and sys.stdout.isatty():
+            columns = (
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+            )
+            self.progress = Progress(*columns, console=Console(), speed_estimate_period=300)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.began = (time.perf_counter(), state.timestamp.batch.value)
+        if self.progress:
+            self.progress.start()
+            self.task = self.progress.add_task("", total=self.total, completed=state.timestamp.batch.value, text="")
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.metrics.update(metrics)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        step = state.timestamp.batch.value
+        if self.progress:
+            self.progress.update(self.task, completed=step, text=self._text())
+        elif step in (1, self.total) or time.perf_counter() - self.last_line >= self.between:
+            self.last_line = time.perf_counter()
+            run_log.info(f"step {step}/{self.total}  {self._text()}  {self._time_left(step)}")
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        loss = self.metrics.get(VALIDATION_LOSS)
+        if loss is not None:
+            text = f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}"
+            streams = (
+                f"{name} {value:.4f}" for name, key in stream_metrics(self.metrics) for value in [self.metrics[key]]
+            )
+            if listed := ", ".join(streams):
+                text += f" ({listed})"
+            self.progress.console.print(text, markup=False) if self.progress else run_log.info(text)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.close(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self.progress:
+            self.progress.stop()
+            self.progress = None
+
+    def _text(self) -> str:
+        parts = []
+        if TRAINING_LOSS in self.metrics:
+            parts.append(f"loss {self.metrics[TRAINING_LOSS]:.4f}")
+        if "loss/train/z" in self.metrics:
+            parts.append(f"z-loss {self.metrics['loss/train/z']:.4f}")
+        if "throughput/tokens_per_second" in self.metrics:
+            parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
+        if "throughput/mfu_foundry" in self.metrics:
+            parts.append(f"MFU {100 * self.metrics['throughput/mfu_foundry']:.1f} %")
+        return "  ".join(parts)
+
+    def _time_left(self, step: int) -> str:
+        assert self.began is not None
+        began, first = self.began
+        left = (time.perf_counter() - began) / max(step - first, 1) * (self.total - step)
+        hours, minutes, seconds = int(left // 3600), int(left % 3600 // 60), int(left % 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d} left"
+
+
+def build_loggers(config: Config, folder: Path, total_steps: int) -> list[LoggerDestination]:
+    """Return every destination of this run: on rank 0, which writes the metrics of all; none on others."""
+    if dist.get_global_rank() != 0:
+        return []
+    loggers: list[LoggerDestination] = [
+        JSONLLogger(folder / "metrics.jsonl", config.logging.interval),
+        ProgressLogger(total_steps, config.logging.progress_bar),
+        LossPicture(folder, config.logging.interval),
+    ]
+    if config.logging.tensorboard:
+        loggers.append(TensorBoardLogger(folder / "tensorboard", config.logging.interval))
+    if config.logging.wandb:
+        loggers.append(WandbLogger(config, folder))
+    return loggers

@@ -1,0 +1,139 @@
+"""RUN/loss.png: training and validation loss over steps, redrawn while a run trains."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from composer.core import State
+from composer.loggers import Logger
+
+from llmtrain.config.output_folder import replace_file
+from llmtrain.logs import run_log
+from llmtrain.train.report.curves import (
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Curve,
+    is_loss,
+    read_curves,
+    smooth,
+    stream_metrics,
+)
+from llmtrain.train.report.step_logger import StepLogger
+
+Points = tuple[np.ndarray, np.ndarray]
+"""Steps and values."""
+_BINS = 2000
+"""Points of a curve that are drawn at most: the picture is half as many pixels wide."""
+
+
+def plot_loss(folder: Path) -> Path | None:
+    """Draw RUN/loss.png from RUN/metrics.jsonl: cross entropy of training and validation. None if nothing was logged."""
+    log = folder / "metrics.jsonl"
+    if not log.exists():
+        return None
+    return draw({name: curve.copy() for name, curve in read_curves(log, is_loss).items()}, folder)
+
+
+def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
+    """Draw RUN/loss.png, which appears whole. curves: by name of the metric. None if there are none."""
+    if not curves:
+        return None
+    from matplotlib.figure import Figure  # no pyplot: its state belongs to the main thread
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if TRAINING_LOSS in curves:
+        steps, values = curves[TRAINING_LOSS]
+        x, middle, low, high = _bins(steps, values)
+        if len(x) == len(steps):
+            axes.plot(x, middle, color="#9ecae1", linewidth=1, label="training, each step")
+        else:
+            axes.fill_between(x, low, high, color="#9ecae1", linewidth=0, label="training, lowest to highest step")
+        axes.plot(x, smooth(x, middle), color="#2171b5", linewidth=1.8, label="training, smoothed")
+    streams = stream_metrics(curves)
+    for number, (name, metric) in enumerate(streams):
+        colour = f"C{2 + number % 8}"  # neither the blue of training nor the orange of all streams
+        label = _plain(f"validation, {name}")
+        axes.plot(*curves[metric], "o-", color=colour, linewidth=1, markersize=3, alpha=0.8, label=label)
+    if VALIDATION_LOSS in curves:
+        at, validation = curves[VALIDATION_LOSS]
+        label = "validation, all streams" if streams else "validation"
+        axes.plot(at, validation, "o-", color="#d94801", markersize=5, label=label)
+        axes.annotate(
+            f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right"
+        )
+    title = _plain(folder.resolve().name)
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title, xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small" if len(streams) > 5 else None, ncols=1 + len(streams) // 10)
+    path = folder / "loss.png"
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    replace_file(path, picture.getvalue())
+    return path
+
+
+def _bins(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Step, mean, lowest and highest value of at most _BINS groups of neighbours."""
+    borders = np.unique(np.linspace(0, len(values), min(len(values), _BINS) + 1).astype(np.int64))[:-1]
+    sizes = np.diff([*borders, len(values)])
+    means = [np.add.reduceat(numbers.astype(np.float64), borders) / sizes for numbers in (steps, values)]
+    return means[0], means[1], np.minimum.reduceat(values, borders), np.maximum.reduceat(values, borders)
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # or matplotlib reads it as a formula
+
+
+class LossPicture(StepLogger):
+    """Redraws RUN/loss.png in a thread of rank 0 while training goes on.
+
+    first: seconds after the start until the first picture. between: least seconds from one to the next; as a picture takes
+    interpreter time of training, also 200 times what the last one took. A picture that fails is reported once.
+    """
+
+    def __init__(self, folder: Path, interval: int, first: float = 10.0, between: float = 60.0):
+        super().__init__(interval)
+        self.folder, self.place, self.between = folder, str(folder / "loss.png"), between
+        self.curves: dict[str, Curve] = {}
+        self.due = time.monotonic() + first
+        self.thread: threading.Thread | None = None
+        self.failed = False
+
+    def open(self) -> None:
+        log = self.folder / "metrics.jsonl"
+        if log.exists():
+            self.curves = read_curves(log, is_loss)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for name in filter(is_loss, metrics):
+            self.curves.setdefault(name, Curve()).add(step, metrics[name])
+        if time.monotonic() >= self.due and not (self.thread and self.thread.is_alive()):
+            self.thread = threading.Thread(target=self._draw, args=(self._copy(),), daemon=True)
+            self.thread.start()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Draw the last steps too, of a run that was drawn before: it may end in an error."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+            self._draw(self._copy())
+
+    def _copy(self) -> dict[str, Points]:
+        return {name: curve.copy() for name, curve in self.curves.items()}
+
+    def _draw(self, curves: Mapping[str, Points]) -> None:
+        began = time.monotonic()
+        try:
+            draw(curves, self.folder)
+        except Exception as error:  # a picture must not end a run
+            if not self.failed:
+                run_log.info(f"WARNING: {self.folder / 'loss.png'} was not drawn: {type(error).__name__}: {error}")
+            self.failed = True
+        took = time.monotonic() - began
+        self.due = began + took + max(self.between, 200 * took)

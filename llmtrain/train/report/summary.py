@@ -1,0 +1,99 @@
+"""The report of a finished run: loss, bits per byte beside simple baselines, a plot, a sample, and what to run next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+import torch
+from composer.utils import dist
+
+from llmtrain.data.partitions.baselines import read_baselines
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
+from llmtrain.distributed.processes import LAUNCHER
+from llmtrain.generate.decoding import decode
+from llmtrain.generate.load import run_tokenizer_path
+from llmtrain.generate.sampling import Sampling
+from llmtrain.logs import run_log
+from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
+from llmtrain.schema.config import Config
+from llmtrain.train.extend import longer_run, quoted
+from llmtrain.train.report.picture import plot_loss
+from llmtrain.train.run import Outcome
+
+SAMPLE_TOKENS = 64
+
+
+def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[str], seconds: float) -> None:
+    """Log the report. Every rank calls this: sampling from a sharded model takes all of them."""
+    completion = _complete(config, outcome)
+    if dist.get_global_rank() != 0:
+        return
+    minutes, rest = divmod(round(seconds), 60)
+    run_log.info(
+        f"\n{config.name}: {outcome.step} steps, {outcome.tokens:,} tokens; this session took {minutes}:{rest:02d} min"
+    )
+    _tell_quality(config, outcome)
+    picture = None
+    try:
+        picture = plot_loss(outcome.folder)
+    except OSError as error:  # a full disk: the rest of the report needs none
+        run_log.warning(f"WARNING: {outcome.folder / 'loss.png'} was not drawn: {error.strerror or error}")
+    if picture:
+        run_log.info(f"loss curve       {picture}")
+    if completion:
+        run_log.info(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
+    _tell_next(config, outcome, file, overrides)
+
+
+def _tell_quality(config: Config, outcome: Outcome) -> None:
+    if outcome.validation_loss is None:
+        return
+    run_log.info(f"validation loss  {outcome.validation_loss:.4f} nats per token")
+    for name, loss in outcome.stream_losses.items():
+        run_log.info(f"  {name:<14} {loss:.4f}")
+    if outcome.bits_per_byte is None:
+        return
+    line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
+    if config.data.prepare and not config.data.prepare.streams:
+        baselines = read_baselines(config.data.prepare.out)
+        others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
+        line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)
+    run_log.info(line)
+
+
+def _complete(config: Config, outcome: Outcome) -> str | None:
+    if config.eval.prompt is None:
+        return None
+    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
+    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eod_id]
+    new = min(SAMPLE_TOKENS, config.model.max_seq_len - len(prompt))
+    if new < 1:
+        return None
+    # No stop token: every rank must take every step.
+    options = Sampling(temperature=0.8, top_k=50, seed=config.seed)
+    steps = decode(outcome.model.eval(), [prompt], options, max_new_tokens=new)
+    return config.eval.prompt + tokenizer.decode([step[0] for step in steps if step[0] is not None])
+
+
+def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[str]) -> None:
+    command = "uv run llmtrain" if "UV_RUN_RECURSION_DEPTH" in os.environ else "llmtrain"
+    arguments = [file, *overrides]
+    train, processes = f"{command} train", dist.get_world_size()
+    elsewhere = processes > 1 and LAUNCHER not in os.environ  # as torchrun, which takes no --nproc of ours
+    if processes != (torch.cuda.device_count() or 1) and not elsewhere:
+        train += f" --nproc {processes}"
+    prompt = config.eval.prompt or "Once upon a time"
+    run_log.info("\nnext:")
+    for line in longer_run(config, outcome.schedule, outcome.steps_per_epoch, train, arguments):
+        run_log.info(f"  {line}")
+    ranks = f" --world-size {processes}" if processes > 1 else ""
+    run_log.info(f"  {command} describe{ranks} {quoted(arguments)}")
+    run = shlex.quote(str(config.run_dir))
+    run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
+    try:
+        architecture = family_for_model(config.model).architecture
+    except UnsupportedModelError:
+        return
+    run_log.info(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers")

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import lzma
+import math
+
+import numpy as np
+import pytest
+
+from llmtrain.data.partitions.baselines import read_baselines, unigram_bits_per_byte, xz_bits_per_byte
+from llmtrain.data.prepare import PrepareError, prepare
+
+
+def test_unigram_is_the_cross_entropy_of_add_one_smoothed_counts():
+    train, held_out = np.array([6, 2, 0]), np.array([1, 2, 1])
+    expected = -(math.log2(7 / 11) + 2 * math.log2(3 / 11) + math.log2(1 / 11))
+    assert unigram_bits_per_byte(train, held_out, 10) == pytest.approx(expected / 10)
+
+
+def test_unigram_of_uniform_bytes_is_eight_bits():
+    counts = np.full(256, 1000)
+    assert unigram_bits_per_byte(counts, counts, int(counts.sum())) == pytest.approx(8)
+
+
+def test_xz_is_the_size_of_the_compressed_text(make_text):
+    text = make_text(1, 5000).encode()
+    assert xz_bits_per_byte(text) == 8 * len(lzma.compress(text, preset=9)) / len(text)
+    assert xz_bits_per_byte(b"a" * 100_000) < 0.1 < 7.9 < xz_bits_per_byte(np.random.default_rng(0).bytes(100_000))
+
+
+def test_no_text_is_an_error():
+    with pytest.raises(ValueError):
+        xz_bits_per_byte(b"")
+    with pytest.raises(ValueError):
+        unigram_bits_per_byte(np.ones(3, int), np.ones(3, int), 0)
+
+
+def test_a_prepared_folder_carries_both(corpus, settings, tmp_path):
+    out = prepare(settings(corpus), progress=False).out
+    baselines = read_baselines(out)
+    assert baselines.xz is not None and baselines.unigram is not None
+    assert 0.5 < baselines.xz < 8 and 0.5 < baselines.unigram < 8
+    none = prepare(settings(corpus, validation_fraction=0.0, out=str(tmp_path / "none")), progress=False).out
+    assert read_baselines(none).xz is None and read_baselines(none).unigram is None
+    with pytest.raises(PrepareError, match="not a folder made by"):
+        read_baselines(tmp_path)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from llmtrain.data.tokenize.tokenizer import EOD, TokenizerError, load_tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def tokenizer(make_text):
+    return train_bpe([make_text(seed, 500) for seed in range(20)], 300)
+
+
+@pytest.mark.parametrize(
+    "text", ["the quick brown fox", "  tabs\tand\r\n lines\n\n", "走 \U0001f600 \x00 é", f"a {EOD} b", ""]
+)
+def test_encoding_is_lossless_for_any_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod_id not in ids
+
+
+def test_a_trained_tokenizer_has_the_size_asked_for_and_is_the_same_every_time(tokenizer, make_text):
+    again = train_bpe((make_text(seed, 500) for seed in range(20)), 300)
+    assert tokenizer.vocab_size == 300 == len(tokenizer.backend.get_vocab())
+    assert again.backend.to_str() == tokenizer.backend.to_str()
+
+
+def test_merges_come_from_the_training_text(tokenizer, make_text):
+    assert len(tokenizer.encode(make_text(99, 200))) < 0.75 * len(make_text(99, 200).encode())
+
+
+def test_a_saved_tokenizer_loads_everywhere_and_agrees(tokenizer, tmp_path, make_text):
+    tokenizer.save(tmp_path)
+    text = make_text(5, 50)
+    expected = tokenizer.encode(text)
+    for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
+        assert (loaded.encode(text), loaded.eod_token, loaded.eod_id) == (expected, EOD, tokenizer.eod_id)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids == expected
+    for hub in (AutoTokenizer.from_pretrained(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        assert hub(text)["input_ids"] == expected
+        assert hub.eos_token_id == tokenizer.eod_id
+        assert hub.decode(expected) == text
+
+
+def test_end_of_document_comes_from_the_tokenizer_config(tokenizer, tmp_path):
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eod_token, loaded.eod_id, loaded.vocab_size) == ("</s>", 300, 301)
+
+
+def test_what_cannot_be_loaded_says_why(tokenizer, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text("{}")
+    backend = json.loads(tokenizer.backend.to_str())
+    (tmp_path / "none").mkdir()
+    backend["added_tokens"] = []
+    del backend["model"]["vocab"][EOD]
+    (tmp_path / "none/tokenizer.json").write_text(json.dumps(backend))
+    cases = {
+        "no such file or folder": "./missing",
+        "holds no tokenizer": tmp_path / "empty",
+        "is not a tokenizer of the `tokenizers` library": tmp_path / "bad.json",
+        "no end-of-document token": tmp_path / "none",
+        "neither a folder, nor a file, nor a name": "not a name!",
+    }
+    for said, name in cases.items():
+        with pytest.raises(TokenizerError, match=said):
+            load_tokenizer(name)
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerError, match="hf download some/model"):
+        load_tokenizer("some/model")
+
+
+def test_a_text_too_small_for_the_vocabulary_is_an_error():
+    with pytest.raises(TokenizerError, match=r"only \d+ of the 1000"):
+        train_bpe(["abc"], 1000)
+
+
+def test_a_small_text_may_yield_fewer_tokens_if_that_is_said():
+    assert 256 < train_bpe(["abc"], 1000, or_fewer=True).vocab_size < 300
+    assert train_bpe(["some words of text"], 260, or_fewer=True).vocab_size == 260
+
+
+def test_workers_need_neither_torch_nor_transformers():
+    code = "import sys, llmtrain.data.tokenize.encode, llmtrain.data.prepare; print({'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "set()\n"
