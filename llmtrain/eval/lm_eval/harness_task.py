@@ -251,6 +251,8 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: plain(value) for key, value in given.items() if key not in ("group", "tag", "task_list")}
     for entry in made.get("metric_list", ()):
         entry.pop("hf_evaluate", None)
+    for chain in made.get("filter_list", ()):
+        chain["name"] = str(chain["name"])
     for section in (made, made.get("fewshot_config", {})):
         if callable(function := section.get("process_docs")):
             section["process_docs"] = _named(function)

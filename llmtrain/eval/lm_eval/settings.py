@@ -46,11 +46,10 @@ _ALSO = {
     "doc_to_text": (int,),
     "doc_to_target": (int, list),
     "metadata": (int, float, str, list),
-    "group": (str, list),
-    "filter_list": (list,),
 }
 """Types of values beside those of lm_eval's annotations, where it takes more."""
 _TYPES = {"Callable": Function, "str": str, "list": list, "dict": dict, "int": int, "bool": bool, "OutputType": str}
+_CODE = ("custom_dataset", "process_docs", "process_results")
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "a mapping"}
 _KINDS |= {Function: "!function"}
 
@@ -100,14 +99,6 @@ class Settings:
         return any(True for _ in references(scored))
 
 
-def check_installed(task: str) -> None:
-    """Check that lm_eval is there. Raises EvalError."""
-    if find_spec("lm_eval") is None:
-        raise EvalError(
-            f"task {task}: is a file of lm-evaluation-harness, which is not installed: pip install 'llmtrain[lm-eval]'"
-        )
-
-
 def read_settings(data: Mapping[str, Any], file: Path, allow_code: Sequence[Path]) -> Settings:
     """Settings from a task file's content. allow_code: folders whose code may run.
 
@@ -116,7 +107,10 @@ def read_settings(data: Mapping[str, Any], file: Path, allow_code: Sequence[Path
     name = data.get("task")
     if not isinstance(name, str) or not name:
         raise EvalError(f"{file}: task: expected the task's name, found {name!r}")
-    check_installed(name)
+    if find_spec("lm_eval") is None:
+        raise EvalError(
+            f"task {name}: is a file of lm-evaluation-harness, which is not installed: pip install 'llmtrain[lm-eval]'"
+        )
     problems = [f"{key}: {why}" for key, why in _REFUSED.items() if data.get(key)]
     problems += _wrong_keys(data, {**_known("TaskConfig"), **dict.fromkeys((*_REFUSED, *_UNUSED), (object,))}, "")
     run = {key: value for key, value in data.items() if key not in {*_UNUSED, *_REFUSED}}
@@ -140,11 +134,7 @@ def _known(section: str) -> dict[str, tuple[type, ...]]:
         while text != (outer := re.sub(r"\[[^\[\]]*\]", "", text)):
             text = outer
         kinds = tuple(kind for name, kind in _TYPES.items() if re.search(rf"\b{name}\b", text))
-        found[one.name] = (*(kind for kind in kinds if one.name != "filter_list"), *_ALSO.get(one.name, ()))
-    if section == "TaskConfig":
-        found["group"] = _ALSO["group"]
-        for key in ("custom_dataset", "process_docs", "process_results"):
-            found[key] = (Function,)
+        found[one.name] = (Function,) if one.name in _CODE else (*kinds, *_ALSO.get(one.name, ()))
     return found
 
 
@@ -180,7 +170,7 @@ def _settings(data: dict[str, Any], file: Path) -> Settings:
                 "cache of data sets)"
             )
     _check_examples(data.get("fewshot_config", {}))
-    _check_filters(data.get("filter_list"), output_type, data.get("repeats", 1))
+    _check_filters(data.get("filter_list"), output_type)
     _check_templates(data)
     metrics = tuple(_metrics(data.get("metric_list"), output_type, "process_results" in data))
     return Settings(data["task"], file, data, metrics, _generation(data) if output_type == "generate_until" else None)
@@ -280,11 +270,13 @@ def _check_exact_match(key: str, arguments: Mapping[str, Any]) -> None:
 # Filters
 
 
-def _check_filters(given: Any, output_type: str, repeats: int) -> None:
+def _check_filters(given: Any, output_type: str) -> None:
     if given is None:
         return
-    if not given:
-        raise EvalError("filter_list: empty; without it, the first answer is taken as it is")
+    if not given or not isinstance(given, list):
+        raise EvalError(
+            f"filter_list: expected a list of chains, found {given!r}; without it, the first answer is taken"
+        )
     names = []
     for number, chain in enumerate(given):
         key = f"filter_list.{number}"
@@ -292,7 +284,6 @@ def _check_filters(given: Any, output_type: str, repeats: int) -> None:
             raise EvalError(f"{key}: expected name and filter, a list of functions")
         for one in chain["filter"]:
             _check_filter(f"{key}.filter", one)
-        _check_counts(chain, repeats)
         if chain["name"] in names:
             raise EvalError(f"filter_list: two chains are called '{chain['name']}'; their scores would have one name")
         names.append(chain["name"])
@@ -332,21 +323,6 @@ def _check_filter(key: str, given: Any) -> None:
         _check_mapping(key, arguments.get("mapping_dict"))
     _check_pattern(f"{key}: {function}", arguments.get("regex_pattern", ""))
     _check_patterns(f"{key}: {function}: regexes_to_ignore", arguments.get("regexes_to_ignore"))
-
-
-def _check_counts(chain: Mapping[str, Any], repeats: int) -> None:
-    """Check that each take_first_k gets as many answers as it takes, up to a filter whose answers only running it tells."""
-    for one in chain["filter"]:
-        if isinstance(one["function"], Function) or one["function"] in ("custom", "take_first"):
-            return
-        if one["function"] == "take_first_k":
-            if one["k"] > repeats:
-                raise EvalError(
-                    f"filter_list: {chain['name']}: take_first_k: {one['k']} of {repeats} answers; raise `repeats`"
-                )
-            repeats = one["k"]
-        elif one["function"] == "majority_vote":
-            repeats = 1
 
 
 def _check_mapping(key: str, mapping: Any) -> None:

@@ -9,7 +9,7 @@ filter's name, but for the filter `none`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -138,20 +138,25 @@ class LmEvalTask(Task):
         return Documents(found, found)
 
     def _rehearse(self, documents: Sequence[LmEvalDocument]) -> None:
-        """Score made-up responses, so that a metric that cannot be computed is found before a model is asked. A document that
-        cannot be scored is passed over here: its prompts tell. Raises EvalError."""
+        """Score made-up responses, so that a filter or metric that fails is found before a model is asked. A document without a
+        right answer is passed over here: its prompts are refused. Raises EvalError."""
         from llmtrain.eval.lm_eval import scores
 
         if self.settings.own_scoring:
             return
-        known = self.harness.aggregation()
+        task = self.harness
+        known = task.aggregation()
         count = len(documents) if any(one in scores.LABELS for one in known.values()) else _REHEARSED
         given: list[dict[str, Any]] = []
         for document in documents[:count]:
             try:
-                given += [one for _, [one] in self._scored(self.harness, [document], [self._made_up(document)])]
+                task.check_answer(document.record)
+                made_up = [self._made_up(document)]
             except EvalError:
                 continue
+            [instances] = self._filtered(task, [document], made_up)
+            with suppress(EvalError):  # which real answers need not raise
+                given += [self._values(task, document, instances, chain) for chain in self.settings.chains]
         values = {name: [one[name] for one in given if name in one] for one in given for name in one}
         for name in [one.name for one in self.settings.metrics if given and one.name not in values]:
             found = ", ".join(values) or "none of those that are listed"
@@ -250,20 +255,19 @@ class LmEvalTask(Task):
         for document, some in zip(documents, responses, strict=True):
             with _failures_of(document):
                 details.append(_details(document, some))
-        instances: list[Any] = []
-        for chain, given in self._scored(task, documents, responses, instances):
-            for number, found in enumerate(given):
-                for name, value in found.items():
+        instances = self._filtered(task, documents, responses)
+        for chain in self.settings.chains:
+            for number, document in enumerate(documents):
+                for name, value in self._values(task, document, instances[number], chain).items():
                     values.setdefault(_title(name, chain), []).append(value)
                     function = task.aggregation().get(name, metrics.mean)
-                    with _failures_of(documents[number]):
+                    with _failures_of(document):
                         if (share := weighted_sum(function, value)) is not None:
                             hits[number][_title(name, chain)] = share
-            if self.settings.generation is not None:
-                for detail, one in zip(details, instances, strict=True):
-                    answer = one.filtered_resps[chain]
+                if self.settings.generation is not None:
+                    answer = instances[number][0].filtered_resps[chain]
                     kept = answer if isinstance(answer, str | int | float | None) else str(answer)
-                    detail.setdefault("filtered", {})[chain] = kept
+                    details[number].setdefault("filtered", {})[chain] = kept
         for detail, hit in zip(details, hits, strict=True):
             detail["metrics"] = {title: value for title, (value, _) in hit.items()}
         names = {title: title.partition(",")[0] for title in values}
@@ -283,14 +287,10 @@ class LmEvalTask(Task):
             headline, made, len(documents), requests, truncated, per_document=per_document, lower_is_better=falling
         )
 
-    def _scored(
-        self,
-        task: HarnessTask,
-        documents: Sequence[LmEvalDocument],
-        responses: Sequence[list[Response]],
-        instances: list[Any] | None = None,
-    ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(filter chain, values by metric of each document). instances: takes lm_eval's, with their filtered responses."""
+    def _filtered(
+        self, task: HarnessTask, documents: Sequence[LmEvalDocument], responses: Sequence[list[Response]]
+    ) -> list[list[Any]]:
+        """lm_eval's instances of each document, with their filtered responses by chain."""
         from lm_eval.api.instance import Instance
 
         made: list[list[Instance]] = []
@@ -304,14 +304,13 @@ class LmEvalTask(Task):
         seconds = _FILTER_SECONDS + _ANSWER_SECONDS * len(flat)
         with nullcontext() if self.settings.own_scoring else time_limit(seconds, "filter_list: a filter"):
             task.filtered(flat)
-        if instances is not None:
-            instances += flat
-        for chain in flat[0].filtered_resps:
-            given = []
-            for document, group in zip(documents, made, strict=True):
-                with _failures_of(document):
-                    given.append(task.process_results(document.record, [one.filtered_resps[chain] for one in group]))
-            yield chain, given
+        return made
+
+    @staticmethod
+    def _values(task: HarnessTask, document: LmEvalDocument, instances: list[Any], chain: str) -> dict[str, Any]:
+        """Values of a document by metric."""
+        with _failures_of(document):
+            return task.process_results(document.record, [one.filtered_resps[chain] for one in instances])
 
     def _answers(self, responses: Sequence[Response]) -> list[list[Any]]:
         """Responses of a document's instances, each a list of its repeats."""

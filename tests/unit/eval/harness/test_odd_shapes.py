@@ -26,19 +26,6 @@ MATCH = {"metric": "exact_match"}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            filtered({"function": "take_first_k", "k": 2}),
-            "filter_list: x: take_first_k: 2 of 1 answers; raise `repeats`",
-        ),
-        (filtered({"function": "take_first_k", "k": 4}, repeats=3), "take_first_k: 4 of 3 answers"),
-        (
-            filtered({"function": "take_first_k", "k": 2}, {"function": "take_first_k", "k": 3}, repeats=4),
-            "take_first_k: 3 of 2 answers",
-        ),
-        (
-            filtered({"function": "majority_vote"}, {"function": "take_first_k", "k": 2}, repeats=4),
-            "take_first_k: 2 of 1 answers",
-        ),
         (filtered({"function": "take_first_k", "k": 0}), "take_first_k needs k, a number of answers"),
         (filtered({"function": "take_first_k", "k": True}), "take_first_k needs k, a number of answers"),
         (
@@ -66,6 +53,23 @@ def test_settings(changes, expected):
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (filtered({"function": "take_first_k", "k": 2}), "take first 2, but got 1 only"),
+        (filtered({"function": "take_first_k", "k": 4}, repeats=3), "take first 4, but got 3 only"),
+        (
+            filtered({"function": "take_first_k", "k": 2}, {"function": "take_first_k", "k": 3}, repeats=4),
+            "take first 3, but got 2 only",
+        ),
+        (filtered({"function": "map", "mapping_dict": {"a": 1}}, {"function": "lowercase"}), "no attribute 'lower'"),
+    ],
+)
+def test_filters_that_fail_are_refused_before_a_model_is_asked(tmp_path, changes, expected):
+    with pytest.raises(EvalError, match=rf"task it: filter_list: a filter failed: .*{expected}"):
+        task(tmp_path, TEXT | changes).documents()
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         filtered(
@@ -76,8 +80,8 @@ def test_settings(changes, expected):
         {"metric_list": [MATCH | {"regexes_to_ignore": None}]},
     ],
 )
-def test_what_is_no_fault(changes):
-    make_task(TEXT | changes, Path("it.yaml"))
+def test_what_is_no_fault(tmp_path, changes):
+    assert len(task(tmp_path, TEXT | changes).documents()) == 6
 
 
 WRONG: dict[str, tuple[dict[str, Any], list[Any], str]] = {
