@@ -36,15 +36,9 @@ def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[
     return support.inputs("gated_delta", spec, batch, seq_len, "cuda", most=most)
 
 
-def outcome(
-    kernel, tensors: list[Tensor], state: Tensor | None, ids: Tensor | None, dtype: torch.dtype
-) -> list[Tensor]:
-    """y, the last state, and every gradient, from gradients of both that `dtype` holds."""
-    leaves = [t.detach().requires_grad_() for t in (*tensors, *([] if state is None else [state]))]
-    y, final = kernel(*leaves[:5], None if state is None else leaves[5], ids)
-    g = torch.Generator("cuda").manual_seed(1)
-    ups = [torch.randn(t.shape, generator=g, device="cuda").to(dtype).to(t.dtype) for t in (y, final)]
-    return [y, final, *torch.autograd.grad((y, final), leaves, ups)]
+def outcome(rule, tensors: list[Tensor], state: Tensor | None, ids: Tensor | None, exact: bool = False) -> list[Tensor]:
+    """y, the last state, and every gradient; exact: in float64."""
+    return support.outcome(lambda *t: rule(*t, ids), [*tensors, state], torch.float64 if exact else None)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -57,9 +51,8 @@ def test_outputs_and_gradients_are_the_references(case, dtype):
     state = torch.randn(batch, sizes[0], *sizes[2:], generator=g, device="cuda") if with_state else None
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.02).long().cumsum(1) if packed else None
     kernel = build(spec, platform.detect(), "")
-    found, again = (outcome(kernel, tensors, state, ids, dtype) for _ in range(2))
-    wide = None if state is None else state.double()
-    expected = outcome(ReferenceGatedDelta(spec), [t.double() for t in tensors], wide, ids, dtype)
+    found, again = (outcome(kernel, tensors, state, ids) for _ in range(2))
+    expected = outcome(ReferenceGatedDelta(spec), tensors, state, ids, exact=True)
     names = ("y", "state", "dq", "dk", "dv", "d_log_decay", "d_beta", "d_state")[: len(found)]
     for name, one, other, value in zip(names, found, again, expected, strict=True):
         assert torch.equal(one, other), name

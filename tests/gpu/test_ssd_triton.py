@@ -69,11 +69,7 @@ def assert_as_exact(spec: SSDSpec, tensors: list[Tensor], ids: Tensor | None) ->
     exact = support.scan_outcome(run(reference), tensors, wide=True)
     ours = support.scan_errors(support.scan_outcome(run(kernel(spec)), tensors), exact)
     theirs = support.scan_errors(support.scan_outcome(run(reference), tensors), exact)
-    # A number per head is a sum over all tokens, whose terms cancel: its error is left to chance. Otherwise 7e-4 is the
-    # rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
-    allowed = {name: (2.0 if name in ("A", "D", "dt_bias") else 1.1) * max(theirs[name], 7e-4) for name in ours}
-    worse = {name: (error, theirs[name]) for name, error in ours.items() if not error <= allowed[name]}
-    assert not worse
+    support.assert_as_exact(list(ours), list(ours.values()), list(theirs.values()))
 
 
 @pytest.mark.parametrize("num_sms", [1, 132, 10_000], ids=["sequential scan", "this device", "state passing"])

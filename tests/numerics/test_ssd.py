@@ -31,15 +31,6 @@ def inputs(spec: SSDSpec, seq_len: int, dtype: torch.dtype, with_state: bool) ->
     return [t.to(dtype).requires_grad_() for t in support.scan_inputs(spec, BATCH, seq_len, torch.float64, with_state)]
 
 
-def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
-    """y, the final state, and every gradient of a random projection of both."""
-    y, state = function(*tensors)
-    g = torch.Generator().manual_seed(3)
-    parts = [(t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state)]
-    loss = torch.stack(parts).sum()
-    return [y.detach(), state.detach(), *torch.autograd.grad(loss, tensors)]
-
-
 CASES = {
     "one chunk": (SSDSpec(H, P, N, 1, 16), 16, False),
     "shorter than a chunk": (SSDSpec(H, P, N, 1, 16), 5, False),
@@ -57,8 +48,8 @@ CASES = {
 def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, dtype, tolerance):
     kernel = registry.resolve("ssd", "auto", spec, platform.cpu()).build(spec, platform.cpu())
     exact = inputs(spec, seq_len, torch.float64, with_state)
-    expected = outcome(lambda *t: recurrence(spec, *t), exact)
-    ours = outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
+    expected = support.outcome(lambda *t: recurrence(spec, *t), exact)
+    ours = support.outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
@@ -92,7 +83,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
             ys.append(y)
         return torch.cat(ys, 1), final
 
-    ours, expected = outcome(lambda *t: kernel(*t, document_ids=ids), tensors), outcome(apart, tensors)
+    ours, expected = support.outcome(lambda *t: kernel(*t, document_ids=ids), tensors), support.outcome(apart, tensors)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
@@ -103,7 +94,7 @@ def test_strong_decay_gives_finite_gradients():
     kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
     tensors = inputs(spec, 100, torch.float32, False)
     tensors[2] = torch.full((H,), -50.0, requires_grad=True)
-    results = outcome(kernel, tensors)
+    results = support.outcome(kernel, tensors)
     assert all(torch.isfinite(t).all() for t in results)
     assert results[4].abs().max() < 1e3
 
