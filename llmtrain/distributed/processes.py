@@ -66,8 +66,10 @@ def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
 
 def serve_parent(worker: int = 0) -> None:
     """`end_with_parent`, and take SIGTERM from the parent alone: `timeout`, SLURM and systemd signal every process of a job at
-    once, and the parent, which then saves, still needs this one. Call it before there are threads. worker: as above."""
+    once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C. Call it before there are threads.
+    worker: as above."""
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parents_sigterm, name="SIGTERM", daemon=True).start()
