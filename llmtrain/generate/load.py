@@ -65,7 +65,7 @@ def load_model(
 
 
 def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:
-    """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not know."""
+    """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
     config, problems = decode(ModelConfig, manifest.config["model"])
     if problems:
         unknown = "; ".join(f"model.{problem.path}: {problem.message}" for problem in problems)

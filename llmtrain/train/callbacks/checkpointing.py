@@ -1,4 +1,4 @@
-"""Checkpoints at intervals, after the last step, and at SIGTERM."""
+"""Checkpoints at intervals, after the last step, and at SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from llmtrain.train.faults.rewind import PassedOver, Rewind
 class Checkpointing(Callback):
     """Writes a checkpoint every `interval` steps, after step `also`, and after the last one, for which it waits.
 
-    After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails. config: as
-    checkpoints hold it. fingerprint: of the training data. rewind: goes back before a step is saved.
+    After a SIGTERM or Ctrl-C it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails. config:
+    as checkpoints hold it. fingerprint: of the training data. rewind: goes back before a step is saved.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpointing(Callback):
         if last or preempted:
             self.saver.finish()
         if preempted and not last:
-            raise Preempted(step, self.saver.root / folder_name(step))
+            raise Preempted(step, self.saver.root / folder_name(step), self.preemption.number)
 
     def save(self, state: State) -> None:
         clock = state.timestamp.state_dict()
