@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,8 @@ class Checkpoints:
         self.uploads = Uploads(config.remote, self.saver.root, retention, world, self.preemption)
         self.interval = steps(config.interval)
 
-    def callback(self, config: Config) -> Checkpointing:
-        """config: as the user gave it, which checkpoints hold."""
+    def callback(self, config: Config, more_files: Mapping[str, bytes]) -> Checkpointing:
+        """config: as the user gave it, which checkpoints hold. more_files: see RunState."""
         return Checkpointing(
             self.saver,
             self.preemption,
@@ -127,6 +127,7 @@ class Checkpoints:
             self.passed,
             self.also,
             self.rewind,
+            more_files,
         )
 
     def __enter__(self) -> Checkpoints:

@@ -34,7 +34,7 @@ from llmtrain.train.ranks.shared_folder import require_shared
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
-from llmtrain.train.resume import continued, require_same_run
+from llmtrain.train.resume import continued, require_same_run, tokenizer_files
 from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.validation import Validation, final_metric, icl_callbacks
 
@@ -125,7 +125,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times and world.is_main else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
-                checkpoints.callback(config),
+                checkpoints.callback(config, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
             loggers=build_loggers(config, folder, schedule.total),
             progress_bar=False,

@@ -63,8 +63,8 @@ def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], 
     icl = config.eval.icl
     if icl is None:
         return []
+    from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
     from llmtrain.eval.run_config import load_eval_run
-    from llmtrain.generate.load import run_tokenizer_path
     from llmtrain.train.callbacks.evaluation import Evaluation
     from llmtrain.train.report.kept_results import KeptResults
 
