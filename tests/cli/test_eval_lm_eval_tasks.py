@@ -9,6 +9,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.eval.lm_eval import index
+from llmtrain.eval.report.document_scores import given_answer, read_lines
 from tests.support.evaluation import Place, records
 
 CLOZE = """
@@ -136,3 +137,20 @@ def test_a_gauntlet_averages_tasks_of_the_harness(place, folder, capsys):
     content = json.loads((folder / "out/results.json").read_text())
     [task] = content["results"]
     assert content["gauntlet"]["tiny"]["averages"]["average"]["value"] == task["metrics"]["acc"]["value"]
+
+
+def test_reports_say_what_was_chosen(place, folder, capsys):
+    """Of multiple choice, `acc` is the likeliest choice, and the answer is that choice."""
+    rows = [{"q": "the fox", "c": ["jumps", "seven wizards make"], "g": number % 2} for number in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mc.yaml").write_text(
+        "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\ntask: mc\n"
+        "output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: c\ndoc_to_target: g\n"
+    )
+    assert main(["eval", "--tasks", str(folder / "mc.yaml"), f"model={place.model}", "--out", str(folder / "out")]) == 0
+    assert "- `acc`: the choice of the highest log-likelihood" in capsys.readouterr().out
+    [line, *_] = read_lines(folder / "out/documents/tiny/mc-0-shot.jsonl.gz")
+    likelihoods = line["log_likelihoods"]
+    assert line["chosen"]["acc"] == likelihoods.index(max(likelihoods))
+    assert given_answer(line, "acc") == rows[0]["c"][line["chosen"]["acc"]]
+    assert given_answer(line, "acc_norm") == rows[0]["c"][line["chosen"]["norm"]]

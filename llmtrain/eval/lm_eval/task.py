@@ -350,14 +350,28 @@ def _until_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _details(document: LmEvalDocument, responses: Sequence[Response]) -> dict[str, Any]:
-    details: dict[str, Any] = {"document": document.index, "where": document.where, **describe(document.texts)}
+    texts = document.texts
+    details: dict[str, Any] = {"document": document.index, "where": document.where, **describe(texts)}
     likelihoods = [one for one in responses if isinstance(one, Loglikelihood)]
     if likelihoods:
         details["log_likelihoods"] = [one.log_likelihood for one in likelihoods]
         details["tokens"] = [one.tokens for one in likelihoods]
         details["greedy"] = [one.greedy for one in likelihoods]
+        if document.task.OUTPUT_TYPE == "multiple_choice":
+            details["chosen"] = _chosen(texts["choices"], details["log_likelihoods"])
     elif isinstance(responses[0], GeneratedText):
         details["text"] = responses[0].text
         if len(responses) > 1:
             details["texts"] = [one.text for one in responses if isinstance(one, GeneratedText)]
     return details
+
+
+def _chosen(choices: Sequence[str], likelihoods: Sequence[float]) -> dict[str, int]:
+    """Numbers of the choices that are answers by acc, acc_norm, acc_bytes and acc_mutual_info, for people to read."""
+    conditional, alone = likelihoods[: len(choices)], likelihoods[len(choices) :]
+    scores = {"acc": conditional}
+    for name, sizes in (("norm", map(len, choices)), ("bytes", (len(one.encode()) for one in choices))):
+        scores[name] = [value / max(size, 1) for value, size in zip(conditional, sizes, strict=True)]
+    if alone:
+        scores["mutual_info"] = [value - other for value, other in zip(conditional, alone, strict=True)]
+    return {name: max(range(len(some)), key=some.__getitem__) for name, some in scores.items()}
