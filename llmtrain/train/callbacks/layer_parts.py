@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -12,26 +10,28 @@ from torch import nn
 
 from llmtrain.models.init import clean_name
 from llmtrain.models.layer_part import LayerPart, parts_of, step_sums
+from llmtrain.train.callbacks.stability import Stability
+
+
+def layer_parts(model: nn.Module, stability: Stability) -> list[Callback]:
+    """The callback for this model, where it has anything to do. It stands before `stability`, which waits for the GPU."""
+    made = LayerParts(model, stability)
+    return [made] if made.sums or made.changed or made.measured else []
 
 
 class LayerParts(Callback):
     """Sums what layers count over the ranks, logs their metrics as PART/METRIC, and has them changed after a step that was taken.
 
-    Metrics travel to the host beside the step's losses, for which it waits anyway. taken: whether the optimizer's step was.
+    Metrics travel to the host beside the step's losses, for which it waits anyway. stability: skips steps.
     """
 
-    def __init__(self, model: nn.Module, taken: Callable[[], bool]):
-        self.taken, self.sums = taken, step_sums(model)
+    def __init__(self, model: nn.Module, stability: Stability):
+        self.stability, self.sums = stability, step_sums(model)
         parts = {clean_name(name): part for name, part in parts_of(model)}
         self.changed = [part for part in parts.values() if type(part).after_step is not LayerPart.after_step]
         self.measured = {name: part for name, part in parts.items() if type(part).metrics is not LayerPart.metrics}
         self._names: list[str] = []
         self._values = torch.empty(0)
-
-    @property
-    def needed(self) -> bool:
-        """True if a part of the model's layers has anything to do or to log."""
-        return bool(self.sums or self.changed or self.measured)
 
     @torch.no_grad()
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -49,7 +49,7 @@ class LayerParts(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         # Stability has waited for the GPU since, so that the values are here.
         logger.log_metrics(dict(zip(self._names, self._values.tolist(), strict=True)))
-        if self.taken():
+        if not self.stability.skipped_in_a_row:
             for part in self.changed:
                 part.after_step()
         for total in self.sums:
