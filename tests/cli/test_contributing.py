@@ -32,7 +32,7 @@ REFUSED = {
     "uv run llmtrain train try/run.yaml name=lion train.duration='8 steps'": "optimizer.type: lion -> adamw",
     "uv run llmtrain export try/experts try/experts-exported": "model.blocks.x.mlp.type = experts",
     "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=experts train.parallel.tensor=2": "of type experts, cannot",
-    "uv run llmtrain check try/run.yaml model.blocks.x.mlp={type: experts, d_ff: 8, top_k: 5}": "exceeds n_experts (4)",
+    "uv run llmtrain check try/run.yaml 'model.blocks.x.mlp={type: experts, d_ff: 8, top_k: 5}'": "exceeds n_experts (4)",
     "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=experts train.activation_checkpointing.mlp_tokens=8": "reads whole",
 }
 """Commands that are run after those of the page, and a part of their refusal."""
