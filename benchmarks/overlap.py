@@ -74,12 +74,12 @@ class Steps:
         import torch
 
         from llmtrain.plan.automatic import resolve_auto
-        from llmtrain.plan.describe import meta_model, parameter_sizes
+        from llmtrain.plan.describe import parameter_sizes
         from llmtrain.train.callbacks.gradient_sync import GradientSync
 
         world = world_from_environment()
         memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-        sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+        sizes = parameter_sizes(config)
         config = resolve_auto(config, sizes, world.size, world.local_size, memory).config
         self.config, self.made = config, Training(config)
         self.sync = GradientSync(self.made.causal_lm, config.train.sharding)

@@ -26,7 +26,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.plan.candidates import MEASURED, microbatches
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import estimate_memory
 from llmtrain.schema.config import Config
 from llmtrain.train.graphs.cuda_graphs import reason_against, replay_seconds
@@ -137,7 +137,7 @@ def choose_microbatch(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    parameters = parameter_sizes(meta_model(resolved.model), resolved.train.parallel.tensor, resolved.train.float8)
+    parameters = parameter_sizes(resolved)
     estimate = estimate_memory(resolved, parameters, world.size)
     # In place of the optimizer's state, which comes with its first step.
     reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from composer.core import Callback, Evaluator, State
 
+from llmtrain.adapt.base import adapted
 from llmtrain.adapt.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.beneath import base_of
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.checkpoint.local import LocalCheckpoint
@@ -31,10 +33,11 @@ from llmtrain.kernels.platform import detect
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -108,10 +111,12 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         model = HybridLM(config.model, dtype=getattr(torch, dtype), documents=documents)
     require_same_kernels(config.model, model.platform, dtype, documents, world)
     causal_lm = CausalLM(model, config.train.loss)
+    plain = dict(model.named_parameters())
     resolved = resolved_config(config, world, device)
-    cost = token_cost(model, resolved.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    segments = parallelize(causal_lm, resolved.train, world, device)
-    ranks = model.ranks
+    # Before checkpointing wraps the layers.
+    cost = token_cost(adapted(model, config.adapt), resolved.train, config.data.seq_len, device)
+    segments = parallelize(causal_lm, resolved.train, world, device, config.adapt)
+    ranks, added = model.ranks, {info.name for info in parameter_info(model).values()} - plain.keys()
     optimizer = build_optimizer(model, config.optimizer)
     if config.train.float8 is not None and config.train.float8.gathers:
         compute_scales_after_steps(model, optimizer)
@@ -133,17 +138,22 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     validation = validation_loader(resolved, world)
     streams = stream_samples(validation, config)
     schedule = resolved_schedule(config, len(loader), loader.dataset.samples_per_stream.tolist())
+    beneath = None
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
         # Verified before.
-        save_load.load(resumed.folder, model, optimizer, manifest=resumed.require(), verify=False, parts=parts)
+        load = {"manifest": resumed.require(), "verify": False, "verify_base": checkpoint.verify, "parts": parts}
+        save_load.load(resumed.folder, model, optimizer, **load)
+        beneath = save_load.beneath_of(model, resumed.require().base, held=resumed.read_index().tensors)
     elif config.init_from:
-        if not config.init_from.is_whole:
+        if added or not config.init_from.is_whole:
             model.init_weights(config.seed)  # for what is not loaded
         initial = initial_checkpoint(config)
-        loaded = load_part(*initial, model, optimizer, config.init_from, verify=checkpoint.verify)
+        arguments = (initial.fetch(), initial.require(), model, optimizer, config.init_from)
+        loaded = load_part(*arguments, verify=checkpoint.verify, added=added)
         run_log.info(loaded.summary())
+        beneath = save_load.beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)
     if average is not None and not resumed:
@@ -171,6 +181,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         group=gloo_group(),
         warn=run_log.warning,
         parts=parts,
+        beneath=beneath,
     )
     scales_stale = config.train.float8 is not None and config.train.float8.gathers
 
@@ -276,7 +287,7 @@ def resolved_config(config: Config, world: World, device: torch.device) -> Confi
         smallest = torch.tensor(detect(device).memory_bytes, device=device)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
         available = smallest.item()
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+    sizes = parameter_sizes(config)
     resolved = resolve_auto(config, sizes, world.size, world.local_size, available)
     for line in resolved.reasons:
         if "microbatch_size" not in line:  # which is searched for
