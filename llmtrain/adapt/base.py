@@ -11,7 +11,6 @@ from torch import Tensor
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.adapt import AdaptConfig
-from llmtrain.schema.training import TrainConfig
 
 
 class Converter(ABC):
@@ -39,18 +38,8 @@ class Converter(ABC):
         return set()
 
 
-def converters(config: TrainConfig, adapt: AdaptConfig | None, shards: int) -> list[Converter]:
-    """What a training run changes, in order. shards: ranks over which FSDP2 will shard a weight's rows."""
-    found: list[Converter] = []
-    if config.float8 is not None:
-        from llmtrain.adapt.float8 import Float8
-
-        found.append(Float8(config.float8, shards))
-    return found + adaptations(adapt)
-
-
 def adaptations(adapt: AdaptConfig | None) -> list[Converter]:
-    """The part that belongs to the model, wherever it runs."""
+    """The changes that belong to a model wherever it runs, in order."""
     return [] if adapt is None else [section.load_implementation()(section) for section in adapt.sections()]
 
 

@@ -66,8 +66,8 @@ def checkpoint_beneath(address: str, manifest: Manifest) -> Checkpoint | None:
             found.append(str(error))
     raise CheckpointError(
         f"{address} holds a part of its model. The rest is in save {base['save_id']} of {base['address']}, which is not there: "
-        f"{'; '.join(dict.fromkeys(found))}. Put that checkpoint back (a link to it will do); a checkpoint that needs no other is made, where both are, "
-        f"by `llmtrain checkpoint convert {address} OUT --to llmtrain`"
+        f"{'; '.join(dict.fromkeys(found))}. Put that checkpoint back (a link to it will do); where both are, "
+        f"`llmtrain checkpoint convert {address} OUT --to llmtrain` makes one that needs no other"
     )
 
 

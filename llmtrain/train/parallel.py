@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from llmtrain.adapt.base import converters
+from llmtrain.adapt.base import adaptations
+from llmtrain.adapt.float8 import Float8
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
@@ -56,7 +57,8 @@ def parallelize(
     if ranks is not None:
         model.hybrid.split(ranks)
         overlap_products(ranks, config, world, model.hybrid.platform)
-    changes = converters(config, adapt, shards=sharding.size(-1))
+    changes = [Float8(config.float8, shards=sharding.size(-1))] if config.float8 is not None else []
+    changes = [*changes, *adaptations(adapt)]
     for converter in changes:
         converter.convert(model.hybrid, model.hybrid.platform)
     if segments is not None:
